@@ -57,6 +57,8 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
     longest = LONGEST_ODD if operation.family == "norm" else 50257
     of_rows = WITH_TWO if takes_two else SHAPES
     shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in of_rows]
+    if implementation == "mosaic" and operation.family == "norm":
+        shapes = [(r, c // 8 * 8) for r, c in shapes]  # in multiples of 16 bytes
     for shape in [*shapes, *([] if takes_two else STRIDED)]:
         row, column = (
             jax.ShapeDtypeStruct(shape, dtype),

@@ -72,7 +72,7 @@ def test_xla_imports_the_contract_alone():
 
 
 #: Mosaic's floors, from below; the folders of one floor import none of each other.
-FLOORS = (("device",), ("rows",), ("walks",), ("schedules",), OPERATIONS)
+FLOORS = (("device",), ("rows",), ("loops",), ("schedules",), OPERATIONS)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from benchmarks.contract import KernelWorkload, LinearKernelWorkload
 from benchmarks.sweeps import backward, linear
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
-from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
+from jaxnorm_kernels.mosaic.linear import product as linear_schedule
 
 
 def test_every_wide_backward_has_several_schedules():
@@ -71,7 +71,7 @@ def test_rows_rank_by_time():
     assert text.splitlines()[3] == "  failed: bad: spilled"
 
 
-@pytest.mark.parametrize("name", ["backward", "causal", "forward", "linear"])
+@pytest.mark.parametrize("name", ["backward", "causal", "forward", "heads", "linear", "triton"])
 def test_other_processes_can_take_workloads(name):
     """Schedules are lowered in other processes: workloads and schedules are sent to them."""
     chosen = sweep.definitions(sweep.ROOT / f"benchmarks/sweeps/{name}.py")

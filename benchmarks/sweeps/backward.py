@@ -8,15 +8,14 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
+    narrow_rows,
     norm_schedule,
-    rows_ring,
-    two_norms_schedule,
-    wide_ring,
+    wide_rows,
 )
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _OPS = ("layer_norm", "rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "softmax")
 _ELEMENTS = 2**26
@@ -44,15 +43,14 @@ def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
 
 def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
     spec, cols = workload.spec, workload.cols
-    table = two_norms_schedule if spec.op == "norm_add_norm" else norm_schedule
-    yield table(spec)
+    yield norm_schedule(spec)
     if cols <= 1024:
-        yield rows_ring(spec)
+        yield narrow_rows(spec)
     shares = itertools.product(_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM, (1, 2))
     for warpgroups, cluster, blocks_per_sm, rows in shares:
         columns = cols / (128 * warpgroups * cluster)
         if 2 <= warpgroups * blocks_per_sm <= 4 and _in(_RING_COLUMNS[cluster > 1], columns):
-            yield wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows)
+            yield wide_rows(spec, warpgroups, cluster, blocks_per_sm, rows)
 
 
 def _held(workload: KernelWorkload) -> Iterator[InRegisters | None]:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
 _TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that could run alone
@@ -26,10 +25,10 @@ def workloads() -> Iterator[KernelWorkload]:
             yield KernelWorkload(**vars(workload))
 
 
-def schedules(workload: KernelWorkload) -> list[Schedule]:
+def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
     """The table's first; then others of its kind."""
     chosen = choose(workload.spec)
-    if chosen is None or chosen.kind not in ("queued_tile", "queued_row"):
+    if chosen is None or chosen.kind not in ("pipelined_tile", "pipelined_row"):
         return []
     tried = [chosen, *_shares(workload, chosen)]
     if workload.is_norm:
@@ -37,7 +36,7 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
     return list(dict.fromkeys(tried))
 
 
-def _ends(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
+def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
     """Other numbers of rows for a block."""
     blocks = local_gpu().at_a_time(chosen.cluster)
     for tiles, tail in itertools.product(_TILES, _TAILS):
@@ -48,9 +47,9 @@ def _ends(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
             yield dataclasses.replace(chosen, tiles=tiles, tail=tail_rows, slots=slots)
 
 
-def _shares(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
+def _shares(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
     """Other numbers of warpgroups and blocks for a row."""
-    if chosen.kind == "queued_tile" or workload.x_dtype != workload.y_dtype:
+    if chosen.kind == "pipelined_tile" or workload.x_dtype != workload.y_dtype:
         return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):
         if not _VALUES[0] <= workload.cols / (128 * cluster * warpgroups) <= _VALUES[1]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from benchmarks.contract import LinearKernelWorkload
 from benchmarks.linear import LINEAR, SQUARES
-from jaxnorm_kernels.mosaic.linear.schedule import Schedule, choose
+from jaxnorm_kernels.mosaic.linear.product import ProductSchedule, choose
 
 _FEATURES = (128, 192, 256)
 _STAGES = (3, 4, 5, 6)
@@ -25,7 +25,7 @@ def workloads() -> Iterator[LinearKernelWorkload]:
             yield LinearKernelWorkload(op, "fwd", "x".join(map(str, shape)), "bfloat16")
 
 
-def schedules(workload: LinearKernelWorkload) -> list[Schedule]:
+def schedules(workload: LinearKernelWorkload) -> list[ProductSchedule]:
     """The table's first; then others, of which the largest have no room in shared memory."""
     chosen = choose(workload.spec)
     tried = [

@@ -13,7 +13,7 @@ from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
@@ -31,9 +31,9 @@ class Case:
     name: str
     rows: int
     cols: int
-    schedule: Schedule
+    schedule: ForwardSchedule
 
-    def schedule_for(self, *dtypes: np.dtype | None) -> Schedule:
+    def schedule_for(self, *dtypes: np.dtype | None) -> ForwardSchedule:
         """The schedule with the vector that these dtypes allow."""
         if self.schedule.vector == 1:
             return self.schedule
@@ -41,71 +41,69 @@ class Case:
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
-UNBARRED: dict[str, Any] = {"auto_barriers": False}
-
 # Each kind with rows that are whole units, and with rows (and blocks) that overlap.
 CASES = (
-    Case("rows_in_warps", 9, 512, Schedule("row_tile", 8, rows=4)),
-    Case("rows_in_warps_tail", 9, 440, Schedule("row_tile", 8, rows=8)),
-    Case("rows_in_parts_of_warps", 35, 72, Schedule("row_tile", 8, rows=32, threads=4)),
-    Case("same_row_in_all_warps", 3, 24, Schedule("row_tile", 8, rows=1, threads=2)),
-    Case("warpgroup_row", 2, 2048, Schedule("warpgroup_row", 8)),
-    Case("warpgroup_row_tail", 2, 3000, Schedule("warpgroup_row", 8)),
-    Case("split_row", 2, 4096, Schedule("split_row", 8, warpgroups=2)),
-    Case("split_row_tail", 2, 2571, Schedule("split_row", 1, warpgroups=4)),
+    Case("rows_in_warps", 9, 512, ForwardSchedule("row_tile", 8, rows=4)),
+    Case("rows_in_warps_tail", 9, 440, ForwardSchedule("row_tile", 8, rows=8)),
+    Case("rows_in_parts_of_warps", 35, 72, ForwardSchedule("row_tile", 8, rows=32, threads=4)),
+    Case("same_row_in_all_warps", 3, 24, ForwardSchedule("row_tile", 8, rows=1, threads=2)),
+    Case("warpgroup_row", 2, 2048, ForwardSchedule("warpgroup_row", 8)),
+    Case("warpgroup_row_tail", 2, 3000, ForwardSchedule("warpgroup_row", 8)),
+    Case("split_row", 2, 4096, ForwardSchedule("split_row", 8, warpgroups=2)),
+    Case("split_row_tail", 2, 2571, ForwardSchedule("split_row", 1, warpgroups=4)),
     Case(
-        "queued_tile",
+        "pipelined_tile",
         11,  # 3 groups of 4 rows, which overlap: 2 for the first block, 1 for the second
         512,
-        Schedule("queued_tile", 8, rows=4, slots=2, tiles=2, params_first=True, **UNBARRED),
+        ForwardSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
     Case(
-        "queued_tile_tail",
+        "pipelined_tile_tail",
         17,
         440,
-        Schedule("queued_tile", 8, rows=8, slots=1, tiles=3, rereads=True, **UNBARRED),
+        ForwardSchedule("pipelined_tile", 8, rows=8, slots=1, tiles=3, rereads=True),
     ),
     Case(
-        "queued_row",
+        "pipelined_row",
         5,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=2, tiles=3, **UNBARRED),
+        ForwardSchedule("pipelined_row", 8, warpgroups=2, slots=2, tiles=3),
     ),
     Case(
-        "queued_row_that_ends_in_single_rows",
+        "pipelined_row_that_ends_in_single_rows",
         6,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=1, tiles=2, tail=3, **UNBARRED),
+        ForwardSchedule("pipelined_row", 8, warpgroups=2, slots=1, tiles=2, tail=3),
     ),
     Case(
-        "queued_row_tail",
+        "pipelined_row_tail",
         4,
         3000,
-        Schedule("queued_row", 8, slots=3, tiles=4, params_first=True, **UNBARRED),
+        ForwardSchedule("pipelined_row", 8, slots=3, tiles=4, params_first=True),
     ),
     Case(
-        "queued_row_that_rereads",
+        "pipelined_row_that_rereads",
         3,
         3000,
-        Schedule("queued_row", 8, slots=2, tiles=3, rereads=True, **UNBARRED),
+        ForwardSchedule("pipelined_row", 8, slots=2, tiles=3, rereads=True),
     ),
 )
 
 #: Rows that the blocks of a cluster share, of which the interpreter knows nothing.
 CLUSTERED = (
-    Case("split_row", 2, 16384, Schedule("split_row", 8, cluster=4, **UNBARRED)),
-    Case("split_row_tail", 2, 5571, Schedule("split_row", 1, warpgroups=2, cluster=8, **UNBARRED)),
+    Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
+    Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
     Case(
-        "queued_row",
+        "pipelined_row",
         5,
         16384,
-        Schedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3, **UNBARRED),
+        ForwardSchedule("pipelined_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3),
     ),
     Case(
-        "queued_row_tail",
+        "pipelined_row_tail",
         5,
         9000,
-        Schedule("queued_row", 8, cluster=8, slots=2, tiles=3, rereads=True, **UNBARRED),
+        ForwardSchedule("pipelined_row", 8, cluster=8, slots=2, tiles=3, rereads=True),
     ),
 )
 
@@ -178,7 +176,7 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> 
     return [np.asarray(out) for out in outputs]
 
 
-def program(spec: Spec, schedule: Schedule | None = None, **kwargs: Any) -> Any:
+def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) -> Any:
     """`call` under `jax.jit`; of a given schedule the same each time, so that it compiles once.
 
     Without one the program depends on tables, which a test may replace.
@@ -189,7 +187,7 @@ def program(spec: Spec, schedule: Schedule | None = None, **kwargs: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _program_of(spec: Spec, schedule: Schedule, **kwargs: Any) -> Any:
+def _program_of(spec: Spec, schedule: ForwardSchedule, **kwargs: Any) -> Any:
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule, **kwargs))
 
 

@@ -18,8 +18,8 @@ import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.cross_entropy.backward import Schedule as Parts
-from jaxnorm_kernels.mosaic.cross_entropy.forward import Schedule, choose
+from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule as Parts
+from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule, choose
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.rows.units import Units
 
@@ -79,16 +79,16 @@ def check(x, labels, d, positions=None, *, schedule=None, params=None, padding=0
 @pytest.mark.parametrize(
     ("cols", "dtype", "schedule", "options"),
     [
-        (4096, "bfloat16", Schedule(2), {}),
-        (4096, "bfloat16", Schedule(1, warpgroups=2), SMOOTHED),
-        (2056, "float16", Schedule(1, warpgroups=2), {"z_loss": 0.1}),
-        (3000, "float32", Schedule(2), SMOOTHED),
-        (3001, "float32", Schedule(2), {}),
-        (5003, "bfloat16", Schedule(1, warpgroups=2), SMOOTHED),
+        (4096, "bfloat16", LossForwardSchedule(2), {}),
+        (4096, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
+        (2056, "float16", LossForwardSchedule(1, warpgroups=2), {"z_loss": 0.1}),
+        (3000, "float32", LossForwardSchedule(2), SMOOTHED),
+        (3001, "float32", LossForwardSchedule(2), {}),
+        (5003, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
         (131, "float32", None, {}),
         (516, "bfloat16", None, {"label_smoothing": 1.0}),
         (1031, "bfloat16", None, {}),
-        (2056, "bfloat16", Schedule(1, warpgroups=2), {"logit_softcap": 5.0}),
+        (2056, "bfloat16", LossForwardSchedule(1, warpgroups=2), {"logit_softcap": 5.0}),
         (301, "float32", None, CAPPED),
         (515, "bfloat16", None, {"logits_scale": 1.5, "z_loss": 1e-2}),
     ],
@@ -207,9 +207,8 @@ def test_schedules():
             for rows in (1, 5, 66, 8192):
                 schedule = choose(make_spec(rows, cols, dtype), HOPPER)
                 units = Units.of(cols, 16 // dtype.itemsize)
-                assert schedule.shares * schedule.units <= max(units.count, 1)
-                assert schedule.cluster == 1 or schedule.cluster * rows <= HOPPER.sms
-    assert choose(make_spec(5, 128256, BF16), HOPPER) == Schedule(2, 4, 8)
+                assert schedule.warpgroups * schedule.units <= max(units.count, 1)
+    assert choose(make_spec(5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4)
 
 
 def test_what_the_kernels_refuse():
@@ -240,7 +239,6 @@ def types(rows, cols, dtype, label_dtype="int32"):
 
 
 @pytest.mark.oldest_jax
-# Few rows are shared by the blocks of a cluster.
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype", "label_dtype"),
     [

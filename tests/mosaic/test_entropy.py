@@ -14,7 +14,7 @@ from log_prob_cases import LogProbs
 from loss_cases import operands
 from reference import assert_within, exact
 from specs import build_spec, changed
-from test_cross_entropy import PARTS, Parts, Schedule, types
+from test_cross_entropy import PARTS, LossForwardSchedule, Parts, types
 
 import jaxnorm
 from benchmarks import contract, hlo
@@ -73,10 +73,10 @@ def check(x, labels, d, positions=None, *, schedule=None, padding=0, **options):
 @pytest.mark.parametrize(
     ("cols", "dtype", "schedule", "options"),
     [
-        (4096, "bfloat16", Schedule(2), {}),
-        (2056, "float16", Schedule(1, warpgroups=2), {"logits_scale": 1.5}),
-        (3001, "float32", Schedule(2), {}),
-        (5003, "bfloat16", Schedule(1, warpgroups=2), CAPPED),
+        (4096, "bfloat16", LossForwardSchedule(2), {}),
+        (2056, "float16", LossForwardSchedule(1, warpgroups=2), {"logits_scale": 1.5}),
+        (3001, "float32", LossForwardSchedule(2), {}),
+        (5003, "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
         (301, "float32", None, CAPPED),
         (516, "bfloat16", None, {}),
     ],
@@ -119,7 +119,7 @@ def test_classes_that_are_masked_by_the_lowest_number(dtype):
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
-    check(x, labels.at[:2].set(jnp.array([2040, 3])), 3 * d, schedule=Schedule(1))
+    check(x, labels.at[:2].set(jnp.array([2040, 3])), 3 * d, schedule=LossForwardSchedule(1))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Norms over groups of neighbours on the inner axis, and parameters of inner elements.
 
-As in `test_strided`, references are those of rows, and the interpreter knows neither layouts nor
-clusters.
+References are those of rows. The interpreter knows neither layouts nor clusters: calls whose strips
+are shared by clusters are lowered, compiled, and run on a GPU.
 """
 
 import functools
@@ -11,19 +11,21 @@ from typing import Any
 import backward_cases
 import forward_cases
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forward_cases import BF16, F32
+from forward_cases import BF16, F16, F32
 from h100 import Compiler
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from specs import build_spec, changed
 
 import jaxnorm
 from benchmarks import contract
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
-from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.device.gpu import MOST_SHARED_BYTES, REGISTERS
+from jaxnorm_kernels.mosaic.rows.strips import StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 
@@ -106,7 +108,7 @@ def within(output: Any, value: Any, error: Any) -> None:
     assert np.max(excess) <= 0, np.max(excess)
 
 
-def check(spec: Spec, *, adds_dh: bool = False) -> None:
+def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None:
     """Forward and backward, every output within its error bound in float64."""
     rng, params, rows = np.random.default_rng(0), make_params(spec), of_rows(spec)
     outer, _, inner = spec.strided
@@ -121,8 +123,10 @@ def check(spec: Spec, *, adds_dh: bool = False) -> None:
         )
         for p in params
     ]
-    x, d, dh = (rng.normal(0.5, 3, (spec.rows, spec.cols)).astype(spec.x_dtype) for _ in range(3))
-    y, *stats = forward_cases.interpret(spec, strided(x, spec), *params)
+    dtypes = (spec.x_dtype, spec.y_dtype, spec.x_dtype)
+    x, d, dh = (rng.normal(0.5, 3, (spec.rows, spec.cols)).astype(dtype) for dtype in dtypes)
+    interpret = functools.partial(forward_cases.interpret, params=interpreter)
+    y, *stats = interpret(spec, strided(x, spec), *params)
     values, errors = forward_cases.norm_reference(rows, x, *wide)
     for output, value, error in zip((in_rows(y, spec), *stats), values, errors, strict=True):
         within(output, value, error)
@@ -132,7 +136,8 @@ def check(spec: Spec, *, adds_dh: bool = False) -> None:
     saved, kept = np.asarray(y) if spec.norm.saved == "output" else x, [np.asarray(s) for s in kept]
     backward, rows = (changed(s, direction="bwd", adds_dh=adds_dh) for s in (spec, rows))
     given = (d, dh) if adds_dh else (d,)
-    dx, *gradients = backward_cases.interpret(
+    interpret = functools.partial(backward_cases.interpret, params=interpreter)
+    dx, *gradients = interpret(
         backward, strided(saved, spec), kept, *params, *(strided(a, spec) for a in given)
     )
     values, errors = backward_cases.norm_reference(rows, saved, kept, *wide, *given)
@@ -143,18 +148,39 @@ def check(spec: Spec, *, adds_dh: bool = False) -> None:
             within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
 
 
-#: Strips, groups of a part of a thread's vector, of one, and of the vectors of several threads.
+#: Strips: overlapping columns and inner elements, loops, shares of warpgroups; groups of a part of
+#: a thread's vector, of one, and of the vectors of several threads.
 STRIPS = {
-    "a_vector": Strips(1, 37, 32, 4, 8, blocks=1, group=4),
-    "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, blocks=1, group=2),
-    "several_threads": Strips(2, 16, 48, 4, 8, blocks=4, group=16),
-    "no_group": Strips(3, 21, 40, 4, 8, blocks=2),
+    "a_vector": Strips(1, 37, 32, 4, 8, group=4),
+    "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
+    "several_threads": Strips(2, 16, 48, 4, 8, group=16),
+    "no_group": Strips(3, 21, 40, 4, 8),
+    "columns_overlap": Strips(1, 37, 32, 4, 8),
+    "inner_overlaps": Strips(1, 16, 40, 4, 8),
+    "loop": Strips(1, 16 * 9 + 3, 32, 4, 8),
+    "two_warpgroups": Strips(1, 72, 32, 4, 8, warpgroups=2),
+    "wide": Strips(1, 9, 64, 4, 16),
+    "narrow": Strips(1, 64, 16, 4, 4),
+    # Overlaps would be races, of stores of the same values.
+    "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
     # Of no power of 2: strips that overlap, of 30 and of 24 of their 32 elements.
-    "ten": Strips(2, 37, 80, 2, 16, blocks=5, group=10),
-    "six": Strips(1, 72, 48, 8, 4, warpgroups=2, blocks=2, group=6),
-    "twenty": Strips(3, 21, 40, 4, 8, blocks=6, group=20),
-    "three": Strips(1, 72, 72, 8, 4, blocks=2, group=3),
+    "ten": Strips(2, 37, 80, 2, 16, group=10),
+    "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
+    "twenty": Strips(3, 21, 40, 4, 8, group=20),
+    "three": Strips(1, 72, 72, 8, 4, group=3),
 }
+
+
+@pytest.fixture
+def strips(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Strips:
+    chosen = STRIPS[request.param]
+    monkeypatch.setattr(strip_schedule, "strips_of", lambda spec: chosen)
+    return chosen
+
+
+def spec_of(strips: Strips, dtype: Any, **changes: Any) -> Spec:
+    shape = (strips.outer, strips.cols, strips.inner)
+    return make_spec("fwd", shape, strips.group, dtype, **changes)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +197,33 @@ STRIPS = {
         ("three", BF16, {"params": ("scale",), "scale_offset": 1.0}),
         ("no_group", F32, {"params": ("bias",)}),
         ("no_group", F32, {"params": ("scale",), "scale_offset": 1.0}),
+        ("columns_overlap", F32, {"saved": "input"}),
+        ("columns_overlap", F32, {"params": (), "saved": "input", "adds_dh": True}),
+        ("inner_overlaps", F32, {"subtract_mean": False, "saved": "input"}),
+        ("loop", F32, {}),
+        ("loop", F32, {"params": (), "saved": "input", "subtract_mean": False}),
+        ("two_warpgroups", F32, {"param_groups": 1}),
+        ("two_warpgroups", F32, {"y_dtype": F16, "saved": "input"}),
+        ("wide", F32, {"params": ("scale",), "subtract_mean": False}),
+        ("narrow", F32, {"saved": "input", "adds_dh": True}),
     ],
+    indirect=["strips"],
 )
-def test_values(
-    strips: str, dtype: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = STRIPS[strips]
-    monkeypatch.setattr(strip_schedule, "strips_of", lambda spec: chosen)
-    spec = make_spec(
-        "fwd", (chosen.outer, chosen.cols, chosen.inner), chosen.group, dtype, **changes
-    )
-    check(spec, adds_dh="adds_dh" in changes)
+def test_values(strips: Strips, dtype: Any, changes: dict[str, Any]) -> None:
+    check(spec_of(strips, dtype, **changes), adds_dh="adds_dh" in changes)
+
+
+@pytest.mark.parametrize("strips", ["no_overlap"], indirect=True)
+def test_no_races(strips: Strips) -> None:
+    check(spec_of(strips, F32), plgpu.InterpretGPUParams(detect_races=True))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("saved", ["output", "input"])
+def test_with_64_bit_types(saved: str) -> None:
+    """Kernels count in 32 bits, whatever a Python integer is traced as."""
+    with jax.enable_x64(True):
+        check(make_spec("fwd", (1, 37, 40), 1, F32, saved=saved))
 
 
 # ------------------------------------------------------------------------- layouts and registers
@@ -206,6 +248,42 @@ def types(spec: Spec) -> list[Any]:
         return [array, param, param]
     stat = jax.ShapeDtypeStruct((spec.rows,), F32)
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
+
+
+#: Each line of the table, and sizes that no width or number of warps divides: of one channel each.
+SHAPES = [(64, 8, 4096), (16, 32, 256), (16, 64, 3136), (32, 256, 4096), (8, 1000, 784)]
+SHAPES += [(8, 4096, 4096), (4, 3001, 144), (2, 12000, 64), (8, 333, 32), (8, 100, 16)]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lowering(shape: tuple[int, int, int], dtype: Any, direction: str) -> None:
+    spec = make_spec(direction, shape, 1, dtype)
+    assert mosaic.why_unsupported(spec) is None
+    lowered = jax.jit(call_of(spec)).trace(*types(spec)).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_shared_memory(dtype: Any, direction: str) -> None:
+    """A block fits a multiprocessor."""
+    for cols in range(8, 24000, 179):
+        for inner in (16, 64, 784, 4096):
+            spec = make_spec(direction, (64, cols, inner), 1, dtype)
+            if (strips := strip_schedule.strips_of(spec)) is None:
+                continue
+            scratch = [
+                *strips.scratch([dtype] * (1 if direction == "fwd" else 2)),
+                *StripExchange(strips, stats=3 if direction == "fwd" else 2).scratch(),
+            ]
+            used = sum(
+                math.prod(s.shape) * s.dtype.itemsize
+                for s in scratch
+                if hasattr(s, "shape") and s.dtype != np.uint32  # a cluster's barriers: below
+            )
+            assert used + 1024 <= MOST_SHARED_BYTES  # barriers, and Mosaic's own
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -271,9 +349,75 @@ def test_refusals(shape: Any, axis: Any, param: Any, part: str) -> None:
         jaxnorm.layer_norm(jnp.ones(shape), scale, axis=axis, implementation="mosaic")
 
 
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"inner": 63, "rows": 63}, "16 bytes, or a multiple"),
+        ({"cols": 4}, "as many, or as few"),
+        ({"cols": 2**20}, "as many, or as few"),
+        ({"op": "add_norm", "residual_dtype": F32}, "without a residual"),
+        ({"inner_params": False}, "parameters of what lies behind"),
+        ({"x_dtype": np.dtype(np.float64)}, "float64"),
+    ],
+    ids=str,
+)
+def test_what_needs_a_transpose(change: dict[str, Any], part: str) -> None:
+    spec = make_spec("fwd", (2, 64, 64), 1, F32)
+    assert mosaic.takes_inner(spec)
+    refused = changed(spec, **change)
+    assert not mosaic.takes_inner(refused)
+    assert part in str(mosaic.why_unsupported(refused))
+
+
 def test_softmaxes_are_refused() -> None:
-    spec = build_spec("softmax", "fwd", 64, 512, F32, F32, inner=32, inner_cols=8)
-    assert "side by side" in str(mosaic.why_unsupported(spec))
+    spec = build_spec("softmax", "fwd", 64, 512, F32, F32, inner=32)
+    assert "those of norms" in str(mosaic.why_unsupported(spec))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "axis", "params"),
+    [
+        ("softmax", (8, 1024, 512), -2, 0),
+        ("softmax", (64, 256, 7, 7), 1, 0),
+        ("layer_norm", (32, 256, 64, 64), 1, 2),
+    ],
+)
+def test_calls_left_to_xla(function: str, shape: Any, axis: int, params: int) -> None:
+    """Kernels of rows would need a transpose, in and out."""
+    call = getattr(jaxnorm, function)
+    arrays = [jax.ShapeDtypeStruct(s, BF16) for s in (shape, *[(shape[axis],)] * params)]
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        return jnp.sum(call(*arrays, axis=axis).astype(jnp.float32))
+
+    program = jax.jit(jax.grad(total)).trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" not in program.as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "inner"),
+    [
+        ((8, 16, 32), (1,), 32),
+        ((8, 16, 32), (2,), 1),
+        ((8, 16, 32), (0,), 512),
+        ((2, 3, 4, 5), (1, 2), 5),
+        ((2, 3, 4, 5), (0, 2), 1),
+        ((2, 3, 1, 5), (0, 1), 5),
+        ((2, 3, 4, 1), (2,), 1),
+        ((2, 3, 1, 5), (2,), 1),
+        ((2, 1, 4, 5), (0, 2), 5),
+    ],
+)
+def test_views_of_x(shape: tuple[int, ...], axes: tuple[int, ...], inner: int) -> None:
+    view = RowView(shape, axes)
+    assert view.inner == inner
+    if inner == 1:
+        return
+    x = np.arange(math.prod(shape)).reshape(shape)
+    there = view.to_rows("array", jnp.asarray(x), strided=True)
+    rows = view.to_rows("array", jnp.asarray(x))
+    np.testing.assert_array_equal(jnp.swapaxes(there, 1, 2).reshape(rows.shape), rows)
+    np.testing.assert_array_equal(view.from_rows("array", there, strided=True), x)
 
 
 def gradients(x: jax.Array, scale: jax.Array, bias: jax.Array, d: jax.Array, **given: Any) -> Any:
@@ -296,10 +440,16 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------- on a GPU
 
 
+#: Of one channel each, with overlapping strips and clusters.
+SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("sizes", [*SIZES, *UNEVEN, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [*SIZES, *UNEVEN, *SINGLE, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str
+)
 def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
     """Forward and gradients beside XLA's: two roundings of each, and the order of sums, apart."""
     outer, cols, inner, groups = sizes

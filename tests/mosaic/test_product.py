@@ -19,11 +19,11 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.linear import product as kernel
-from jaxnorm_kernels.mosaic.linear.schedule import Schedule, choose
+from jaxnorm_kernels.mosaic.linear.product import ProductSchedule, choose
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-SMALL = Schedule(features=128, stages=2, group=2)
+SMALL = ProductSchedule(features=128, stages=2, group=2)
 
 
 def make_spec(rows, cols, features, dtype=BF16, **options):
@@ -122,7 +122,7 @@ def test_tiles_in_turn(blocks, stages, monkeypatch):
     monkeypatch.setattr(kernel, "local_gpu", lambda: one)
     spec = make_spec(200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu")
     params = plgpu.InterpretGPUParams(detect_races=True)
-    check(spec, Schedule(features=128, stages=stages, group=2), params)
+    check(spec, ProductSchedule(features=128, stages=stages, group=2), params)
     assert not interpret_pallas_call.get_races().races_found
 
 

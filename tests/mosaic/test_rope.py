@@ -17,7 +17,7 @@ from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.norm import rope_backward
+from jaxnorm_kernels.mosaic.norm import rope as rope_backward
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.specs import Shared, Spec

@@ -15,10 +15,9 @@ from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -27,11 +26,11 @@ SPILLED = 32  # bytes of a thread: a few words
 MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, BF16)]
 each_mix = pytest.mark.parametrize("dtypes", MIXES, ids=str)
 CASES = {
-    "ring": (7, 1024, Ring(4, 1, stages=2, lag=1)),
-    "ring_tail": (5, 1504, Ring(4, 1, stages=2)),
-    "ring_rows": (6, 1024, Ring(4, 1, stages=2, rows=2, lag=1)),
-    "ring_two_warpgroups": (5, 2048, Ring(4, 2, stages=2, lag=1)),
-    "rows_ring": (9, 440, RowsRing(4, 32, rows=4, stages=2)),
+    "ring": (7, 1024, PipelinedRows(4, 1, stages=2)),
+    "ring_tail": (5, 1504, PipelinedRows(4, 1, stages=2)),
+    "ring_rows": (6, 1024, PipelinedRows(4, 1, stages=2, rows=2)),
+    "ring_two_warpgroups": (5, 2048, PipelinedRows(4, 2, stages=2)),
+    "rows_ring": (9, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),
 }
 
 
@@ -84,9 +83,7 @@ def make_operands(spec: Spec) -> tuple[Any, ...]:
 
 
 def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    window = getattr(schedule, "window", None)
-    blocks = 2 if window is None else window.period
-    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: blocks)
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
     operands, h = make_operands(spec)
     with mosaic.interpreted():
         got = jax.jit(lambda *operands: contract.call(mosaic, spec, *operands, schedule=schedule))(
@@ -137,11 +134,6 @@ def test_values(
 ) -> None:
     rows, cols, schedule = CASES[name]
     check(make_spec(rows, cols, dtypes, saved), schedule, monkeypatch)
-
-
-def test_values_of_unaligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = Ring(8, 1, stages=2, lag=1, window=Window(1031, 8))
-    check(make_spec(16, 1031, (BF16, BF16, BF16)), ring, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -196,22 +188,24 @@ def shapes_of(spec: Spec) -> tuple[Any, ...]:
     return rows(spec.x_dtype), rows(saved), (stat, stat), column, column, rows(spec.y_dtype), dh
 
 
-@pytest.mark.parametrize(("cols", "dtypes"), two_mixes_each([*WIDTHS, 4095]), ids=str)
+@pytest.mark.parametrize(("cols", "dtypes"), two_mixes_each(WIDTHS), ids=str)
 def test_lowers_for_a_gpu(cols: int, dtypes: tuple[np.dtype, ...]) -> None:
     """In one kernel, or two where no ring takes the rows."""
-    spec = make_spec(8192 if cols in WIDTHS else 8191, cols, dtypes)
+    spec = make_spec(8192, cols, dtypes)
     assert mosaic.why_unsupported(spec) is None
     function = jax.jit(lambda *operands: contract.call(mosaic, spec, *operands))
     text = function.trace(*shapes_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
     kernels = text.count("mosaic_gpu_v2")
-    in_two = schedules.two_norms_schedule(spec) is None
+    in_two = schedules.norm_schedule(spec) is None
     assert kernels == 1 if not in_two else kernels >= 2
     assert in_two == (cols not in WIDTHS)
 
 
-@pytest.mark.parametrize("cols", [50257, 262144])
-def test_what_neither_norm_s_kernel_holds_is_refused(cols: int) -> None:
-    assert "no rows of this length" in str(mosaic.why_unsupported(make_spec(8191, cols, MIXES[0])))
+@pytest.mark.parametrize(
+    ("cols", "reason"), [(50257, "multiples of 16 bytes"), (262144, "no rows of this length")]
+)
+def test_what_neither_norm_s_kernel_holds_is_refused(cols: int, reason: str) -> None:
+    assert reason in str(mosaic.why_unsupported(make_spec(8191, cols, MIXES[0])))
 
 
 @each_mix
@@ -219,7 +213,7 @@ def test_what_neither_norm_s_kernel_holds_is_refused(cols: int) -> None:
 def test_registers(cols: int, dtypes: tuple[np.dtype, ...], compiler: Compiler) -> None:
     """Few spills; and the registers of a ring let as many blocks run at a time as it asks for."""
     spec = make_spec(8192, cols, dtypes)
-    schedule = schedules.two_norms_schedule(spec)
+    schedule = schedules.norm_schedule(spec)
     assert schedule is not None
     (kernel,) = compiler.compile(
         lambda *operands: contract.call(mosaic, spec, *operands), shapes_of(spec)

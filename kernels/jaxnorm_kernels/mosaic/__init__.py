@@ -8,13 +8,15 @@ from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
-from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
+from jaxnorm_kernels.mosaic.norm.backward import (
+    norm_bwd,
+    norm_gated_bwd,
+    scaled_sum_bwd,
+    two_norms_bwd,
+)
 from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
-from jaxnorm_kernels.mosaic.norm.gated_backward import norm_gated_bwd
-from jaxnorm_kernels.mosaic.norm.rope_backward import norm_rope_bwd
-from jaxnorm_kernels.mosaic.norm.rope_forward import norm_rope_fwd
-from jaxnorm_kernels.mosaic.norm.scaled_sum import scaled_sum_bwd
-from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
+from jaxnorm_kernels.mosaic.norm.rope import norm_rope_bwd, norm_rope_fwd
+from jaxnorm_kernels.mosaic.norm.strided import norm_strided_bwd, norm_strided_fwd
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import (
@@ -47,12 +49,16 @@ _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of a table."""
+    if spec.inner > 1:
+        return norm_strided_fwd(operands, spec)
     kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
     return kernel(operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
     """See `Implementation.backward`; `schedule` stands in for the one of a table."""
+    if spec.inner > 1:
+        return norm_strided_bwd(residuals, cotangents, spec)
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
     return kernel(residuals, cotangents, spec, **schedule)
 

@@ -2,12 +2,12 @@
 
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.linear_spec import LinearSpec
-from jaxnorm_kernels.mosaic.cross_entropy.backward import Schedule
+from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.columns import row_vector
+from jaxnorm_kernels.mosaic.schedules.columns import is_unaligned, row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import (
@@ -43,7 +43,11 @@ _CANNOT: Table = (
     ),
     (
         f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
-        lambda s: s.direction == "bwd" and s.is_loss and s.rows * Schedule().parts(s) > _MAX_ROWS,
+        lambda s: (
+            s.direction == "bwd"
+            and s.is_loss
+            and s.rows * LossBackwardSchedule().parts(s) > _MAX_ROWS
+        ),
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
@@ -61,11 +65,19 @@ _CANNOT: Table = (
     ),
     (
         "its norm backward takes rows this short only by 64 and more (of each group that has "
-        "parameters of its own), in multiples of 16 bytes",
+        "parameters of its own)",
         lambda s: (
             _norm_bwd(s)
             and s.cols < WARPGROUP_THREADS * min(row_vector(s), LEAST_VECTOR)
-            and (s.rows // s.groups < 64 or not is_copied(s))
+            and s.rows // s.groups < 64
+        ),
+    ),
+    (
+        "its norms take rows in multiples of 16 bytes",
+        lambda s: (
+            not is_copied(s)
+            if _norm_bwd(s)
+            else s.is_norm and not s.norm.rotated and is_unaligned(s)
         ),
     ),
     (

@@ -35,7 +35,7 @@ from jaxnorm_kernels.specs import Spec
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class LossBackwardSchedule:
     """How rows are cut, for blocks of a warpgroup.
 
     Attributes:
@@ -55,11 +55,11 @@ def cross_entropy_bwd(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: Schedule | None = None,
+    schedule: LossBackwardSchedule | None = None,
 ) -> Operands:
     """The gradient of x; `schedule` stands in for the default."""
     assert residuals.mask is None, "of classes: `support` refuses it"
-    schedule = schedule or Schedule()
+    schedule = schedule or LossBackwardSchedule()
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
     of_one_row = [*residuals.stats, cotangents.y]
@@ -98,7 +98,6 @@ def cross_entropy_bwd(
         outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
         overwritten=int(spec.overwrites_x),
         blocks=spec.rows * parts,
-        auto_barriers=False,
     )
     return Operands(dx)
 

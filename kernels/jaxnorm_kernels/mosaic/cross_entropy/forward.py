@@ -40,7 +40,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     Layout,
@@ -68,23 +68,16 @@ Sums = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class LossForwardSchedule:
     """How a row is read.
 
     Attributes:
       units: that a thread has under way, and as many again that it adds up meanwhile.
       warpgroups: of a block, which share a row.
-      cluster: blocks that share a row.
     """
 
     units: int
     warpgroups: int = 1
-    cluster: int = 1
-
-    @property
-    def shares(self) -> int:
-        """Warpgroups for a row."""
-        return self.warpgroups * self.cluster
 
 
 # Of a row, for each warpgroup: with so much to read, how long it takes to begin and to merge does
@@ -97,8 +90,8 @@ _COLUMNS = 16
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> Schedule:
-    """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
+def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
+    """The schedule for a call."""
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
@@ -106,13 +99,8 @@ def choose(spec: Spec, gpu: Gpu) -> Schedule:
     takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
-    cluster = 1
-    while 2 * cluster * spec.rows <= gpu.sms and 2 * cluster <= gpu.portable_cluster:
-        cluster *= 2
     step = max(1, _COLUMNS // units.vector)
-    while cluster > 1 and cluster * warpgroups * step > units.count:
-        cluster //= 2
-    return Schedule(min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster)
+    return LossForwardSchedule(min(step, max(1, units.count // warpgroups)), warpgroups)
 
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
@@ -123,13 +111,13 @@ def units_of(spec: Spec, *, padded: bool = False) -> Units:
 
 
 def cross_entropy_fwd(
-    operands: Operands, spec: Spec, *, schedule: Schedule | None = None
+    operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
     """The loss, or log_prob and entropy, and the statistics; `schedule` in place of the chosen."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
-    gather = Gather(schedule.warpgroups, schedule.cluster, _sums(spec))
+    gather = Gather(schedule.warpgroups, values=_sums(spec))
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 
     def body(*refs: Ref) -> None:
@@ -143,10 +131,8 @@ def cross_entropy_fwd(
         name=f"jaxnorm_{spec.op}_fwd",
         outputs=[((spec.rows,), _F32)] * results,
         blocks=spec.rows,
-        cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
         scratch=gather.scratch(),
-        auto_barriers=False,
     )
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
@@ -161,7 +147,7 @@ def _sums(spec: Spec) -> int:
 
 def _row(
     spec: Spec,
-    schedule: Schedule,
+    schedule: LossForwardSchedule,
     gather: Gather,
     operands: Sequence[Ref],
     results: Sequence[Ref],
@@ -170,13 +156,11 @@ def _row(
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
     share = _Share(spec, units_of(spec), schedule, row)
-    gather.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
     first = load_units(share.first(), x, row)
     # Any column for a label that is none: nothing outside of the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
-    gather.ready()
 
     def write(*values: Any) -> None:
         @pl.when(lax.axis_index(WARPGROUP) == 0)
@@ -220,13 +204,13 @@ class _Share:
 
     spec: Spec
     units: Units
-    schedule: Schedule
+    schedule: LossForwardSchedule
     row: Any
 
     @functools.cached_property
     def whole_steps(self) -> int:
         """Of whole units alone."""
-        return self.units.whole // (self.schedule.units * self.schedule.shares)
+        return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
         """The units of a whole step."""
@@ -234,7 +218,7 @@ class _Share:
 
     def rest(self) -> list[Unit]:
         """Those behind the whole steps, if there are any."""
-        shares = self.schedule.shares
+        shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
 
@@ -260,7 +244,7 @@ class _Share:
             sums = self.add(sums, rest, raw, label, r)
         for edge in self.units.edges(self.row):
             read = load_units([edge], x, self.row)
-            sums = self.add(sums, [edge], read, label, r, self._index() == 0)
+            sums = self.add(sums, [edge], read, label, r, lax.axis_index(WARPGROUP) == 0)
         return sums
 
     def add(
@@ -299,16 +283,9 @@ class _Share:
         return grown, s, *t
 
     def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
-        shares = self.schedule.shares
-        first = step * (self.schedule.units * shares) + self._index()
+        shares = self.schedule.warpgroups
+        first = step * (self.schedule.units * shares) + lax.axis_index(WARPGROUP)
         return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
-
-    def _index(self) -> Any:
-        """Of the warpgroup, among those that share the row."""
-        index = lax.axis_index(WARPGROUP)
-        if self.schedule.cluster > 1:
-            index += lax.axis_index(CLUSTER) * self.schedule.warpgroups
-        return index
 
 
 def _without(

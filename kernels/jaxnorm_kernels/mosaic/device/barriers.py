@@ -15,7 +15,6 @@ def warpgroup_barrier() -> None:
 
     @plgpu.inline_mgpu()
     def barrier(context: Any) -> None:
-        del context
         mgpu.utils.warpgroup_barrier()
 
     barrier()
@@ -53,6 +52,6 @@ def in_plain_order(*refs: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
     def use(context: Any, *refs: Any) -> None:
-        del context, refs
+        del refs
 
     use(*refs)

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -136,8 +137,8 @@ def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
         driver.cuFuncSetAttribute(kernel, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         found = {}
         for size in CLUSTER_SIZES:
-            launch = _Launch.of(size, smem)
-            driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, ctypes.byref(launch))
+            launch, _attribute = _launch(size, smem)
+            driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, launch)
             found[size] = count.value
         driver.cuModuleUnload(module)
     finally:
@@ -176,36 +177,15 @@ class _Driver:
         return call
 
 
-class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute; of the union its first 3 words, and the rest."""
+def _launch(cluster: int, shared_bytes: int) -> tuple[Any, Any]:
+    """A CUlaunchConfig of clusters of so many blocks, and what it points to.
 
-    _fields_ = [
-        ("id", ctypes.c_int),
-        ("pad", ctypes.c_char * 4),
-        ("value", ctypes.c_uint * 16),
-    ]
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("attribute_count", ctypes.c_uint),
-    ]
-
-    @classmethod
-    def of(cls, cluster: int, shared_bytes: int) -> "_Launch":
-        attribute = _LaunchAttribute(id=_CLUSTER_DIMENSION)
-        attribute.value[:3] = (cluster, 1, 1)
-        return cls(
-            grid=(cluster, 1, 1),
-            block=(256, 1, 1),
-            shared_bytes=shared_bytes,
-            attributes=ctypes.pointer(attribute),
-            attribute_count=1,
-        )
+    That is a CUlaunchAttribute: its id, and the first 3 words of a union.
+    """
+    attribute = ctypes.create_string_buffer(
+        struct.pack("i4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
+    )
+    grid, block = (cluster, 1, 1), (256, 1, 1)
+    sizes = (*grid, *block, shared_bytes)
+    packed = struct.pack("7I4x2QI4x", *sizes, 0, ctypes.addressof(attribute), 1)
+    return ctypes.create_string_buffer(packed), attribute

@@ -55,9 +55,11 @@ def launch(
     cluster: int = 1,
     warpgroups: int = 1,
     scratch: Sequence[Any] = (),
-    auto_barriers: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Runs ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
+
+    Pallas would put a barrier around each vector store. The kernels go without: what one thread
+    reads of another has a barrier in the body.
 
     Args:
       cluster: above 1, there are `blocks` clusters of this many blocks, which run at the same time
@@ -69,8 +71,6 @@ def launch(
         Pallas takes no array that varies so as one to write to (jax 0.11.2 and 0.12.0).
       warpgroups: warpgroups (of 128 threads) in a block; they all run the body.
       scratch: shared memory and barriers of a block.
-      auto_barriers: False drops the barrier that Pallas puts around each vector store. Sound only
-        where no thread reads back what another one stored without a barrier in the body.
     """
     # Inside `jax.shard_map` an output varies over the mesh axes that the input varies over.
     axes = jax.typeof(operands[0]).manual_axis_type
@@ -89,7 +89,7 @@ def launch(
         num_threads=warpgroups,
         thread_name=WARPGROUP,
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     with launching.settings():
         refs = [jax.new_ref(operand) for operand in operands[:overwritten]]

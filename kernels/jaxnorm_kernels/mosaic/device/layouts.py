@@ -108,7 +108,6 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
-        del context
         kind, held = ir.IntegerType.get_signless(32), layout.to_mgpu()
         total = None
         for axis, size in enumerate(counted):
@@ -142,7 +141,6 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         held = layout.to_mgpu()
         return FragmentedArray.load_untiled(ref, layout=held, is_signed=signed, optimized=False)
 
@@ -163,7 +161,6 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout),
     )
     def widened(context: Any, value: Any) -> Any:
-        del context
         return with_registers(value, [_widen_register(r) for r in value.registers.flat])
 
     return widened(value)

@@ -12,6 +12,8 @@ functions is gone, or means something else, lowering a kernel fails: run ``tests
 jax before anything else.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,47 +45,37 @@ def i32(value: int) -> Any:
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def plus(a: Any, b: Any) -> Any:
-    """``a + b`` of 32 bits, for a constant `b`, too."""
-    return arith.addi(a, i32(b) if isinstance(b, int) else b)
+def _operator(operation: Callable[[Any, Any], Any]) -> Callable[["Word", "Word | int"], "Word"]:
+    return lambda a, b: Word(operation(a.value, b.value if isinstance(b, Word) else i32(b)))
 
 
-def times(a: Any, factor: int) -> Any:
-    """``a * factor`` of 32 bits."""
-    return arith.muli(a, i32(factor))
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """A number of 32 bits, with Python's operators; divided as a number without a sign."""
+
+    value: Any
+
+    __add__ = _operator(arith.addi)
+    __sub__ = _operator(arith.subi)
+    __mul__ = _operator(arith.muli)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+
+    def is_below(self, limit: int) -> Any:
+        """Return whether ``0 <= self < limit``: a negative number is a large one without a sign."""
+        return arith.cmpi(arith.CmpIPredicate.ult, self.value, i32(limit))
+
+    def is_zero(self) -> Any:
+        """Return whether it is 0."""
+        return arith.cmpi(arith.CmpIPredicate.eq, self.value, i32(0))
 
 
-def quotient(a: Any, divisor: int) -> Any:
-    """``a // divisor`` of 32 bits without a sign."""
-    return arith.divui(a, i32(divisor))
+def thread() -> Word:
+    """Return the thread's number in its block."""
+    return Word(utils.thread_idx())
 
 
-def remainder(a: Any, divisor: int) -> Any:
-    """``a % divisor`` of 32 bits without a sign."""
-    return arith.remui(a, i32(divisor))
-
-
-def is_below(a: Any, limit: int) -> Any:
-    """Whether ``0 <= a < limit``: a negative number is a large one without a sign."""
-    return arith.cmpi(arith.CmpIPredicate.ult, a, i32(limit))
-
-
-def lane(thread: Any) -> Any:
-    """Of its warp, that of a thread of the block."""
-    return remainder(thread, WARP)
-
-
-def warp(thread: Any) -> Any:
-    """Of its warpgroup."""
-    return remainder(quotient(thread, WARP), WARPS)
-
-
-def warpgroup(thread: Any) -> Any:
-    """Of the block."""
-    return quotient(thread, WARP * WARPS)
-
-
-def load_floats(address: Any, count: int) -> list[Any]:
+def load_floats(address: Word, count: int) -> list[Any]:
     """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     return elements_of(llvm.load(kind, in_shared(address), alignment=4 * count))
@@ -108,11 +100,11 @@ def in_global(address: Any) -> Any:
     return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
 
 
-def address_of(ref: Any) -> Any:
+def address_of(ref: Any) -> Word:
     """Of shared memory, in 32 bits, as PTX takes it."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+    return Word(llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref)))
 
 
-def in_shared(address: Any) -> Any:
+def in_shared(address: Word) -> Any:
     """The pointer of such an address."""
-    return llvm.inttoptr(llvm.PointerType.get(_SHARED), address)
+    return llvm.inttoptr(llvm.PointerType.get(_SHARED), address.value)

@@ -59,5 +59,4 @@ _exp2.def_abstract_eval(lambda x: x)
 
 @mgpu.register_lowering_rule(_exp2, plgpu.CompilerParams().lowering_semantics)
 def _lower_exp2(context: Any, x: Any) -> Any:
-    del context
     return mgpu.math.exp2(x, fastmath=mgpu.arith.FastMathFlags.afn)

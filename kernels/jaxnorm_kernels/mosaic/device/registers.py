@@ -1,8 +1,11 @@
-"""Conversions and stores, register by register, where Mosaic's own cost more instructions or time.
+"""Loads, stores and conversions that are written register by register.
 
-The interpreter has no registers: there, these are JAX's operations.
+Mosaic's own cost more instructions or time, or do not exist: loads of columns and masks, stores to
+global memory, elements at the edges of rows, pairs of columns, and rows of a table. The interpreter
+has no registers; there, these are JAX's operations.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,14 +17,24 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
+from jaxnorm_kernels.mosaic.device.layouts import (
+    Layout,
+    Ref,
+    flat_index,
+    load,
+    store,
+    with_registers,
+)
 from jaxnorm_kernels.mosaic.device.mgpu import (
     FragmentedArray,
+    arith,
     builtin,
     ir,
     llvm,
     utils,
+    vector,
 )
+from jaxnorm_kernels.specs import Shared
 
 
 def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
@@ -39,7 +52,6 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
         return FragmentedArray.load_untiled(columns, layout=layout.to_mgpu(), optimized=False)
 
@@ -58,7 +70,6 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         of_bits, i64 = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
         pointer, sizes = llvm.PointerType.get(), llvm.ArrayType.get(i64, len(of_bits.shape))
         descriptor = llvm.StructType.get_literal([pointer, pointer, i64, sizes, sizes])
@@ -106,7 +117,6 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
         arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout)
     )
     def hide(context: Any, value: Any) -> Any:
-        del context
         hidden = utils.inline_ptx(
             instruction,
             value.registers.item(),
@@ -128,15 +138,270 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
         store(ref, value)
         return
     value = value.astype(ref.dtype)
-    if value.shape != ref.shape:
-        ref = ref.reshape(*value.shape)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        del context
-        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-        for register, _, _, address in moves:
-            llvm.store(register(value.registers), mgpu.in_global(address))
+        for register, address in moves(ref, value):
+            llvm.store(register(value.registers), address)
 
-    write(ref, value)
+    write(ref if value.shape == ref.shape else ref.reshape(*value.shape), value)
+
+
+def moves(ref: Any, value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    """Yield, for each register of `value`, what picks it, and its address in global memory."""
+    one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
+    each = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
+    for register, _, _, address in each:
+        yield register, mgpu.in_global(address)
+
+
+# -------------------------------------------------------------------------------------------------
+# Loads and stores of consecutive elements that begin, or end, between the vectors of a thread.
+#
+# A register holds a vector of them; `first` is the index of the first element of all, `places`
+# those of all counted from it (`flat_index`: some 40 operations, and once for many loads and
+# stores). The interpreter has no registers: there, these are JAX's operations.
+
+
+def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
+    """Elements of a ``(n,)`` ref in global memory, one at a time; any where it has none."""
+    (size,) = ref.shape
+    index = jnp.clip(first + places, 0, size - 1)
+    if is_interpreted():
+        return load(ref, None)[index]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout),
+    )
+    def read(context: Any, ref: Any, index: Any) -> Any:
+        kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
+
+        def loaded(indices: Any) -> Any:
+            elements = [
+                llvm.load(kind, utils.getelementptr(base, [i], kind))
+                for i in mgpu.elements_of(indices)
+            ]
+            return vector.from_elements(ir.VectorType.get((len(elements),), kind), elements)
+
+        registers = [loaded(register) for register in index.registers.flat]
+        return with_registers(index, registers, mgpu.is_signed(kind))
+
+    return read(ref, index)
+
+
+def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
+    """Stores those elements of `value` that a ``(n,)`` ref in global memory has, one at a time."""
+    (size,) = ref.shape
+    if is_interpreted():
+        store_some(ref, first, value, first, size)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, index: Any) -> None:
+        base = mgpu.in_global(utils.memref_ptr(ref))
+        kind = ir.MemRefType(ref.type).element_type
+        for register, indices in zip(value.registers.flat, index.registers.flat):
+            for element, i in zip(mgpu.elements_of(register), mgpu.elements_of(indices)):
+                _store(element, utils.getelementptr(base, [i], kind), mgpu.Word(i).is_below(size))
+
+    write(ref, value.astype(ref.dtype), first + places)
+
+
+def store_inside(
+    ref: Ref,
+    start: Any,
+    value: jax.Array,
+    first: Any,
+    size: int,
+    places: jax.Array,
+    layout: Layout,
+) -> None:
+    """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
+
+    Only elements of an index in ``[0, size)`` are stored: the vectors of a thread that lie inside,
+    and of those that lie there in part their elements.
+    """
+    if is_interpreted():
+        store_some(ref, start, value, first, size)
+        return
+    target = ref.at[pl.ds(start, value.size)]
+    if value.ndim > 1:
+        target = target.reshape(*value.shape)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, index: Any) -> None:
+        kind = ir.MemRefType(ref.type).element_type
+        for register, address in moves(ref, value):
+            elements = register(value.registers)
+            indices = mgpu.elements_of(register(index.registers))
+            inside = [mgpu.Word(i).is_below(size) for i in (indices[0], indices[-1])]
+            is_whole = arith.andi(*inside)
+            with utils.when(is_whole):
+                llvm.store(elements, address)
+            with utils.when(arith.xori(*inside)):
+                for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
+                    at = utils.getelementptr(address, [k], kind)
+                    _store(element, at, mgpu.Word(i).is_below(size))
+
+    write(target, value.astype(ref.dtype), first + places)
+
+
+def store_vectors(
+    ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
+) -> None:
+    """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
+
+    Only what is at ``[first, end)`` is stored, where a thread's vectors do not lie in part.
+    """
+    if is_interpreted():
+        store_some(ref, start, value, start - first, end - first)
+        return
+    at = start + flat_index(value.shape, layout)
+    target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
+    store_where(target, value, jnp.logical_and(at >= first, at < end), layout)
+
+
+def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
+    """Stores the vectors of `value` whose first element is `inside`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
+        for register, address in moves(ref, value):
+            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
+                llvm.store(register(value.registers), address)
+
+    write(ref, value.astype(ref.dtype), inside)
+
+
+def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
+    """In the interpreter: as few slices of the last axis as their sizes, powers of 2, allow.
+
+    Another block, or warpgroup, may be storing what is left out.
+    """
+    value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
+    whole = value.shape[-1]
+    at = jnp.clip(-first, 0, whole)
+    count = jnp.clip(size - first, 0, whole) - at
+    for width in (1 << k for k in reversed(range(whole.bit_length()))):
+        has_slice = (count & width) != 0
+
+        @pl.when(has_slice)
+        def _(at: Any = at, width: int = width) -> None:
+            part = lax.dynamic_slice_in_dim(value, at, width, axis=-1)
+            columns = pl.ds(start + at, width)
+            store(ref.at[columns] if value.ndim == 1 else ref.at[:, columns], part)
+
+        at = jnp.where(has_slice, at + width, at)
+
+
+def _store(element: Any, address: Any, predicate: Any) -> None:
+    bits = utils.bitwidth(element.type)
+    utils.inline_ptx(
+        f"st.global.b{bits} [$0], $1;",
+        address,
+        utils.bitcast(element, ir.IntegerType.get_signless(bits)),
+        predicate=predicate,
+        has_side_effects=True,
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Neighbouring columns taken apart and put together again, and rows of a table, by registers.
+#
+# The interpreter has no registers: there, these are JAX's operations.
+
+
+def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]:
+    """The even and the odd columns, of the last axis: each thread those of its own vectors."""
+    shape = (*value.shape[:-1], value.shape[-1] // 2)
+    if is_interpreted():
+        pairs = value.reshape(*shape, 2)
+        return [pairs[..., 0], pairs[..., 1]]
+    of_half = plgpu.ShapeDtypeStruct(shape, value.dtype, half)
+
+    @plgpu.inline_mgpu(arg_types=(wide,), return_type=(of_half, of_half))
+    def split(context: Any, value: Any) -> Any:
+
+        def every_second(first: int) -> Any:
+            def of(register: Any) -> Any:
+                (elements,) = ir.VectorType(register.type).shape
+                return vector.shuffle(register, register, [*range(first, elements, 2)])
+
+            return _mapped(of, half, value)
+
+        return every_second(0), every_second(1)
+
+    return list(split(value))
+
+
+def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) -> jax.Array:
+    """The inverse of `split_pairs`."""
+    shape = (*first.shape[:-1], 2 * first.shape[-1])
+    if is_interpreted():
+        return jnp.stack([first, second], axis=-1).reshape(shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(half, half), return_type=plgpu.ShapeDtypeStruct(shape, first.dtype, wide)
+    )
+    def join(context: Any, first: Any, second: Any) -> Any:
+
+        def of(a: Any, b: Any) -> Any:
+            (elements,) = ir.VectorType(a.type).shape
+            return vector.shuffle(a, b, [k // 2 + k % 2 * elements for k in range(2 * elements)])
+
+        return _mapped(of, wide, first, second)
+
+    joined: jax.Array = join(first, second)
+    return joined
+
+
+def load_each_row(
+    ref: Ref,
+    row_of: Callable[[Shared, Any], Any],
+    shared: Shared,
+    first: Any,
+    layout: Layout,
+    shape: tuple[int, int],
+) -> jax.Array:
+    """``(rows, cols)``: for each of the rows from `first` on that of an operand they share.
+
+    `row_of`: of a `Shared` and a row of x, that of the operand, a ``(n, cols)`` ref in global
+    memory.
+    """
+    if is_interpreted():
+        return load(ref, None)[row_of(shared, first + lax.iota(jnp.int32, shape[0]))]
+    index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
+    rows = row_of(shared, first + index)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout),
+    )
+    def read(context: Any, ref: Any, rows: Any) -> Any:
+        kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
+        i32 = ir.IntegerType.get_signless(32)
+        columns = FragmentedArray.broadcasted_iota(i32, shape, 1, rows.layout, is_signed=True)
+
+        def loaded(rows: Any, columns: Any) -> Any:
+            (elements,) = ir.VectorType(columns.type).shape
+            row, column = (mgpu.elements_of(register)[0] for register in (rows, columns))
+            at = mgpu.Word(row) * shape[1] + mgpu.Word(column)
+            return llvm.load(
+                ir.VectorType.get((elements,), kind), utils.getelementptr(base, [at.value], kind)
+            )
+
+        return _mapped(loaded, layout.to_mgpu(), rows, columns)
+
+    loaded: jax.Array = read(ref, rows)
+    return loaded
+
+
+def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:
+    """The array of floats that has ``function(*registers)`` for the registers of `values`."""
+    held = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
+    first, *_ = values
+    registers = np.empty_like(first.registers)
+    for at, of_thread in enumerate(zip(*(value.registers.flat for value in values))):
+        registers.flat[at] = function(*of_thread)
+    return FragmentedArray(_registers=registers, _layout=held, _is_signed=None)

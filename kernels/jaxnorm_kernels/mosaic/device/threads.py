@@ -60,7 +60,6 @@ def spread(value: jax.Array, v: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, warps_layout(v)),
     )
     def copy(context: Any, value: Any) -> Any:
-        del context
         (register,) = value.registers.flat
         kind = ir.VectorType.get((v,), ir.F32Type.get())
         value = vector.broadcast(kind, mgpu.elements_of(register)[0])
@@ -103,7 +102,6 @@ def _reciprocals(unit: jax.Array) -> jax.Array:
         arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, layout)
     )
     def shared(context: Any, value: Any) -> Any:
-        del context
         (register,) = value.registers.flat
         elements, f32 = mgpu.elements_of(register), ir.F32Type.get()
         results = []
@@ -130,7 +128,6 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
         return_type=plgpu.ShapeDtypeStruct(OF_THREADS, jnp.float32, warps_layout(1)),
     )
     def fold(context: Any, unit: Any) -> Any:
-        del context
         (register,) = unit.registers.flat
         elements = mgpu.elements_of(register)
         while len(elements) > 1:

@@ -6,13 +6,13 @@ With G = scale + scale_offset, row by row:
     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
-The sum of squares comes from the tiles of x that the product reads, so it is known when the product
-is done, and the normalised array is never written. In float16 w is c G weight, with a power of 2
-that makes c G 1 at most, and rstd / c takes it back.
+The sum of squares comes from the tiles of x that the product reads, so it is known when the
+product is done, and the normalised array is never written. In float16 w is c G weight, with a
+power of 2 that makes c G 1 at most, and rstd / c takes it back.
 
 A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
-ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a time,
-and meanwhile adds up the squares of what it multiplies.
+ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a
+time, and meanwhile adds up the squares of what it multiplies.
 
 G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
 those of cuBLAS' product alone:
@@ -43,18 +43,68 @@ from jax import lax
 
 from jaxnorm_kernels.linear_spec import Activation, LinearSpec
 from jaxnorm_kernels.mosaic.device.barriers import release_used
-from jaxnorm_kernels.mosaic.device.gpu import local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
-from jaxnorm_kernels.mosaic.linear.schedule import (
-    DEPTH,
-    MULTIPLY,
-    ROWS,
-    STORES,
-    Schedule,
-    choose,
-    stored_columns,
-)
+
+# -------------------------------------------------------------------------------------------------
+# How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
+#
+# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten products).
+
+
+#: Warpgroups that multiply. Another one copies.
+MULTIPLY = 2
+#: Rows of a tile of y that one of them multiplies at a time: a wgmma's.
+ROWS = 64
+#: Columns of a tile of x: those of 16 bits fill a row of the widest swizzle.
+DEPTH = 64
+#: Bytes of y's rows in one store, and how many stores of a warpgroup are under way.
+STORED_BYTES, STORES = 64, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSchedule:
+    """One way to run the kernel.
+
+    Attributes:
+      features: columns of a tile of y. It has 128 rows.
+      stages: tiles of x and weight in shared memory.
+      group: columns of tiles that follow each other before the next rows do: as many read the same
+        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
+    """
+
+    features: int
+    stages: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return MULTIPLY * ROWS
+
+    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
+        """Tiles of y: of rows, of columns."""
+        return -(-spec.rows // self.rows), -(-spec.features // self.features)
+
+
+# The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
+# 1.09 times as long. Groups of 4, 16 or 32 take up to 1.11 times as long where weight exceeds L2.
+_WIDE = ProductSchedule(features=256, stages=4, group=8)
+# Half of it, where there are not enough of the others for all multiprocessors.
+_NARROW = ProductSchedule(features=128, stages=6, group=8)
+
+
+def choose(spec: LinearSpec, gpu: Gpu | None = None) -> ProductSchedule:
+    """The schedule for a call."""
+    rows, columns = _WIDE.tiles(spec)
+    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
+
+
+def stored_columns(spec: LinearSpec) -> int:
+    """Of y, in one store."""
+    return STORED_BYTES // spec.y_dtype.itemsize
+
 
 _F32 = np.dtype(np.float32)
 
@@ -72,7 +122,7 @@ def rms_norm_linear_fwd(
     bias: jax.Array | None,
     spec: LinearSpec,
     *,
-    schedule: Schedule | None = None,
+    schedule: ProductSchedule | None = None,
 ) -> jax.Array:
     """y; `schedule` stands in for the chosen one."""
     schedule = schedule or choose(spec)
@@ -86,7 +136,7 @@ def rms_norm_linear_fwd(
     def body(*refs: Ref) -> None:
         arrays = dict(zip((*operands, "y"), refs))
         scratch = dict(zip(shared, refs[len(arrays) :]))
-        kernel = _Kernel(spec, schedule, arrays, scratch)
+        kernel = _ProductKernel(spec, schedule, arrays, scratch)
         index = lax.axis_index(WARPGROUP)
         pl.when(index == MULTIPLY)(kernel.copy)
         pl.when(index < MULTIPLY)(kernel.multiply)
@@ -99,7 +149,6 @@ def rms_norm_linear_fwd(
         blocks=min(rows * columns, local_gpu().sms),
         warpgroups=MULTIPLY + 1,
         scratch=[*shared.values()],
-        auto_barriers=False,
     )
     return y[:, : spec.features]
 
@@ -129,7 +178,10 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 
 
 def _shared(
-    spec: LinearSpec, schedule: Schedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
+    spec: LinearSpec,
+    schedule: ProductSchedule,
+    operands: dict[str, jax.Array],
+    y: jax.ShapeDtypeStruct,
 ) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     stages = schedule.stages
@@ -163,11 +215,11 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _ProductKernel:
     """What a block does; `arrays` in memory and `shared` memory by their names."""
 
     spec: LinearSpec
-    schedule: Schedule
+    schedule: ProductSchedule
     arrays: dict[str, Ref]
     shared: dict[str, Any]
 

@@ -26,17 +26,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm_kernels.gradients import add_partials
+from jaxnorm_kernels.gradients import two_norms_bwd as composed_two_norms_bwd
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.norm.activations import activation_of
-from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
+from jaxnorm_kernels.mosaic.loops.narrow_rows import (
+    PipelinedNarrowRows,
+    pipelined_narrow_rows_backward,
+)
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows, pipelined_backward
+from jaxnorm_kernels.mosaic.norm.elementwise import (
+    activation_of,
+    effective_bias,
+    gain,
+    reciprocal,
+    within_limit,
+)
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.walks.direct import Direct, direct_backward
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, RowOperands
-from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
 from jaxnorm_kernels.specs import Spec
 
 
@@ -60,7 +66,7 @@ class NormFormula:
         return (self.spec.norm.scale_dtype is not None) + (self.spec.norm.bias_dtype is not None)
 
     @functools.cached_property
-    def _from_output(self) -> bool:
+    def from_output(self) -> bool:
         return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
@@ -70,7 +76,7 @@ class NormFormula:
         if self.spec.norm.scale_dtype is not None:
             g = gain(params.pop(0), self.spec)
             columns.append(g)
-            if self._from_output:
+            if self.from_output:
                 columns.append(reciprocal(g, self.spec))
         if self.spec.reads_bias:
             columns.append(effective_bias(params.pop(0), self.spec))
@@ -78,16 +84,16 @@ class NormFormula:
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         saved, dy = elements
-        d, dg, z, _ = self._elements(saved, dy, columns, stats)
-        c2 = (d if self._from_output else dg) * z
+        d, dg, z, _ = self.elements(saved, dy, columns, stats)
+        c2 = (d if self.from_output else dg) * z
         return [c2, dg] if self.spec.norm.subtract_mean else [c2]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         saved, dy, *dh = elements
-        d, dg, z, reciprocal = self._elements(saved, dy, columns, stats)
-        xh = self._x_hat(z, reciprocal)
+        d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
+        xh = self.x_hat(z, reciprocal)
         # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
@@ -103,20 +109,20 @@ class NormFormula:
             sums.append(d)
         return [dx] * self.copies, sums
 
-    def _x_hat(self, z: jax.Array, reciprocal: jax.Array | None) -> jax.Array:
+    def x_hat(self, z: jax.Array, reciprocal: jax.Array | None) -> jax.Array:
         xh = z if reciprocal is None else z * reciprocal
         if self.spec.clips_x_hat:
             bound = math.sqrt(self.spec.cols)
             xh = jnp.clip(xh, -bound, bound)
         return xh
 
-    def _elements(
+    def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """d; d G; z (from the input: xh); and 1 / G where that is needed."""
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
-        if not self._from_output:
+        if not self.from_output:
             rstd, *mean = stats
             xh = (saved - mean[0] if mean else saved) * rstd
             if self.spec.norm.activation is not None:
@@ -130,81 +136,7 @@ class NormFormula:
         return d, d if g is None else d * g, z, reciprocal
 
 
-class InnerNormFormula(NormFormula):
-    """The same where G and the bias belong to an inner element of a strip, not to a column.
-
-    The sums over its columns are dscale and dbias, and G times them its part of c2 and c1: so c2 is
-    that of d G xh from the output, too. From the input, c = x - mean is enough of an element, and
-    what it is multiplied by belongs to the inner element:
-
-        n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
-    """
-
-    @property
-    def row_sums(self) -> int:
-        return 1 + (self.spec.norm.subtract_mean or self.spec.norm.bias_dtype is not None)
-
-    @property
-    def column_sums(self) -> int:
-        return 0
-
-    @property
-    def inner_sums(self) -> int:
-        return super().column_sums
-
-    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        saved, dy = elements
-        if self._from_output:
-            d, _, z, reciprocal = self._elements(saved, dy, columns, stats)
-            return [d * self._x_hat(z, reciprocal), d][: self.row_sums]
-        d, c = self._centred(saved, dy, columns, stats)
-        return [d * c, d][: self.row_sums]
-
-    def finish(
-        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        if self._from_output:
-            results, _ = super().finish(elements, columns, stats, totals)
-            return results, []
-        saved, dy = elements
-        d, c = self._centred(saved, dy, columns, stats)
-        c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
-        dx = d * self._rstd_gain(columns, stats)
-        if c1:
-            dx = dx - c1[0]
-        return [dx - c * (c2 * stats[0])], []
-
-    def of_inner(
-        self, sums: Arrays, params: Arrays, stats: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        dscale, *dbias = sums
-        if not self._from_output:
-            dscale = dscale * stats[0]
-        has = (self.spec.norm.scale_dtype is not None, self.spec.norm.bias_dtype is not None)
-        gradients = [total for total, is_there in zip((dscale, *dbias), has) if is_there]
-        rows = [dscale, *dbias][: 1 + self.spec.norm.subtract_mean]
-        return gradients, rows if not has[0] else [params[0] * total for total in rows]
-
-    def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """r G."""
-        return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
-
-    def _centred(
-        self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
-    ) -> tuple[jax.Array, jax.Array]:
-        """d and c."""
-        _, *mean = stats
-        c = x - mean[0] if mean else x
-        if self.spec.norm.activation is None:
-            return dy, c
-        n = c * self._rstd_gain(columns, stats)
-        if self.spec.reads_bias:
-            n = n + columns[-1]
-        _, slope = activation_of(self.spec)(n)
-        return dy * slope, c
-
-
-_KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward, Direct: direct_backward}
+_KERNELS = {PipelinedRows: pipelined_backward, PipelinedNarrowRows: pipelined_narrow_rows_backward}
 
 
 def norm_bwd(
@@ -224,60 +156,323 @@ def norm_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    if spec.op == "norm":
-        (dx,), scale, bias = _backward(residuals, cotangents, [spec.x_dtype], spec, schedule)
-        return Operands(dx, scale=scale, bias=bias)
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
-    if dtypes[0] != np.float32:
+    if spec.op != "norm" and dtypes[0] != np.float32:
         spec = dataclasses.replace(spec, x_dtype=dtypes[0])
     if spec.x_dtype != dtypes[0]:
         dtypes.append(spec.x_dtype)
-    of_h, scale, bias = _backward(residuals, cotangents, dtypes, spec, schedule)
-    return Operands(of_h[-1].astype(x_dtype), of_h[0], scale, bias)
+    rows = (residuals.saved, cotangents.y, cotangents.h)
+    params = (residuals.scale, residuals.bias if spec.reads_bias else None)
+    formula = NormFormula(spec.last, copies=len(dtypes))
+    (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule)
+    if spec.op == "norm":
+        return Operands(dh, **gradients)
+    return Operands((dx or [dh])[0].astype(x_dtype), dh, **gradients)
 
 
-def walk_rows(
+def _run(
     formula: Formula,
-    operands: RowOperands,
+    rows: Sequence[jax.Array | None],
+    residuals: Residuals,
+    params: Sequence[jax.Array | None],
     results: Sequence[np.dtype],
     spec: Spec,
     schedule: schedules.NormSchedule | None,
-) -> tuple[jax.Array, ...]:
-    """The row results in these dtypes, and the partial sums, by the kernel of the schedule."""
+    names: Sequence[str] = ("scale", "bias"),
+) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
+    """Return the row results in these dtypes, and the gradients of the parameters by `names`."""
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
-    return _KERNELS[type(schedule)](
+    given = [[a for a in arrays if a is not None] for arrays in (rows, params)]
+    outputs = _KERNELS[type(schedule)](
         formula,
-        operands,
+        RowOperands(given[0], residuals.stats, given[1], spec.groups),
         schedule=schedule,
         blocks=schedules.persistent_blocks(spec, schedule),
         results=results,
         name=f"jaxnorm_{spec.op}_bwd",
     )
+    dtypes = [spec.dtype(name) for name in names]
+    groups = [getattr(spec.norm, f"{name}_groups", spec.groups) for name in names]
+    gradients = add_partials(outputs[len(results) :], dtypes, groups)
+    return outputs[: len(results)], dict(zip(names, gradients))
 
 
-def _backward(
+# -------------------------------------------------------------------------------------------------
+# Backward pass of RMSNorm and a gate, after it or before it, from x and the gate.
+#
+# Row of N; G = scale + scale_offset, r = rstd, a = activation(gate), e = dy G. Of t = x, or x a:
+#
+#     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
+#
+#     norm(x) a     dg = e a     dx = dt       dgate = e xh activation'(gate)
+#                                dscale = sum_rows(dy a xh)
+#     norm(x a)     dg = e       dx = dt a     dgate = dt x activation'(gate)
+#                                dscale = sum_rows(dy xh)
+#
+# Nothing of the gate is kept: its activation is made again, with its derivative.
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedFormula:
+    """The equations above, for elements of a row: of x, of the gate and of dy."""
+
+    spec: Spec
+    summed: int = 3
+    row_sums: int = 1
+
+    @property
+    def column_sums(self) -> int:
+        return int(self.spec.norm.scale_dtype is not None)
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """G."""
+        return [gain(scale, self.spec) for scale in params]
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        _, dg, t, _, _ = self._elements(elements, columns)
+        return [dg * t]
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        (x, _, d), (rstd,) = elements, stats
+        e, dg, t, a, slope = self._elements(elements, columns)
+        xh = t * rstd
+        dt = dg * rstd - xh * (totals[0] * rstd * (rstd / self.spec.cols))
+        if self.spec.norm.norm_before_gate:
+            results, dscale = [dt, e * xh * slope], d * a * xh
+        else:
+            results, dscale = [dt * a, dt * x * slope], d * xh
+        return results, [dscale] * self.column_sums
+
+    def _elements(
+        self, elements: Arrays, columns: Arrays
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """e, dg, t; a and its derivative."""
+        x, gate, d = elements
+        a, slope = activation_of(self.spec)(gate)
+        e = d * columns[0] if columns else d
+        return (
+            (e, e * a, x, a, slope) if self.spec.norm.norm_before_gate else (e, e, x * a, a, slope)
+        )
+
+
+def norm_gated_bwd(
     residuals: Residuals,
     cotangents: Results,
-    dtypes: Sequence[np.dtype],
     spec: Spec,
-    schedule: schedules.NormSchedule | None,
-) -> tuple[Sequence[jax.Array], jax.Array | None, jax.Array | None]:
-    """The cotangent of what is normalised in each of `dtypes`; dscale and dbias."""
-    params = [] if residuals.scale is None else [residuals.scale]
-    if residuals.bias is not None and spec.reads_bias:
-        params.append(residuals.bias)
-    rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
-    inner = InnerNormFormula(spec.last, len(dtypes)) if spec.norm.inner_params else None
-    formula = inner or NormFormula(spec.last, copies=len(dtypes))
-    operands = RowOperands(rows, residuals.stats, params, spec.groups)
-    if spec.inner > 1:
-        strips, name = required(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
-        results = strided_backward(
-            formula, operands, strips=strips, results=dtypes, name=name, inner=inner
+    *,
+    schedule: schedules.NormSchedule | None = None,
+) -> Operands:
+    """See `Implementation.backward`.
+
+    Args:
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
+      schedule: how it runs; by default, what the table says.
+    """
+    assert spec.norm.gate_dtype is not None
+    (dx, dgate), gradients = _run(
+        GatedFormula(spec),
+        (residuals.saved, residuals.gate, cotangents.y),
+        residuals,
+        (residuals.scale,),
+        [spec.x_dtype, spec.norm.gate_dtype],
+        spec,
+        schedule,
+    )
+    return Operands(dx, gate=dgate, **gradients)
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of a norm of h = residual + branch_scale x: LayerScale, or adaLN-zero's gate.
+#
+# With t the gradient of h, that of `norm.backward` with h's own cotangent, before it is rounded:
+#
+#     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledSumFormula:
+    """The equations above, for elements of a row: of saved, d and x, then of dh if there is one.
+
+    `norm`: of h.
+    """
+
+    norm: NormFormula
+    summed: int = 2
+
+    @property
+    def row_sums(self) -> int:
+        return self.norm.row_sums
+
+    @property
+    def column_sums(self) -> int:
+        return self.norm.column_sums + 1
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """branch_scale, then those of the norm."""
+        branch_scale, *of_norm = params
+        return [branch_scale, *self.norm.columns(of_norm)]
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        return self.norm.terms(elements, columns[1:], stats)
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        (saved, d, x, *dh), (branch_scale, *of_norm) = elements, columns
+        (t,), sums = self.norm.finish([saved, d, *dh], of_norm, stats, totals)
+        return [t * branch_scale, t], [t * x, *sums]
+
+
+def scaled_sum_bwd(
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: schedules.NormSchedule | None = None,
+) -> Operands:
+    """See `Implementation.backward`.
+
+    Args:
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
+      schedule: how it runs; by default, what the table says.
+    """
+    bias = residuals.bias if spec.norm.saved == "output" else None
+    (dx, dresidual), gradients = _run(
+        ScaledSumFormula(NormFormula(spec.last)),
+        (residuals.saved, cotangents.y, residuals.x, cotangents.h),
+        residuals,
+        (residuals.branch_scale, residuals.scale, bias),
+        [spec.x_dtype, spec.last.x_dtype],
+        spec,
+        schedule,
+        ("branch_scale", "scale", "bias"),
+    )
+    return Operands(dx, dresidual, **gradients)
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of two RMSNorms with a residual between them: h = residual + norm(x), y = norm(h).
+#
+# Row of N; G and r of the first norm, G' and r' of the second; d = dy, and dh is h's own cotangent:
+#
+#     first norm         xh = x r,               u = xh G
+#     second norm        from the output z = y,  xh' = y / G',    c' = mean(d z)
+#                        from the input          xh' = h r',      c' = mean(d G' xh')
+#     of h, in all       dresidual = dh + r' (d G' - xh' c')
+#     of x               dx = r (dresidual G - xh c),             c = mean(dresidual u)
+#                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
+#
+# dresidual needs c', and c needs dresidual. So that a row is reduced once, c is put together from
+# sums that need neither:
+#
+#     c = mean(dh u) + r' (mean(d G' u) - c' mean(xh' u))
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoNormsFormula:
+    """The equations above, for elements of a row: of x, saved and d, then of dh if there is one."""
+
+    spec: Spec
+
+    @property
+    def summed(self) -> int:
+        return 3 + ("h" in self.spec.outputs)
+
+    @property
+    def row_sums(self) -> int:
+        return 3 + ("h" in self.spec.outputs)
+
+    @property
+    def column_sums(self) -> int:
+        return (self.spec.norm.scale_dtype is not None) + (
+            self.spec.norm.next_scale_dtype is not None
         )
-    else:
-        results = walk_rows(formula, operands, dtypes, spec, schedule)
-    dx, partials = results[: len(dtypes)], results[len(dtypes) :]
-    groups = (spec.norm.scale_groups, spec.norm.bias_groups)
-    dscale, dbias = add_partials(partials, (spec.norm.scale_dtype, spec.norm.bias_dtype), groups)
-    return dx, dscale, dbias
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """G; G' and, from the output, 1 / G'."""
+        params = list(params)
+        columns = []
+        if self.spec.norm.scale_dtype is not None:
+            columns.append(gain(params.pop(0), self.spec.first))
+        if self.spec.norm.next_scale_dtype is not None:
+            g = gain(params.pop(0), self.spec.last)
+            columns.append(g)
+            if self.spec.norm.saved == "output":
+                columns.append(reciprocal(g, self.spec.last))
+        return columns
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        _, _, d, *dh = elements
+        _, u, z, next_xh, dg = self._elements(elements, columns, stats)
+        c = d * z if self.spec.norm.saved == "output" else dg * z
+        return [c, dg * u, next_xh * u, *(each * u for each in dh)]
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        _, _, d, *dh = elements
+        xh, _, _, next_xh, dg = self._elements(elements, columns, stats)
+        rstd, next_rstd = stats
+        next_c, of_dg, of_next_xh, *of_dh = [total / self.spec.cols for total in totals]
+        c = next_rstd * (of_dg - next_c * of_next_xh)
+        dresidual = next_rstd * (dg - next_xh * next_c)
+        if dh:
+            c, dresidual = c + of_dh[0], dresidual + dh[0]
+        has_scale = self.spec.norm.scale_dtype is not None
+        dx = rstd * ((dresidual * columns[0] if has_scale else dresidual) - xh * c)
+        sums = [dresidual * xh] if has_scale else []
+        if self.spec.norm.next_scale_dtype is not None:
+            sums.append(d * next_xh)
+        return [dx, dresidual], sums
+
+    def _elements(
+        self, elements: Arrays, columns: Arrays, stats: Arrays
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """xh, u, z (from the input: xh'), xh' and d G'."""
+        (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
+        u = xh = x * rstd
+        if self.spec.norm.scale_dtype is not None:
+            u = xh * columns.pop(0)
+        from_output = self.spec.norm.saved == "output"
+        z = within_limit(saved, self.spec.last) if from_output else saved * next_rstd
+        next_xh = z
+        dg = d
+        if self.spec.norm.next_scale_dtype is not None:
+            dg = d * columns.pop(0)
+            if from_output:
+                next_xh = z * columns.pop(0)
+        if self.spec.last.clips_x_hat:
+            bound = math.sqrt(self.spec.cols)
+            next_xh = jnp.clip(next_xh, -bound, bound)
+        return xh, u, z, next_xh, dg
+
+
+def two_norms_bwd(
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: PipelinedRows | PipelinedNarrowRows | None = None,
+) -> Operands:
+    """Of norm_add_norm; in two kernels where no ring takes the rows.
+
+    Args:
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
+      schedule: how it runs; by default, what the table says.
+    """
+    schedule = schedule or schedules.norm_schedule(spec)
+    if schedule is None:
+        return composed_two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+    (dx, dresidual), gradients = _run(
+        TwoNormsFormula(spec),
+        (residuals.x, residuals.saved, cotangents.y, cotangents.h),
+        residuals,
+        (residuals.scale, residuals.next_scale),
+        [spec.x_dtype, spec.last.x_dtype],
+        spec,
+        schedule,
+        ("scale", "next_scale"),
+    )
+    return Operands(dx, dresidual, **gradients)

@@ -26,43 +26,37 @@ about it, M_p, and (Chan, Golub, LeVeque 1979)
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
-from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
+from jaxnorm_kernels.mosaic.device.launch import required, split
+from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
-from jaxnorm_kernels.mosaic.norm.activations import activation_of
-from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
-from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run, store_stats
+from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
-from jaxnorm_kernels.mosaic.walks.forward import Refs, of_group, run
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.specs import Op, Spec
 
 
-def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None) -> Results:
     """See `Implementation.forward`; statistics are float32.
 
     Args:
       operands: of 16 or 32 bits.
       schedule: how it runs; by default, what `schedules.choose` says.
     """
-    if spec.inner > 1:
-        return norm_strided_fwd(operands, spec)
     schedule = required(schedule or schedules.choose(spec), spec)
     y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
     (y, *h), stats = run(
-        _in_registers(spec, schedule.params_first),
+        functools.partial(_in_registers, spec, schedule.params_first),
         schedule.rows_of(spec),
         spec.rows,
         operands=_present(operands.x, operands.residual, operands.gate),
@@ -70,7 +64,6 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         results=[y_dtype, _residual_dtype(spec)] if "h" in spec.outputs else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.has_stats else 0,
         exchanged=3,
-        auto_barriers=schedule.auto_barriers,
         name=spec.op.replace("norm", "layer_norm" if spec.norm.subtract_mean else "rms_norm")
         + "_fwd",
     )
@@ -83,112 +76,197 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.norm.residual_dtype
 
 
-def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None]:
-    norms = spec.norms
+#: What belongs to the columns of each fragment of a row.
+Columns = list[list[jax.Array]]
 
-    def body(tile: Tile, refs: Refs) -> None:
-        def add(x: jax.Array, residual: jax.Array) -> jax.Array:
-            return x + widen(residual, tile.layout_of(x.shape))
 
-        def gated(v: jax.Array, gate: jax.Array) -> jax.Array:
-            a, _ = activation_of(spec)(widen(gate, tile.layout_of(gate.shape)))
-            return v * a
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """Parameters of a call: of each of its norms, and the scale of x, which has no norm.
 
-        def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
-            """The row to reduce; then h, or a residual or a gate that comes later."""
-            x = widen(x, tile.layout_of(x.shape))
-            if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
-                return (gated(x, *residual),)
-            if spec.op != "add_norm":
-                return x, *residual
-            h = rounded(add(x, *residual), _residual_dtype(spec))
-            return widen(h, tile.layout_of(h.shape)), h
+    Attributes:
+      norms: the norm that each entry of `refs` belongs to; None for the scale of x.
+    """
 
-        def columns_of(params: list[list[jax.Array]], norm: Spec | None) -> list[list[jax.Array]]:
-            """Of each piece of a row; None for the scale of x."""
-            if norm is None:
-                return [[p.astype(jnp.float32) for p in piece] for piece in zip(*params)]
-            columns = [norm_columns(piece, norm) for piece in zip(*params)]
-            return columns or [[]] * len(tile.pieces())
+    tile: Tile
+    rows: int
+    norms: Sequence[Spec | None]
+    refs: Sequence[Sequence[Ref]]
 
-        # Whose parameters there are, and those of each.
-        steps_of: list[Spec | None] = [*norms, *[None] * (spec.norm.branch_scale_dtype is not None)]
-        param_refs = _by_step(refs.params, steps_of)
+    @classmethod
+    def of(cls, tile: Tile, spec: Spec, refs: Sequence[Ref]) -> "_Params":
+        norms = [*spec.norms, *[None] * (spec.norm.branch_scale_dtype is not None)]
+        counts = [
+            1 if n is None else len(_present(n.norm.scale_dtype, n.norm.bias_dtype)) for n in norms
+        ]
+        return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
-        def params(k: int, index: Callable[[], Any]) -> list[list[jax.Array]]:
-            return [tile.load_param(of_group(p, spec.rows, index)) for p in param_refs[k]]
+    def load(self, k: int, index: Callable[[], Any]) -> Columns:
+        """Load the parameters of norm `k`, for the rows at `index`."""
+        return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
-        def finish(row: LoadedRow, ready: list[list[list[jax.Array]]] | None) -> None:
-            stats: list[Stat] = []
+    def load_all(self) -> list[Columns]:
+        """Load those of all norms, for all rows of the block."""
+        return [
+            self.load(k, lambda: self.tile.first_row(self.rows)) for k in range(len(self.norms))
+        ]
 
-            def columns(k: int) -> list[list[jax.Array]]:
-                return ready[k] if ready else columns_of(params(k, lambda: row.index), steps_of[k])
+    def columns(self, loaded: Columns, k: int) -> Columns:
+        """Return G and the bias of norm `k`, or the scale of x, in float32."""
+        norm = self.norms[k]
+        if norm is None:
+            return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
+        columns = [norm_columns(fragment, norm) for fragment in zip(*loaded)]
+        return columns or [[]] * len(self.tile.fragments())
 
-            def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
-                """Of what `read` gives, the norm `k` of this call."""
-                rstd, mean = _row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
-                stats.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
-                return [
-                    norm_output(
-                        v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), of_piece, norms[k]
-                    )
-                    for v, of_piece in zip(read(), columns(k))
-                ]
+    def prepare(self, loaded: Sequence[Columns]) -> list[Columns]:
+        """Return the columns of all norms."""
+        return [self.columns(params, k) for k, params in enumerate(loaded)]
 
-            def scaled_sum() -> Pieces:
-                """h = residual + branch_scale x."""
-                scales = [scale for (scale,) in columns(1)]
-                total = [add(x * scale, r) for (x, r), scale in zip(row.load(), scales)]
-                return [rounded(v, _residual_dtype(spec)) for v in total]
 
-            def wide(h: Pieces) -> Pieces:
-                return [widen(v, tile.layout_of(v.shape)) for v in h]
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row in registers, and the terms that the operations below are made of.
 
-            def write(result: int, values: Pieces) -> None:
-                if result < len(refs.results):
-                    tile.store(refs.results[result], row.index, values)
+    Attributes:
+      columns: of each norm, and then those of the scale of x.
+      stats: where norms leave their statistics.
+    """
 
-            match spec.op:
-                case "norm":
-                    write(0, norm(row.read))
-                case "add_norm":
-                    write(1, row.read(1))
-                    write(0, norm(row.read))
-                case "norm_add":
-                    write(0, [add(*v) for v in zip(norm(row.read), row.read(1))])
-                case "norm_add_norm":
-                    total = [add(*v) for v in zip(norm(row.read), row.read(1))]
-                    h = [rounded(v, _residual_dtype(spec)) for v in total]
-                    write(1, h)
-                    write(0, norm(functools.partial(wide, h), 1))
-                case "scaled_add_norm":
-                    h = scaled_sum()
-                    write(1, h)
-                    # Read again, a row holds no registers meanwhile.
-                    write(0, norm(lambda: wide(scaled_sum() if tile.rereads else h)))
-                case "norm_gated":
-                    y = norm(row.read)
-                    waits = spec.norm.norm_before_gate
-                    write(0, [gated(*v) for v in zip(y, row.read(1))] if waits else y)
-            _store_stats(refs.stats, tile.row_number(row.index), stats)
+    spec: Spec
+    tile: Tile
+    loaded: LoadedRow
+    scratch: Sequence[Any]
+    columns: Callable[[int], Columns]
+    stats: list[Stat] = dataclasses.field(default_factory=list)
 
-        steps = Steps(load, finish)
-        if params_first:
-            steps = dataclasses.replace(
-                steps,
-                params=lambda: [
-                    params(k, lambda: tile.first_row(spec.rows)) for k in range(len(steps_of))
-                ],
-                prepare=lambda loaded: [columns_of(*each) for each in zip(loaded, steps_of)],
-            )
-        tile.each_row(refs.operands, spec.rows, refs.scratch, steps)
+    def x(self) -> Fragments:
+        """Return x, or what is normalised in its place, in float32."""
+        return self.loaded.read(0)
 
-    return body
+    def other(self) -> Fragments:
+        """Return what was loaded beside x, in its own dtype: h, the residual or the gate."""
+        return self.loaded.read(1)
+
+    def norm(self, read: Callable[[], Fragments], k: int = 0) -> Fragments:
+        """Return norm `k` of the call, of what `read` gives."""
+        spec, tile = self.spec.norms[k], self.tile
+        rstd, mean = _row_statistics(tile, read, self.scratch, spec, self.loaded.step, k)
+        self.stats.extend(_present(rstd, mean)[: 1 + spec.returns_mean])
+        return [
+            norm_output(v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, spec)
+            for v, columns in zip(read(), self.columns(k))
+        ]
+
+    def sum(self, values: Fragments) -> Fragments:
+        """Return `values` plus the residual, in the residual's dtype."""
+        sums = [_plus(self.tile, v, r) for v, r in zip(values, self.other())]
+        return [rounded(v, _residual_dtype(self.spec)) for v in sums]
+
+    def scaled_sum(self) -> Fragments:
+        """Return branch_scale x plus the residual, in the residual's dtype."""
+        terms = zip(self.loaded.load(), self.columns(1))
+        sums = [_plus(self.tile, x * scale, r) for (x, r), (scale,) in terms]
+        return [rounded(v, _residual_dtype(self.spec)) for v in sums]
+
+    def wide(self, h: Fragments) -> Fragments:
+        """Return h in float32."""
+        return [_wide(self.tile, v) for v in h]
+
+
+#: Names and values of an operation's results, in the order in which they are stored.
+NamedResults = Iterator[tuple[str, Fragments]]
+
+
+def _norm(row: _Row) -> NamedResults:
+    yield "y", row.norm(row.x)
+
+
+def _add_norm(row: _Row) -> NamedResults:
+    yield "h", row.other()
+    yield "y", row.norm(row.x)
+
+
+def _norm_add(row: _Row) -> NamedResults:
+    y = row.norm(row.x)
+    yield "y", [_plus(row.tile, v, r) for v, r in zip(y, row.other())]
+
+
+def _norm_add_norm(row: _Row) -> NamedResults:
+    h = row.sum(row.norm(row.x))
+    yield "h", h
+    yield "y", row.norm(lambda: row.wide(h), 1)
+
+
+def _scaled_add_norm(row: _Row) -> NamedResults:
+    h = row.scaled_sum()
+    yield "h", h
+    # Recomputed, h holds no registers between its uses.
+    yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
+
+
+def _norm_gated(row: _Row) -> NamedResults:
+    y = row.norm(row.x)
+    if row.spec.norm.norm_before_gate:
+        y = [_gated(row.tile, v, gate, row.spec) for v, gate in zip(y, row.other())]
+    yield "y", y
+
+
+_OPERATIONS: dict[Op, Callable[[_Row], NamedResults]] = {
+    "norm": _norm,
+    "add_norm": _add_norm,
+    "norm_add": _norm_add,
+    "norm_add_norm": _norm_add_norm,
+    "scaled_add_norm": _scaled_add_norm,
+    "norm_gated": _norm_gated,
+}
+
+
+def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs) -> None:
+    """Run the body of the kernel."""
+
+    def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
+        """Return what is normalised first; then h, or a residual or a gate that comes later."""
+        x = _wide(tile, x)
+        if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
+            return (_gated(tile, x, *other, spec),)
+        if spec.op != "add_norm":
+            return x, *other
+        h = rounded(_plus(tile, x, *other), _residual_dtype(spec))
+        return _wide(tile, h), h
+
+    params = _Params.of(tile, spec, refs.params)
+
+    def finish(loaded: LoadedRow, ready: list[Columns] | None) -> None:
+        def columns(k: int) -> Columns:
+            return ready[k] if ready else params.columns(params.load(k, lambda: loaded.index), k)
+
+        row = _Row(spec, tile, loaded, refs.scratch, columns)
+        results = dict(zip("yh", refs.results))
+        for name, values in _OPERATIONS[spec.op](row):
+            if name in results:
+                tile.store(results[name], loaded.index, values)
+        store_stats(refs.stats, loaded.index, row.stats)
+
+    first = (params.load_all, params.prepare) if params_first else ()
+    tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish, *first))
+
+
+def _wide(tile: Tile, value: jax.Array) -> jax.Array:
+    return widen(value, tile.layout_of(value.shape))
+
+
+def _plus(tile: Tile, x: jax.Array, residual: jax.Array) -> jax.Array:
+    return x + _wide(tile, residual)
+
+
+def _gated(tile: Tile, value: jax.Array, gate: jax.Array, spec: Spec) -> jax.Array:
+    return value * activation_of(spec)(_wide(tile, gate))[0]
 
 
 def _row_statistics(
     tile: Tile,
-    read: Callable[[], Pieces],
+    read: Callable[[], Fragments],
     scratch: Sequence[Any],
     spec: Spec,
     step: Any,
@@ -196,9 +274,9 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(tile.skip_others(read())) / size if spec.norm.subtract_mean else None
+    mean = tile.sum(read()) / size if spec.norm.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
-    square = tile.sum([jnp.square(v) for v in tile.skip_others(centred)])
+    square = tile.sum([jnp.square(v) for v in centred])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)
@@ -225,24 +303,6 @@ def _merge(
         part_mean, part_square, size = gather(mean, square, size)
     mean = jnp.sum(size * part_mean) / spec.cols
     return mean, jnp.sum(part_square + size * jnp.square(part_mean - mean))
-
-
-def _by_step(params: Sequence[Ref], steps: Sequence[Spec | None]) -> list[list[Ref]]:
-    """The parameters of each norm, and the scale of x, for which None stands."""
-    rest = list(params)
-    counts = [
-        1 if n is None else len(_present(n.norm.scale_dtype, n.norm.bias_dtype)) for n in steps
-    ]
-    return [[rest.pop(0) for _ in range(count)] for count in counts]
-
-
-def _store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Stores as many of the statistics as there are refs; every warpgroup has all of them."""
-
-    @pl.when(lax.axis_index(WARPGROUP) == 0)
-    def _() -> None:
-        for ref, stat in zip(refs, stats):
-            store(ref.at[row], stat)
 
 
 def _present[T](*values: T | None) -> list[T]:

@@ -1,95 +1,198 @@
-"""LayerNorm and RMSNorm of ``(outer, cols, inner)`` over the middle axis.
+"""LayerNorm and RMSNorm of ``(outer, cols, inner)`` over the middle axis: GroupNorm.
 
-Also over groups of neighbours on the inner axis (GroupNorm): what the columns of each inner element
-give is then merged once more. The equations are those of `norm.forward`, and so is how parts are
-merged.
+Rows are also groups of neighbours on the inner axis: what the columns of each inner element give is
+then merged once more. Scale and bias belong to inner elements. The equations are those of
+`norm.forward` and `norm.backward`, and so is how parts are merged. The sums over the columns of an
+inner element are dscale and dbias, and G times them its part of c2 and c1: so c2 is that of d G xh
+from the output, too. From the input, c = x - mean is enough of an element, and what it is
+multiplied by belongs to the inner element:
+
+    n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
+
+Blocks hold strips (see `rows.strips`), and read them from shared memory for each pass over them. A
+part of a strip is what a warp has of its columns, or a block of a cluster.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
-from jaxnorm_kernels.mosaic.rows.pieces import Piece
-from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip
-from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts
+from jaxnorm_kernels.gradients import add_partials
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.device.launch import launch, required, split
+from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
+from jaxnorm_kernels.mosaic.norm.backward import NormFormula
+from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.walks.strided_forward import Gather, Refs, strided_forward
 from jaxnorm_kernels.specs import Spec
+
+_F32 = np.dtype(np.float32)
+
+#: Statistics of the parts of a strip -> those of the strip, and the same of several kinds.
+Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
-    """Normalise the axis cols of ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
-    name = "layer_norm" if spec.norm.subtract_mean else "rms_norm"
+    """x and y are ``(outer, cols, inner)``; scale and bias as `NormOptions.inner_params` says."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    prepare = functools.partial(norm_columns, spec=spec)
     # r G is that of an inner element where G is.
-    joins = spec.norm.inner_params and spec.norm.scale_dtype is not None
+    joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
+    strips = required(strip_schedule.strips_of(spec), spec)
 
-    def finish(strip: Strip, gather: Gather, refs: Refs) -> None:
-        x = strip.reader(0)
-        if spec.norm.inner_params:
-            # Read first: that takes as long as the sums do.
-            prepared = prepare([strip.inner_param(ref) for ref in refs.params])
-            columns = strip.same_of_columns(prepared[joins:])
-        else:
-            columns = strip.params(refs.params, prepare)
-        rstd, mean = _statistics(strip, x, gather, spec)
+    def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
+        param_refs, (y_ref, *stat_refs) = split(refs, len(params))
+        # Read first: that takes as long as the sums do.
+        prepared = norm_columns([strip.inner_param(ref) for ref in param_refs], spec)
+        columns = [strip.broadcast(column) for column in prepared[joins:]]
+        rstd, mean = _statistics(strip, gather, spec)
         wide_rstd = strip.broadcast(rstd * prepared[0] if joins else rstd)
         wide_mean = None if mean is None else strip.broadcast(mean)
 
-        def write(piece: Piece) -> None:
-            y = norm_output(x(piece), wide_rstd, wide_mean, columns(piece), rest)
-            strip.store(refs.y, piece, y)
+        def write(fragment: Fragment) -> None:
+            y = norm_output(strip.read(0, fragment), wide_rstd, wide_mean, columns, rest)
+            strip.store(y_ref, fragment, y)
 
-        strip.each_piece(write)
-        for ref, stat in zip(refs.stats, (rstd, mean)):
+        strip.each_fragment(write)
+        for ref, stat in zip(stat_refs, (rstd, mean)):
             strip.store_stat(ref, stat)
 
-    y, statistics = strided_forward(
+    stats = 1 + spec.returns_mean if spec.has_stats else 0
+    y, *statistics = _in_strips(
         finish,
-        operands.x,
+        strips,
+        [operands.x],
         params,
-        strips=required(strip_schedule.strips_of(spec), spec),
-        y_dtype=spec.y_dtype,
-        stats=1 + spec.returns_mean if spec.has_stats else 0,
+        outputs=[(operands.x.shape, spec.y_dtype), *[(strips.stats_shape, _F32)] * stats],
         exchanged=3 if spec.norm.subtract_mean else 1,
-        name=name,
+        name=f"jaxnorm_{'layer' if spec.norm.subtract_mean else 'rms'}_norm_strided_fwd",
     )
     return Results(y, stats=tuple(stat.reshape(spec.rows) for stat in statistics))
 
 
-def _statistics(
-    strip: Strip, x: Callable[[Piece], jax.Array], gather: Gather, spec: Spec
-) -> tuple[Stat, Stat | None]:
+def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradients of x, and of scale and bias by the sums over columns."""
+    rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
+    bias = residuals.bias if spec.reads_bias else None
+    params = [param for param in (residuals.scale, bias) if param is not None]
+    formula, strips = _StripFormula(spec.last), required(strip_schedule.strips_of(spec), spec)
+    counts = len(residuals.stats), len(params), 1
+
+    def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
+        stat_refs, param_refs, (dx_ref,), gradient_refs = split(refs, *counts)
+        of_inner = [strip.stat(ref) for ref in stat_refs]
+        stats = [strip.broadcast(stat) for stat in of_inner]
+        prepared = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
+        columns = [strip.broadcast(column) for column in prepared]
+
+        def elements(fragment: Fragment, count: int) -> list[jax.Array]:
+            return [strip.read(k, fragment) for k in range(count)]
+
+        def terms(fragment: Fragment) -> list[jax.Array]:
+            return formula.terms(elements(fragment, formula.summed), columns, stats)
+
+        sums = gather(_add, strip.sum(terms, formula.row_sums, waits=True))
+        gradients, totals = formula.of_inner(sums, prepared, of_inner)
+        for ref, gradient in zip(gradient_refs, gradients):
+            strip.store_inner(ref, gradient)
+        wide = [strip.broadcast(strip.group_sum(total)) for total in totals]
+
+        def write(fragment: Fragment) -> None:
+            dx = formula.dx(elements(fragment, len(rows)), columns, stats, wide)
+            strip.store(dx_ref, fragment, dx)
+
+        strip.each_fragment(write)
+
+    dx, *partials = _in_strips(
+        finish,
+        strips,
+        rows,
+        [*[stat.reshape(strips.stats_shape) for stat in residuals.stats], *params],
+        outputs=[
+            (rows[0].shape, spec.x_dtype),
+            *[((strips.outer, strips.inner), _F32)] * formula.column_sums,
+        ],
+        exchanged=formula.row_sums,
+        name="jaxnorm_norm_strided_bwd",
+    )
+    groups = (spec.norm.scale_groups, spec.norm.bias_groups)
+    dscale, dbias = add_partials(partials, (spec.norm.scale_dtype, spec.norm.bias_dtype), groups)
+    return Operands(dx, scale=dscale, bias=dbias)
+
+
+def _in_strips(
+    finish: Callable[[Strip, Gather, Sequence[Ref]], None],
+    strips: Strips,
+    rows: Sequence[jax.Array],
+    others: Sequence[jax.Array],
+    *,
+    outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
+    exchanged: int,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """Run `finish` on each strip of `rows`, with refs of `others` and of the outputs.
+
+    Args:
+      finish: its first pass over the strip, and no other, is one that `waits`.
+      exchanged: how many values the parts of a strip exchange at a time, at most.
+    """
+    exchange = StripExchange(strips, exchanged)
+    stages = strips.scratch([a.dtype for a in rows])
+    # The traced body is cached: it must not hold traced arrays.
+    counts = len(rows), len(others) + len(outputs), len(stages)
+
+    def body(*refs: Ref) -> None:
+        row_refs, other_refs, stage_refs, exchanged_refs = split(refs, *counts)
+        exchange.open(exchanged_refs)
+        strip = Strip.begin(strips, row_refs, stage_refs)
+        exchange.ready()
+        finish(strip, functools.partial(exchange, exchanged_refs), other_refs)
+
+    return launch(
+        body,
+        [*rows, *others],
+        name=name,
+        outputs=outputs,
+        blocks=strips.count,
+        cluster=strips.cluster,
+        warpgroups=strips.warpgroups,
+        scratch=[*stages, *exchange.scratch()],
+    )
+
+
+def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | None]:
     """r and the mean of each inner element, or of its group."""
+
+    def x(fragment: Fragment) -> jax.Array:
+        return strip.read(0, fragment)
+
     mean = None
     if spec.norm.subtract_mean:
         size = strip.sizes()
-        (total,) = strip.sum(lambda piece: [x(piece)], waits=True)
+        (total,) = strip.sum(lambda fragment: [x(fragment)], waits=True)
         part_mean = total / size
         wide = strip.broadcast(part_mean)
-        (part_square,) = strip.sum(lambda piece: [jnp.square(x(piece) - wide)])
+        (part_square,) = strip.sum(lambda fragment: [jnp.square(x(fragment) - wide)])
         mean, square, _ = gather(_merge_moments, [part_mean, part_square, size])
         if strip.strips.group > 1:
             own_mean, mean = mean, strip.group_sum(mean) / strip.strips.group
             square = square + strip.strips.cols * jnp.square(own_mean - mean)
     else:
-        part_squares = strip.sum(lambda piece: [jnp.square(x(piece))], waits=True)
-        (square,) = gather(_add, part_squares)
+        (square,) = gather(_add, strip.sum(lambda fragment: [jnp.square(x(fragment))], waits=True))
     square = strip.group_sum(square)
     return lax.rsqrt(square / spec.cols + spec.norm.epsilon), mean
 
 
-def _add(parts: Parts) -> list[Stat]:
-    return [parts.sum(lambda part_square: part_square)]
+def _add(parts: Parts) -> list[Any]:
+    return [parts.total(k) for k in range(len(parts.stats))]
 
 
 def _merge_moments(parts: Parts) -> list[Any]:
@@ -100,3 +203,66 @@ def _merge_moments(parts: Parts) -> list[Any]:
         lambda part_mean, part_square, n: part_square + n * jnp.square(part_mean - mean)
     )
     return [mean, square, size]
+
+
+class _StripFormula(NormFormula):
+    """`NormFormula` where G and the bias belong to an inner element, not to a column."""
+
+    @property
+    def row_sums(self) -> int:
+        return 1 + (self.spec.norm.subtract_mean or self.spec.norm.bias_dtype is not None)
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        saved, dy = elements
+        if self.from_output:
+            d, _, z, reciprocal = self.elements(saved, dy, columns, stats)
+            return [d * self.x_hat(z, reciprocal), d][: self.row_sums]
+        d, c = self._centred(saved, dy, columns, stats)
+        return [d * c, d][: self.row_sums]
+
+    def dx(self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays) -> jax.Array:
+        """The gradient of x."""
+        if self.from_output:
+            (dx,), _ = self.finish(elements, columns, stats, totals)
+            return dx
+        saved, dy, *dh = elements
+        d, c = self._centred(saved, dy, columns, stats)
+        c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
+        dx = d * self._rstd_gain(columns, stats)
+        if c1:
+            dx = dx - c1[0]
+        dx = dx - c * (c2 * stats[0])
+        return dx + dh[0] if dh else dx
+
+    def of_inner(
+        self, sums: Arrays, params: Arrays, stats: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Of the sums over the columns of an inner element: gradients, and its part of totals.
+
+        `params` as `columns` gives them.
+        """
+        dscale, *dbias = sums
+        if not self.from_output:
+            dscale = dscale * stats[0]
+        has = (self.spec.norm.scale_dtype is not None, self.spec.norm.bias_dtype is not None)
+        gradients = [total for total, is_there in zip((dscale, *dbias), has) if is_there]
+        rows = [dscale, *dbias][: 1 + self.spec.norm.subtract_mean]
+        return gradients, rows if not has[0] else [params[0] * total for total in rows]
+
+    def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
+        """r G."""
+        return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
+
+    def _centred(
+        self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
+    ) -> tuple[jax.Array, jax.Array]:
+        """d and c."""
+        _, *mean = stats
+        c = x - mean[0] if mean else x
+        if self.spec.norm.activation is None:
+            return dy, c
+        n = c * self._rstd_gain(columns, stats)
+        if self.spec.reads_bias:
+            n = n + columns[-1]
+        _, slope = activation_of(self.spec)(n)
+        return dy * slope, c

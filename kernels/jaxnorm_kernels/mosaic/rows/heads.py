@@ -29,8 +29,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     rows_layout,
     widen,
 )
-from jaxnorm_kernels.mosaic.device.pairs import join_pairs, load_each_row, split_pairs
-from jaxnorm_kernels.mosaic.device.registers import load_columns, store_global
+from jaxnorm_kernels.mosaic.device.registers import (
+    join_pairs,
+    load_columns,
+    load_each_row,
+    split_pairs,
+    store_global,
+)
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 
@@ -71,9 +76,19 @@ class HeadTile:
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
-    def layouts(self, of: Callable[[int], Layout]) -> list[Layout]:
-        """Of each part."""
-        return [of(v) for v, _ in zip((self.vector, self.vector, self.rest), self.widths)]
+    @property
+    def row_layouts(self) -> list[Layout]:
+        """Layout of each part, of the rows."""
+        return [self.rows_layout(v) for v in self._vectors]
+
+    @property
+    def column_layouts(self) -> list[Layout]:
+        """Layout of each part, of what all rows share."""
+        return [self.columns_layout(v) for v in self._vectors]
+
+    @property
+    def _vectors(self) -> list[int]:
+        return [self.vector, self.vector, self.rest][: len(self.widths)]
 
     def rows_layout(self, vector: int) -> Layout:
         """Of the rows, by vectors of so many columns."""

@@ -28,8 +28,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
-from jaxnorm_kernels.mosaic.rows.pieces import Piece
-from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Tile
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -86,11 +86,11 @@ class Place:
     row: Any
     mask_ref: Ref | None = None
 
-    def load(self, ref: Ref) -> Pieces:
+    def load(self, ref: Ref) -> Fragments:
         """Of a ``(rows, cols)`` ref, in its own dtype."""
-        return [self._load_piece(ref, self.row, p) for p in self.tile.pieces()]
+        return [self._load_fragment(ref, self.row, p) for p in self.tile.fragments()]
 
-    def load_shared(self, ref: Ref, shared: Shared) -> Pieces:
+    def load_shared(self, ref: Ref, shared: Shared) -> Fragments:
         """Of an operand that is broadcast among the rows, one value for each element, in float32.
 
         A mask is in int8.
@@ -99,10 +99,10 @@ class Place:
         if not shared.has_columns:
             value = self._load_value(ref, row)
             value = value if is_mask else value.astype(jnp.float32)
-            shapes = [self.tile.shape(p.width) for p in self.tile.pieces()]
+            shapes = [self.tile.shape(p.width) for p in self.tile.fragments()]
             return [_expanded(value, shape, 0) for shape in shapes]
-        pieces = [self._load_piece(ref, row, p) for p in self.tile.pieces()]
-        return pieces if is_mask else [widen(v, self.tile.layout) for v in pieces]
+        fragments = [self._load_fragment(ref, row, p) for p in self.tile.fragments()]
+        return fragments if is_mask else [widen(v, self.tile.layout) for v in fragments]
 
     @property
     def masks(self) -> bool:
@@ -123,36 +123,36 @@ class Place:
         masks = [] if self._mask is None else [self._mask]
         if self.spec.softmax.causal:
             query = renewed(self.query) if again else self.query
-            masks.append([self._reached(p, query) for p in self.tile.pieces()])
-        return [functools.reduce(jnp.logical_and, of_piece) for of_piece in zip(*masks)]
+            masks.append([self._reached(p, query) for p in self.tile.fragments()])
+        return [functools.reduce(jnp.logical_and, of_fragment) for of_fragment in zip(*masks)]
 
-    def each(self, function: Callable[[jax.Array], jax.Array], values: Pieces) -> Pieces:
-        """`each_piece` of what is 0, or need not be computed, above the diagonal."""
+    def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
+        """`each_fragment` of what is 0, or need not be computed, above the diagonal."""
         if not self.spec.softmax.causal:
-            return each_piece(function, values)
+            return each_fragment(function, values)
 
         zeros = {
             shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout_of(shape))
             for shape in dict.fromkeys(v.shape for v in values)
         }
 
-        def of_piece(piece: Piece, value: jax.Array) -> jax.Array:
+        def of_fragment(fragment: Fragment, value: jax.Array) -> jax.Array:
             zero = zeros[value.shape]
-            return lax.cond(self._is_reached(piece), lambda: function(value), lambda: zero)
+            return lax.cond(self._is_reached(fragment), lambda: function(value), lambda: zero)
 
-        return [of_piece(p, v) for p, v in zip(self.tile.pieces(), values)]
+        return [of_fragment(p, v) for p, v in zip(self.tile.fragments(), values)]
 
     @functools.cached_property
-    def _mask(self) -> Pieces | None:
+    def _mask(self) -> Fragments | None:
         if self.mask_ref is None or self.spec.logits.mask_rows is None:
             return None
         return [
             values != 0 for values in self.load_shared(self.mask_ref, self.spec.logits.mask_rows)
         ]
 
-    def _is_reached(self, piece: Piece) -> jax.Array:
-        """Whether a piece has an element on the diagonal or below it."""
-        return piece.start <= self.query + (self.tile.rows - 1)
+    def _is_reached(self, fragment: Fragment) -> jax.Array:
+        """Whether a fragment has an element on the diagonal or below it."""
+        return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
         """The row of the operand, or the rows, if it has one for each of the tile's."""
@@ -170,30 +170,30 @@ class Place:
         """The first row's index in its matrix."""
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
-    def _reached(self, piece: Piece, query: jax.Array) -> jax.Array:
-        """Elements of a piece on the diagonal and below it, of rows that begin with this query."""
-        shape = self.tile.shape(piece.width)
+    def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
+        """Elements of a fragment up to the diagonal, of rows that begin with this query."""
+        shape = self.tile.shape(fragment.width)
         if self.tile.rows > 1:
             query = query + lax.broadcasted_iota(jnp.int32, shape, 0)
-        return self.tile.columns(shape) <= query - piece.start
+        return self.tile.columns(shape) <= query - fragment.start
 
-    def _load_piece(self, ref: Ref, row: Any, piece: Piece) -> jax.Array:
+    def _load_fragment(self, ref: Ref, row: Any, fragment: Fragment) -> jax.Array:
         """Where all of it is above the diagonal, columns instead that are read in any case.
 
         They come from the L1 cache. Loads behind branches would wait for each other: a thread has
         predicates for six of them.
         """
-        shape = self.tile.shape(piece.width)
+        shape = self.tile.shape(fragment.width)
         layout = self.tile.layout_of(shape)
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
         if is_row:  # one for all rows of the tile
-            layout, shape = columns_layout(self.tile.vector, self.tile.threads), (piece.width,)
+            layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)
 
         if self.spec.softmax.causal:
-            start = jnp.where(self._is_reached(piece), piece.start, 0)
-            piece = dataclasses.replace(piece, start=start)
-        values = _load(ref.at[row, piece.columns()], layout, shape)
-        return _expanded(values, self.tile.shape(piece.width), 1) if is_row else values
+            start = jnp.where(self._is_reached(fragment), fragment.start, 0)
+            fragment = dataclasses.replace(fragment, start=start)
+        values = _load(ref.at[row, fragment.columns()], layout, shape)
+        return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
         """One for each row, or one for all."""
@@ -243,8 +243,8 @@ def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
     return row
 
 
-def each_piece(function: Callable[[jax.Array], jax.Array], values: Pieces) -> Pieces:
-    """The function of each piece."""
+def each_fragment(function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
+    """The function of each fragment."""
     return [function(v) for v in values]
 
 
@@ -253,7 +253,7 @@ def _load(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _expanded(value: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """A value of each row (axis 0) or column, or of all, for each element of a piece."""
+    """A value of each row (axis 0) or column, or of all, for each element of a fragment."""
     if not value.ndim:
         return lax.broadcast(value, shape)
     return lax.broadcast_in_dim(value, shape, (axis,))

@@ -13,13 +13,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_some
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -32,6 +30,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     with_registers,
 )
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
+from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store_some, store_where
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
@@ -59,7 +58,6 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, layout),
     )
     def sum_up(context: Any, value: Any) -> Any:
-        del context
         return with_registers(value, [summed(r) for r in value.registers.flat])
 
     return sum_up(stat)
@@ -77,7 +75,6 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
         return_type=plgpu.ShapeDtypeStruct((groups * group,), jnp.float32, layout),
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         values = [llvm.load(f32(), at) for at in _addresses(ref, group, vector_width, threads)]
         vector_type = ir.VectorType.get((vector_width,), f32())
         register = vector.from_elements(
@@ -101,7 +98,6 @@ def store_of_groups(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        del context
         elements = mgpu.elements_of(value.registers.item())
         for at, address in enumerate(_addresses(ref, group, vector_width, threads)):
             llvm.store(elements[at * group], address)
@@ -111,15 +107,12 @@ def store_of_groups(
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
     """Where the groups of this thread's vector have theirs."""
-    thread = mgpu.remainder(utils.thread_idx(), threads)
-    each = max(1, vector_width // group)
-    if group <= vector_width:
-        first = mgpu.times(thread, each)
-    else:
-        first = mgpu.quotient(thread, group // vector_width)
+    thread, each = mgpu.thread() % threads, max(1, vector_width // group)
+    is_whole = group <= vector_width
+    first = thread * each if is_whole else thread // (group // vector_width)
     start = utils.memref_ptr(ref)
     return [
-        utils.getelementptr(start, [mgpu.plus(first, at)], ir.F32Type.get()) for at in range(each)
+        utils.getelementptr(start, [(first + at).value], ir.F32Type.get()) for at in range(each)
     ]
 
 
@@ -171,36 +164,13 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 
     `ref` is ``(columns, width)`` in global memory.
     """
-    value = value.astype(ref.dtype)
     if is_interpreted():
-        _store_some_columns(ref, value.reshape(ref.shape), span)
+        first, end = span.first - span.start, span.end - span.start
+        store_some(ref, 0, value, -first, end - first)
         return
     inner = span.start + lax.broadcasted_iota(jnp.int32, value.shape, 2)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
-        del context
-        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-        for register, _, _, address in moves:
-            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), mgpu.in_global(address))
-
-    write(ref.reshape(*value.shape), value, (inner >= span.first) & (inner < span.end))
-
-
-def _store_some_columns(ref: Ref, value: jax.Array, span: Span) -> None:
-    """In the interpreter: as `store_some`, of the last axis."""
-    at, count = span.first - span.start, span.end - span.first
-    for width in (1 << k for k in reversed(range(span.width.bit_length()))):
-        has_slice = (count & width) != 0
-
-        @pl.when(has_slice)
-        def _(at: Any = at, width: int = width) -> None:
-            part = lax.dynamic_slice(value, (jnp.int32(0), at), (value.shape[0], width))
-            store(ref.at[:, pl.ds(at, width)], part)
-
-        at = jnp.where(has_slice, at + width, at)
+    inside = (inner >= span.first) & (inner < span.end)
+    store_where(ref.reshape(*value.shape), value, inside, layout)
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
@@ -220,33 +190,31 @@ def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, span.layout),
     )
     def sum_up(context: Any, scratch: Any, value: Any, start: Any) -> Any:
-        del context
-        start, thread = start.registers.item(), utils.thread_idx()
-        warp = mgpu.remainder(mgpu.quotient(thread, WARP), WARPS)
-        of_warp = mgpu.plus(mgpu.address_of(scratch), mgpu.times(warp, 4 * width))
-        lane_first = mgpu.times(mgpu.remainder(thread, width // v), v)
+        start, thread = mgpu.Word(start.registers.item()), mgpu.thread()
+        of_warp = mgpu.address_of(scratch) + thread // WARP % WARPS * (4 * width)
+        lane_first = thread % (width // v) * v
 
-        def place(element: Any) -> Any:
-            return mgpu.in_shared(mgpu.plus(of_warp, mgpu.times(element, 4)))
+        def place(element: mgpu.Word) -> Any:
+            return mgpu.in_shared(of_warp + element * 4)
 
         for at, element in enumerate(mgpu.elements_of(value.registers.item())):
-            llvm.store(element, place(mgpu.plus(lane_first, at)))
+            llvm.store(element, place(lane_first + at))
         utils.warp_barrier()
-        first = mgpu.plus(start, lane_first)
-        first_group = mgpu.quotient(first, group)
+        first = start + lane_first
+        first_group = first // group
         totals = []
         for nth in range(count):
-            begin = arith.subi(mgpu.times(mgpu.plus(first_group, nth), group), start)
+            begin = ((first_group + nth) * group - start).value
             begin = arith.minsi(arith.maxsi(begin, mgpu.i32(0)), mgpu.i32(width - group))
-            terms = [llvm.load(f32(), place(mgpu.plus(begin, at))) for at in range(group)]
+            terms = [llvm.load(f32(), place(mgpu.Word(begin) + at)) for at in range(group)]
             totals.append(functools.reduce(arith.addf, terms))
         utils.warp_barrier()
         results = []
         for at in range(v):
-            nth = arith.subi(mgpu.quotient(mgpu.plus(first, at), group), first_group)
+            nth = (first + at) // group - first_group
             total = totals[0]
             for k in range(1, count):
-                total = arith.select(mgpu.is_below(mgpu.plus(nth, -k), 1), totals[k], total)
+                total = arith.select((nth + -k).is_below(1), totals[k], total)
             results.append(total)
         register = vector.from_elements(ir.VectorType.get((v,), f32()), results)
         return with_registers(value, [register])

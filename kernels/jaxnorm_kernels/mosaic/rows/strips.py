@@ -1,4 +1,4 @@
-"""How an array that is normalised over an axis that is not its last is cut into strips.
+"""How an array that is normalised over an axis that is not its last is cut into strips: GroupNorm.
 
 Of ``(outer, cols, inner)`` with the middle axis normalised, a *strip* is all columns of one outer
 index by `width` neighbouring inner elements: wide enough to use whole sectors of memory. A block
@@ -7,32 +7,53 @@ it to shared memory once, in the dtype that it has, and each pass over it reads 
 that a thread needs registers for a few of its elements alone. The first pass begins with what has
 arrived, in *parts*.
 
-Each warpgroup owns a slice of the columns (see `pieces`), in units of one vector for each thread,
-``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
-Inner elements that are normalised together are a *group* (see `strip_groups`). Strips overlap where
-the width does not divide the inner axis: the last one ends with it, and its first elements, which
-are *stale*, are stored twice with the same value. Where groups do not divide the width, each strip
-overlaps the next one, and stores those alone that are whole in it and in no strip before: its
-*own*.
+Each warpgroup owns a partition of the columns (see `partitions`), in units of one vector for each
+thread, ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the
+columns. Inner elements that are normalised together are a *group* (see `strip_groups`). Strips
+overlap where the width does not divide the inner axis: the last one ends with it, and its first
+elements, which are *stale*, are stored twice with the same value. Where groups do not divide the
+width, each strip overlaps the next one, and stores those alone that are whole in it and in no strip
+before: its *own*.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jaxnorm_kernels.mosaic.device import mgpu
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPS,
     Layout,
+    Ref,
     columns_layout,
+    flat_index,
+    load,
+    store,
     strip_layout,
+    widen,
 )
-from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
+from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
+from jaxnorm_kernels.mosaic.rows import strip_groups
+from jaxnorm_kernels.mosaic.rows.exchange import (
+    MESSAGE,
+    TransactionBarriers,
+    announce,
+    send,
+)
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 #: The copy engine takes boxes of up to so many elements along each axis.
 BOX = 256
@@ -51,7 +72,6 @@ class Strips:
       threads: of a warp, whose vectors lie side by side: the width of a strip.
       warpgroups: of a block.
       cluster: blocks that share a strip.
-      blocks: (or clusters) of the grid, each of which takes every n-th strip.
       group: neighbouring inner elements that are normalised together.
     """
 
@@ -62,7 +82,6 @@ class Strips:
     threads: int
     warpgroups: int = 1
     cluster: int = 1
-    blocks: int = 0
     group: int = 1
 
     def __post_init__(self) -> None:
@@ -72,11 +91,9 @@ class Strips:
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
-        if not 0 < self.blocks <= self.count:
-            raise ValueError(f"{self} needs 1 to {self.count} blocks")
         if not self.pitch or self.inner % self.group:
             raise ValueError(f"{self} needs groups that divide the inner axis, and fit the width")
-        self.slice()  # raises where the columns are too few
+        self.partition()  # raises where the columns are too few
 
     @property
     def width(self) -> int:
@@ -100,7 +117,7 @@ class Strips:
 
     @property
     def count(self) -> int:
-        """Strips of the array."""
+        """Strips of the array: blocks of the grid, or clusters."""
         return self.outer * self.across
 
     @property
@@ -123,9 +140,9 @@ class Strips:
         """Of a statistic of each group of the array."""
         return self.outer, self.inner // self.group
 
-    def slice(self, index: Any = 0) -> Slice:
+    def partition(self, index: Any = 0) -> Partition:
         """The columns of a warpgroup, counted through the cluster."""
-        return Slice(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
+        return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
 
     @property
     def parts(self) -> int:
@@ -139,11 +156,11 @@ class Strips:
 
     @property
     def _box_count(self) -> int:
-        return sum(len(boxes_of(piece)) for piece in self.slice().pieces())
+        return sum(len(boxes_of(fragment)) for fragment in self.partition().fragments())
 
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """A stage for each array that is read, and barriers for the parts of each warpgroup."""
-        held = (self.warpgroups, self.slice().width, self.width)
+        held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
         return [
             *[plgpu.SMEM(held, dtype) for dtype in dtypes],
@@ -155,6 +172,423 @@ class Strips:
         ]
 
 
-def boxes_of(piece: Piece) -> list[tuple[int, int]]:
-    """Where what the copy engine takes at a time begins in a piece, and its columns."""
-    return [(at, min(BOX, piece.width - at)) for at in range(0, piece.width, BOX)]
+def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
+    """Where what the copy engine takes at a time begins in a fragment, and its columns."""
+    return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
+
+
+# Of a thread, read from shared memory at a time: enough to hide its latency, in few registers.
+_VALUES = 16
+
+#: A value for each inner element of a strip: ``(width,)``; or for each of those and each warp of
+#: the warpgroup, ``(4, width)``, of the columns that it has.
+Stat = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """A strip, and what this warpgroup has of it.
+
+    Attributes:
+      strips: that it is one of.
+      outer, start: where it begins: index of the outer axis, and the first inner element.
+      fresh: the first inner element that is in no strip before it.
+      partition: the columns of the warpgroup.
+      stages: what the block reads, in shared memory; then what `strip_groups.sum_of_any` takes.
+      full: barriers of the parts of each warpgroup.
+    """
+
+    strips: Strips
+    outer: Any
+    start: Any
+    fresh: Any
+    partition: Partition
+    stages: Sequence[Ref]
+    full: Ref
+
+    @classmethod
+    def begin(cls, strips: Strips, operands: Sequence[Ref], scratch: Sequence[Any]) -> "Strip":
+        """Return the block's strip, and start to copy what it has of the operands.
+
+        Args:
+          scratch: of `Strips.scratch`, for the operands.
+        """
+        *stages, full = scratch
+        in_plain_order(*stages)
+        index = lax.axis_index(BLOCK)
+        fresh = lax.rem(index, strips.across) * strips.pitch
+        start = jnp.minimum(fresh, strips.inner - strips.width)
+        part = lax.axis_index(WARPGROUP)
+        if strips.cluster > 1:
+            part += lax.axis_index(CLUSTER) * strips.warpgroups
+        outer = lax.div(index, strips.across)
+        strip = cls(strips, outer, start, fresh, strips.partition(part), stages, full)
+        for source, stage in zip(operands, stages):
+            strip._copy(source, stage)
+        return strip
+
+    @property
+    def inner(self) -> Any:
+        """Its inner elements, as an index."""
+        return pl.ds(self.start, self.strips.width)
+
+    def _copy(self, source: Ref, stage: Ref) -> None:
+        """Starts the copies that bring the warpgroup's columns to shared memory."""
+        boxes = [
+            (fragment, *box)
+            for fragment in self.partition.fragments()
+            for box in boxes_of(fragment)
+        ]
+        for nth, (fragment, at, columns) in enumerate(boxes):
+            plgpu.copy_gmem_to_smem(
+                source.at[self.outer, pl.ds(fragment.start + at, columns), self.inner],
+                stage.at[lax.axis_index(WARPGROUP), pl.ds(fragment.stage_start + at, columns)],
+                self._full(nth // self.strips.boxes_of_part),
+            )
+
+    def _full(self, part: Any) -> Ref:
+        return self.full.at[lax.axis_index(WARPGROUP) * self.strips.parts + part]
+
+    def read(self, which: int, fragment: Fragment) -> jax.Array:
+        """Elements of one of the arrays, in float32."""
+        ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
+        layout = self.strips.layout
+        staged = ref.at[pl.ds(fragment.stage_start, fragment.width)]
+        return widen(load(staged, layout, self.strips.shape), layout)
+
+    def broadcast(self, stat: Stat) -> jax.Array:
+        """A statistic for every element of a fragment."""
+        axes = (0, 2) if stat.ndim == 2 else (2,)
+        return lax.broadcast_in_dim(stat, self.strips.shape, axes)
+
+    def stat(self, ref: Ref) -> Stat:
+        """What a ref of `Strips.stats_shape` has for each inner element of this strip."""
+        group, layout = self.strips.group, self.strips.stat_layout
+        if group == 1:
+            return load(ref.at[self.outer, self.inner], layout)
+        if not self.strips.holds_groups:
+            return strip_groups.load_of_any(ref.at[self.outer], self._span)
+        return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
+
+    def inner_param(self, ref: Ref) -> Stat:
+        """What ``(inner,)``, or ``(n, inner)`` of groups of outer indices, has for this strip."""
+        if len(ref.shape) == 2:
+            ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
+        return load(ref.at[self.inner], self.strips.stat_layout)
+
+    def store(self, ref: Ref, fragment: Fragment, value: jax.Array) -> None:
+        """Stores the elements of a fragment, rounded to the dtype of `ref`."""
+        target = ref.at[self.outer, pl.ds(fragment.start, fragment.width), self.inner]
+        if self.strips.holds_groups:
+            store_global(target, value, self.strips.layout)
+        else:
+            strip_groups.store_own(target, value, self._span, self.strips.layout)
+
+    def store_stat(self, ref: Ref, stat: Stat) -> None:
+        """Stores what each group has in common, in a ref of `Strips.stats_shape`."""
+        strips = self.strips
+        if strips.group == 1:
+            self.store_inner(ref, stat)
+            return
+        if not strips.holds_groups:
+            row, span = ref.at[self.outer], self._span
+            pl.when(self._is_first)(lambda: strip_groups.store_of_any(row, stat, span))
+            return
+        target, layout = self._of_groups(ref), strips.stat_layout
+        pl.when(self._is_first)(
+            lambda: strip_groups.store_of_groups(target, stat, strips.group, strips.vector, layout)
+        )
+
+    def store_inner(self, ref: Ref, stat: Stat) -> None:
+        """Stores ``(width,)``, which every warp has, in an ``(outer, inner)`` ref."""
+        strips = self.strips
+        if strips.holds_groups:
+            pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
+            return
+        row, span = ref.at[self.outer], self._span
+        pl.when(self._is_first)(
+            lambda: store_vectors(row, span.start, stat, span.first, span.end, strips.stat_layout)
+        )
+
+    @property
+    def _span(self) -> strip_groups.Span:
+        """Its inner elements, and which are its own, where groups do not divide the width."""
+        strips = self.strips
+        end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
+        return strip_groups.Span(
+            self.start,
+            self.fresh,
+            end,
+            strips.width,
+            strips.group,
+            strips.vector,
+            strips.stat_layout,
+        )
+
+    @property
+    def _is_first(self) -> Any:
+        """Whether this warpgroup is the first of those that share the strip."""
+        is_first = lax.axis_index(WARPGROUP) == 0
+        if self.strips.cluster > 1:
+            is_first &= lax.axis_index(CLUSTER) == 0
+        return is_first
+
+    def _of_groups(self, ref: Ref) -> Ref:
+        """The ``(width / group,)`` that a ref of `Strips.stats_shape` has for this strip."""
+        group = self.strips.group
+        return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
+
+    def group_sum(self, stat: Stat) -> Stat:
+        """The sum over the inner elements of each group, for each of them."""
+        group = self.strips.group
+        if group == 1:
+            return stat
+        if self.strips.holds_groups:
+            return strip_groups.group_sum(stat, group, self.strips.stat_layout)
+        scratch = self.stages[-1].at[lax.axis_index(WARPGROUP)]
+        return strip_groups.sum_of_any(stat, self._span, scratch)
+
+    def sum(
+        self,
+        terms: Callable[[Fragment], Sequence[jax.Array]],
+        count: int = 1,
+        *,
+        waits: bool = False,
+    ) -> list[Stat]:
+        """Of each warp's columns, for each of `count` terms; see `_walk`."""
+
+        def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
+            new = [self._skip_columns(term, fragment) for term in terms(fragment)]
+            return [a + b for a, b in zip(carry, new, strict=True)]
+
+        totals = self._walk(add, [self._all(0)] * count, waits=waits)
+        return [jnp.sum(total, axis=1) for total in totals]
+
+    def sizes(self) -> Stat | float:
+        """How many columns each warp has that no other one has."""
+        if not self.partition.has_tail:
+            return self.partition.width / WARPS
+        (sizes,) = self.sum(lambda fragment: [self._all(1)])
+        return sizes
+
+    def each_fragment(self, step: Callable[[Fragment], None]) -> None:
+        """Runs `step` on each unit of the warpgroup's columns; see `_walk`."""
+
+        def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
+            step(fragment)
+            return carry
+
+        self._walk(one, ())
+
+    def _walk[T](
+        self,
+        step: Callable[[Fragment, T], T],
+        carry: T,
+        waits: bool = False,
+    ) -> T:
+        """`step` on each unit in turn; where they are many a loop over groups of them.
+
+        `waits`: for each part before it is read.
+        """
+        body, *tail = self.partition.fragments()
+        units, parts = self.partition.units, self.strips.parts if waits else 1
+        of_part = self.strips.boxes_of_part * BOX // self.partition.unit if parts > 1 else units
+
+        def part(nth: Any, carry: T, count: int = of_part) -> T:
+            if waits:
+                plgpu.barrier_wait(self._full(nth))
+            return self._walk_units(step, carry, body.start, nth * of_part, count)
+
+        whole = units // of_part
+        carry = lax.fori_loop(0, whole, part, carry) if parts > 1 else part(0, carry)
+        for nth in range(whole, parts):
+            carry = part(nth, carry, max(0, units - nth * of_part))
+        for fragment in tail:
+            carry = step(fragment, carry)
+        return carry
+
+    def _walk_units[T](
+        self,
+        step: Callable[[Fragment, T], T],
+        carry: T,
+        start: Any,
+        first: Any,
+        units: int,
+    ) -> T:
+        """`step` on so many units from the `first`, of the columns that begin at `start`."""
+        unit = self.partition.unit
+        group = max(1, _VALUES // self.strips.vector)
+
+        def nth(k: Any, carry: T) -> T:
+            return step(Fragment(start + (first + k) * unit, unit, (first + k) * unit), carry)
+
+        def several(i: Any, carry: T) -> T:
+            return functools.reduce(lambda c, j: nth(i * group + j, c), range(group), carry)
+
+        looped = units // group if units >= 2 * group else 0
+        if looped:
+            carry = lax.fori_loop(0, looped, several, carry)
+        rest = range(looped * group, units)
+        if looped and len(rest) > 1:
+            return lax.fori_loop(rest.start, rest.stop, nth, carry)
+        return functools.reduce(lambda c, k: nth(k, c), rest, carry)
+
+    def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
+        """`term`, and 0 where another fragment has the same column."""
+        if fragment.fresh is None:
+            return term
+        column = flat_index(term.shape, self.strips.layout, axes=2)
+        return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
+
+    def _all(self, value: float) -> jax.Array:
+        """`value` for every element of a fragment."""
+        return plgpu.layout_cast(
+            jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# The exchange of statistics between the warps that share a strip, in a block or in a cluster.
+#
+# Each warp has, for each inner element, the statistics of its columns. It shows them to the warps
+# of its block, each of which merges them all. Of a cluster, each block then sends what it merged to
+# all blocks (`TransactionBarriers`), which merge that.
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The statistics of the parts of a strip's columns, in shared memory.
+
+    Attributes:
+      count: of the parts.
+      stats: of each statistic, what gives that of a part; or a number that all parts have.
+    """
+
+    count: int
+    stats: Sequence[Callable[[Any], Stat] | float]
+
+    def sum(self, term: Callable[..., Stat]) -> Stat:
+        """Return the sum over the parts of what `term` makes of the statistics of each.
+
+        In a loop, or the compiler would load all parts at once, and need registers for them.
+        """
+
+        def of(part: Any) -> Stat:
+            return term(*[s if isinstance(s, float) else s(part) for s in self.stats])
+
+        return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
+
+    def total(self, which: int) -> Stat | float:
+        """The sum of a statistic over the parts."""
+        stat = self.stats[which]
+        return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
+
+
+#: Statistics of parts of the columns -> those of all of them.
+Merge = Callable[[Parts], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StripExchange:
+    """What the warps that share a strip tell each other, once for each strip.
+
+    Attributes:
+      strips: that are shared.
+      stats: that are exchanged, at most.
+    """
+
+    strips: Strips
+    stats: int
+
+    @property
+    def _parts(self) -> int:
+        return WARPS * self.strips.warpgroups
+
+    def scratch(self) -> list[Any]:
+        """What the warps tell, a barrier for it, and what the blocks of a cluster tell."""
+        strips = self.strips
+        of_warps = (self.stats, self._parts, strips.width)
+        of_blocks = (self.stats, strips.cluster, strips.width)
+        scratch = [
+            plgpu.SMEM(of_warps, jnp.float32),
+            plgpu.Barrier(num_arrivals=strips.warpgroups),
+        ]
+        if strips.cluster == 1:
+            return scratch
+        return [*scratch, plgpu.SMEM(of_blocks, jnp.float32), self._barriers.scratch()]
+
+    def open(self, scratch: Sequence[Any]) -> None:
+        """Before everything else: makes the barriers of the cluster."""
+        if self.strips.cluster > 1:
+            self._barriers.open(scratch[-1])
+
+    def ready(self) -> None:
+        """Before the first exchange: waits until all blocks of the cluster have theirs."""
+        if self.strips.cluster > 1:
+            self._barriers.ready()
+
+    def __call__(
+        self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float]
+    ) -> list[Any]:
+        """``(4, width)`` of each warpgroup -> ``(width,)``, the same in all warps, bit by bit.
+
+        Args:
+          scratch: of `scratch`.
+          merge: run once on the parts of a block, and once on those of the blocks.
+          stats: of this warpgroup's warps.
+        """
+        of_warps, barrier, *of_cluster = scratch
+        arrays = [stat for stat in stats if not isinstance(stat, float)]
+        mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
+        for at, stat in enumerate(arrays):
+            store(of_warps.at[at, mine], stat)
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        merged = merge(self._parts_in(of_warps, stats, self._parts))
+        if self.strips.cluster == 1:
+            return merged
+        arrays = [stat for stat in merged if not isinstance(stat, float)]
+        of_blocks, barriers = of_cluster
+        rank = lax.axis_index(CLUSTER)
+        slots = [of_blocks.at[at, rank] for at in range(len(arrays))]
+        self._send(slots, arrays, barriers)
+        self._barriers.receive(barriers, jnp.int32(0), jnp.int32(0))
+        return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
+
+    def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
+        """Those of a list of statistics, of which `slots` has those that are no numbers."""
+        rows = itertools.count()
+        readers = [
+            stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))
+            for stat in stats
+        ]
+        return Parts(parts, readers)
+
+    def _part(self, slots: Ref, row: Any, part: Any) -> Stat:
+        return load(slots.at[row, part], self.strips.stat_layout)
+
+    def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
+        """Sends this block's statistics to a slot of each block of the cluster.
+
+        Every warp has them, and so have several parts of a warp: each part sends to another block.
+        """
+        threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
+        ref, layout = plgpu.RefType(), self.strips.stat_layout
+
+        @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats), ref))
+        def send_stats(context: Any, slots: Any, stats: Any, barriers: Any) -> None:
+            thread = mgpu.thread()
+            barrier = mgpu.address_of(barriers)
+            announce(barrier, 4 * len(stats) * cluster * width, thread.is_zero())
+            block, lane = thread // threads, thread % threads
+            for slot, stat in zip(slots, stats):
+                values = mgpu.elements_of(stat.registers.item())
+                first = mgpu.address_of(slot) + lane * (4 * len(values))
+                for at in range(0, len(values), MESSAGE):
+                    send(values[at : at + MESSAGE], first + 4 * at, barrier, block, cluster)
+
+        send_stats(list(slots), list(stats), barriers)
+
+    @property
+    def _barriers(self) -> TransactionBarriers:
+        return TransactionBarriers(arrivals=1, stages=1)

@@ -6,11 +6,12 @@ A *tile* says which threads hold a row. Three tiles cover the row lengths that f
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
     SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
-Which columns a warpgroup has of a row, in which pieces, `pieces` says. Rows overlap as pieces do:
-the last block starts early enough to be whole.
+Which columns a warpgroup has of a row, in which fragments, `partitions` says. Rows overlap as
+fragments do: the last block starts early enough to be whole.
 
-Of unaligned rows a tile holds the windows (`windows`), of which `cols` is the width. Each unit is a
-piece of its own, so that only those at the edges, which may hold parts of other rows, are masked.
+Of unaligned rows a tile holds the windows (`partitions`), of which `cols` is the width. Each unit
+is a fragment of its own, so that only those at the edges, which may hold parts of other rows, are
+masked.
 """
 
 import dataclasses
@@ -22,11 +23,12 @@ from typing import Any, Self
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import BLOCK
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -34,19 +36,22 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     columns_layout,
+    flat_index,
     load,
     rows_layout,
+    store,
     warpgroup_layout,
+    warps_layout,
 )
-from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
-from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
+from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, Fragment, Partition
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
 Stat = jax.Array
 
-#: A value for each element of a piece; a row is a list of them.
-Pieces = list[jax.Array]
+#: A value for each element of a fragment; a row is a list of them.
+Fragments = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +61,14 @@ class LoadedRow:
     Attributes:
       index: into a ``(rows, ...)`` ref.
       step: counts the rows of the block.
-      load: gives what `Steps.load` makes of each piece.
+      load: gives what `Steps.load` makes of each fragment.
     """
 
     index: Any
     step: Any
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
-    def read(self, which: int = 0) -> Pieces:
+    def read(self, which: int = 0) -> Fragments:
         """One of the arrays that `Steps.load` gives."""
         return [loaded[which] for loaded in self.load()]
 
@@ -88,32 +93,33 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What the tiles have in common. A row is a list of arrays: one for each piece.
+    """What the tiles have in common. A row is a list of arrays: one for each fragment.
 
     Attributes:
       vector: elements that a thread reads at once.
-      apart: each unit is a piece of its own, so that it need not be loaded.
-      window: of unaligned rows. A row's index is then that among the rows of its class.
-      index: for pieces of a shape the columns, where they are known.
+      apart: each unit is a fragment of its own, so that it need not be loaded.
+      window: of unaligned rows. A row's index is then that among the rows of its phase.
+      index: for fragments of a shape the columns, where they are known.
     """
 
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
-    window: Window | None = dataclasses.field(default=None, kw_only=True)
+    window: AlignmentView | None = dataclasses.field(default=None, kw_only=True)
     index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
         default_factory=dict, kw_only=True, compare=False
     )
 
     def placed(self) -> Self:
-        """This, in a kernel's body, with what is the same for all pieces: see `PlacedWindow`.
+        """This, in a kernel's body, with what is the same for all fragments: see `PlacedView`.
 
-        Where pieces begin is computed anew for each use all the same. Computed once it would stay
-        in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the time.
+        Where fragments begin is computed anew for each use all the same. Computed once it would
+        stay in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the
+        time.
         """
         if self.window is None and not self.apart:
-            return self  # One or two pieces.
-        shapes = dict.fromkeys(self.shape(p.width) for p in self.pieces())
+            return self  # One or two fragments.
+        shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         index = {s: self.count_columns(s) for s in shapes}
         window = None if self.window is None else self.window.placed().with_places(index)
         return dataclasses.replace(self, window=window, index=index)
@@ -125,21 +131,21 @@ class Tile:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Of a piece that is read with the whole vector."""
+        """Of a fragment that is read with the whole vector."""
         return self.layout_of_vectors(self.vector)
 
     def layout_of_vectors(self, vector: int) -> Layout:
-        """Of a piece that is read by so many elements."""
+        """Of a fragment that is read by so many elements."""
         raise NotImplementedError
 
     def layout_of(self, shape: tuple[int, ...]) -> Layout:
-        """Of a piece of this shape: the tail of a window may have narrower vectors."""
+        """Of a fragment of this shape: the tail of a window may have narrower vectors."""
         if self.window is None:
             return self.layout
         return self.layout_of_vectors(math.prod(shape) // WARPGROUP_THREADS)
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Shape in registers of a piece of `width` columns."""
+        """Shape in registers of a fragment of `width` columns."""
         raise NotImplementedError
 
     @property
@@ -166,24 +172,20 @@ class Tile:
         """Of the grid, for all rows."""
         if self.window is None:
             return self.blocks_of(rows)
-        return self.window.period * self.blocks_of(self.rows_of_class(rows))
+        return self.window.period * self.blocks_of(self.rows_of_phase(rows))
 
     def blocks_of(self, rows: int) -> int:
-        """For these rows, of all or of a class."""
+        """For these rows, of all or of a phase."""
         return -(-rows // self.rows)
 
-    def rows_of_class(self, rows: int) -> int:
-        """Of all rows, those of one class."""
+    def rows_of_phase(self, rows: int) -> int:
+        """Of all rows, those of one phase."""
         return rows if self.window is None else rows // self.window.period
 
-    def block_of_class(self) -> Any:
-        """This block, counted among those of its class."""
+    def block_of_phase(self) -> Any:
+        """This block, counted among those of its phase."""
         block = lax.axis_index(BLOCK)
         return block if self.window is None else self.window.place(block)
-
-    def row_number(self, row: Any) -> Any:
-        """Of a row of this block, its index among all rows."""
-        return row if self.window is None else self.window.row(row)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Scratch of a block: to exchange up to `stats` values, and for rows in these dtypes."""
@@ -192,7 +194,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
-        return self.block_of_class() if group is None else group
+        return self.block_of_phase() if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Index of the first row, or group of rows, that this block takes."""
@@ -207,7 +209,7 @@ class Tile:
         self.open(scratch)
         row = self.first_row(rows)
         raw = [self.load(operand, row) for operand in operands]
-        held = [steps.load(*piece) for piece in zip(*raw)]
+        held = [steps.load(*fragment) for fragment in zip(*raw)]
         self.ready()
         steps.finish(LoadedRow(row, 0, lambda: held), shared)
 
@@ -226,13 +228,13 @@ class Tile:
         """Of this warpgroup, among those that share a row."""
         return 0
 
-    def slice(self, index: Any = 0) -> Slice:
+    def partition(self, index: Any = 0) -> Partition:
         """What the warpgroup of this index has of a row."""
-        return Slice(self.cols, self._shares, self.unit, index, self.window)
+        return Partition(self.cols, self._shares, self.unit, index, self.window)
 
-    def pieces(self) -> list[Piece]:
-        """The columns of a row that this warpgroup has, piece by piece."""
-        part = self.slice(self._index())
+    def fragments(self) -> list[Fragment]:
+        """The columns of a row that this warpgroup has, fragment by fragment."""
+        part = self.partition(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
 
@@ -240,23 +242,21 @@ class Tile:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
             load(ref.at[row, p.columns()], self.layout_of(self.shape(p.width)), self.shape(p.width))
-            for p in self.pieces()
+            for p in self.fragments()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
-        if self.window is None:
-            return [p.load_param(ref, self.layout, self.shape(p.width)) for p in self.pieces()]
-        shapes = [self.shape(p.width) for p in self.pieces()]
-        layouts = [self.layout_of(shape) for shape in shapes]
-        return [p.load_param(ref, *held) for p, *held in zip(self.pieces(), layouts, shapes)]
+        return [
+            load(ref.at[p.columns()], self.layout, self.shape(p.width)) for p in self.fragments()
+        ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
-        """Writes the pieces of a row to the array `ref`, each element once or twice the same."""
-        for p, value in zip(self.pieces(), values):
+        """Writes the fragments of a row to the array `ref`, each element once or twice the same."""
+        for p, value in zip(self.fragments(), values):
             p.store(ref, row, value, self.layout_of(value.shape))
 
-    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
+    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Fragments:
         """`x`, and `neutral` for what a window has of other rows: before a reduction.
 
         Best as soon as it is loaded, and once: predicates that wait for a second use, or both
@@ -266,13 +266,13 @@ class Tile:
             return list(x)
         before, cols = self.window.before(), self.window.cols
 
-        def is_inside(piece: Piece) -> jax.Array:
-            column = self.columns(self.shape(piece.width)) + (piece.start - before)
+        def is_inside(fragment: Fragment) -> jax.Array:
+            column = self.columns(self.shape(fragment.width)) + (fragment.start - before)
             return (column >= 0) & (column < cols)
 
         return [
             jnp.where(is_inside(p), v, jnp.float32(neutral)) if p.edge else v
-            for p, v in zip(self.pieces(), x)
+            for p, v in zip(self.fragments(), x)
         ]
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
@@ -284,17 +284,17 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """`stat` for every element of a piece."""
+        """`stat` for every element of a fragment."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
-    def of_pieces(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """As `broadcast`, but once for all pieces of a shape."""
-        shapes = dict.fromkeys(self.shape(p.width) for p in self.pieces())
+    def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
+        """As `broadcast`, but once for all fragments of a shape."""
+        shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Column of each element, counted from the start of its piece."""
+        """Column of each element, counted from the start of its fragment."""
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
@@ -316,11 +316,11 @@ class Tile:
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
             v if p.fresh is None else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
-            for p, v in zip(self.pieces(), x)
+            for p, v in zip(self.fragments(), x)
         ]
 
-    def _is_fresh(self, piece: Piece) -> jax.Array:
-        return self.columns(self.shape(piece.width)) >= piece.fresh - piece.start
+    def _is_fresh(self, fragment: Fragment) -> jax.Array:
+        return self.columns(self.shape(fragment.width)) >= fragment.fresh - fragment.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,8 +353,28 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = self.block_of_class() if group is None else group
+        group = self.block_of_phase() if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each fragment."""
+        return [p.width for p in self.fragments()]
+
+    @property
+    def row_layouts(self) -> list[Layout]:
+        """Layout of each fragment, of the rows."""
+        return [self.layout for _ in self.fragments()]
+
+    @property
+    def column_layouts(self) -> list[Layout]:
+        """Layout of each fragment, of what all rows share."""
+        return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
+
+    def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
+        """Store what all rows share in a ``(cols,)`` ref."""
+        for p, value in zip(self.fragments(), values):
+            store(ref.at[p.columns()], value)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         layout = columns_layout(self.vector, self.threads)
@@ -362,7 +382,7 @@ class RowTile(Tile):
             lax.broadcast_in_dim(
                 load(ref.at[pl.ds(p.start, p.width)], layout), self.shape(p.width), (1,)
             )
-            for p in self.pieces()
+            for p in self.fragments()
         ]
 
 
@@ -383,7 +403,7 @@ class WarpgroupRow(Tile):
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        # A reduction over the warpgroup costs barriers: the pieces are folded into a unit first.
+        # A reduction over the warpgroup costs barriers: the fragments are folded into a unit first.
         if len(x) == 1:
             return within(x[0])
         if self.apart:
@@ -400,3 +420,64 @@ def _folded(
     """Units of a shape as one: first those of the body, then a tail of another shape."""
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRow(Tile):
+    """A row in `warpgroups` of a block, or in those of all `cluster` blocks of a cluster.
+
+    A row takes `exchanges` of statistics, one after the other. `max` and `sum` are those of each
+    warp's part of it. Mosaic's reduction over a warpgroup would use the same scratch for all
+    warpgroups of the block: a race that neither it nor the interpreter reports (jax 0.11.2 and
+    0.12.0).
+    """
+
+    warpgroups: int = 2
+    cluster: int = 1
+    exchanges: int = 1
+
+    def layout_of_vectors(self, vector: int) -> Layout:
+        return warps_layout(vector)
+
+    def shape(self, width: int) -> tuple[int, ...]:
+        return (WARPS, width // WARPS)
+
+    @functools.cached_property
+    def exchange(self) -> Gather:
+        return Gather(self.warpgroups, self.cluster, slots=min(2, self.exchanges))
+
+    def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
+        return dataclasses.replace(self.exchange, values=stats).scratch()
+
+    def open(self, scratch: Sequence[Any]) -> None:
+        self.exchange.open(scratch)
+
+    def ready(self) -> None:
+        self.exchange.ready()
+
+    def _index(self) -> Any:
+        index = lax.axis_index(WARPGROUP)
+        if self.cluster > 1:
+            index += lax.axis_index(CLUSTER) * self.warpgroups
+        return index
+
+    def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
+        return flat_index(shape, self.layout_of(shape))
+
+    def gather(
+        self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
+    ) -> list[jax.Array]:
+        """The `nth` exchange of the row of this step: see `Gather`."""
+        count = step if self.exchanges == 1 else step * self.exchanges + nth
+        return self.exchange(scratch, *stats, count=count)
+
+    def part_sizes(self) -> jax.Array | float:
+        """How many columns each warp has that are not stale."""
+        body, *tail = self.fragments()
+        return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
+
+
+def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
+    """How many columns of each warp are fresh, of a ``(4, n)`` mask."""
+    ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
+    return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

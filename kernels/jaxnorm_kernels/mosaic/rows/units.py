@@ -26,7 +26,6 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.edges import store_vectors
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -37,7 +36,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global
+from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,15 +24,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     fitting_vector,
 )
-from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
-from jaxnorm_kernels.mosaic.walks.direct import Direct
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
-NormSchedule = Ring | RowsRing | Direct
+NormSchedule = PipelinedRows | PipelinedNarrowRows
 
 # Barriers, the sums that are being exchanged, and Mosaic's own scratch.
 _OTHER_SHARED_BYTES = 6 * 1024
@@ -43,35 +41,26 @@ _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 *
 _THREE_BLOCKS_COLUMNS = 8
 
 
-def persistent_blocks(
-    spec: Spec, schedule: Ring | RowsRing | Direct | Heads, gpu: Gpu | None = None
-) -> int:
+def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
     """Blocks (or clusters) of a persistent grid for each group of rows: as few as are quickest.
 
     Each costs a row of partial sums, to write, to read, and to add up.
     """
     gpu = gpu or local_gpu()
-    cluster, window = 1, None
-    if isinstance(schedule, Ring):
-        cluster, window = schedule.cluster, schedule.window
+    cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
-    rows, stages = (1, 2) if isinstance(schedule, Direct) else (schedule.rows, schedule.stages)
-    # With windows, a block has rows of one class; as many blocks have those of each.
-    classes = 1 if window is None else window.period
-    steps, groups = classes * -(-(_rows(spec) // classes) // rows), spec.groups
+    steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
     def time(blocks: int) -> int:
         """In steps: blocks that do not run at a time follow each other; each fills its stages."""
-        return -(-groups * blocks // most) * (-(-steps // blocks) + stages)
+        return -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
 
-    return min(range(classes, min(steps, classes * most) + 1, classes), key=time)
+    return min(range(1, min(steps, most) + 1), key=time)
 
 
 # Of a ring, columns of a thread: up to 12 while the GPU has clusters for it, because many small
 # blocks wait less for each other's sums than few large ones; 255 registers hold 32 at most.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
-# The same of a window, whose class has few rows for each block: so many bytes of all inputs.
-_WINDOW_BYTES = 100
 # Four steps are to keep 48 to 96 KiB under way on a multiprocessor: less leaves memory idle, more
 # slows the writing of dx down. Hence, in bytes,
 # - the part of a row in a block, of all inputs, up to which a step has two rows, which share an
@@ -80,11 +69,6 @@ _WINDOW_BYTES = 100
 # - the part of a row from which one block is enough, where it needs several warpgroups.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
-
-# Columns up to, warpgroups, blocks for each multiprocessor: 16 columns of a thread, of which it
-# holds seven values (two rows of both inputs, G, 1 / G, the sum), in 128 registers. Of a third
-# input, and what becomes of it, it has as much again: half as many columns.
-_DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
 
 # Of a unit of a third input, and of what becomes of it.
 _KEPT_REGISTERS = 32
@@ -97,54 +81,24 @@ _WARPGROUP_ROWS = 768
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
-def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | None:
-    """For the backward of two norms with a residual between them; None for a kernel each."""
-    schedule = norm_schedule(spec, gpu)
-    return None if isinstance(schedule, Direct) else schedule
-
-
 @kept
 def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
-    """None where no kernel takes the rows."""
+    """The schedule for the backward of `spec`; None if no kernel takes its rows."""
     if not is_copied(spec):
-        return _ring_of_windows(spec, gpu) or direct(spec)
-    if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
-        return rows_ring(spec, gpu)
-    return ring(spec, gpu)
-
-
-def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
-    """For unaligned rows, that of a class, which are their windows; None where there are none."""
-    dtypes = [*row_dtypes(spec), spec.x_dtype, spec.last.x_dtype]  # read and written
-    window = window_of(spec.rows, spec.cols, dtypes)
-    if window is None or spec.groups > 1 or spec.cols < _WARPGROUP_ROWS:
         return None
-    of_class = dataclasses.replace(spec, rows=spec.rows // window.period, cols=window.width)
-    return ring(of_class, gpu, window)
+    if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
+        return narrow_rows(spec, gpu)
+    return pipelined_rows(spec, gpu)
 
 
-def direct(spec: Spec) -> Direct | None:
-    """For unaligned rows that are short, or no whole periods of a window.
-
-    Over 130, 257 and 500 columns of bfloat16 XLA's code takes 1.3 to 2.3 times as long (H100).
-    """
-    vector, held = row_vector(spec), spec.cols * (1 + len(spec.kept_dtypes))
-    for cols, warpgroups, blocks_per_sm in _DIRECT:
-        if held <= cols:
-            while spec.cols < warpgroups * WARPGROUP_THREADS * vector:
-                warpgroups //= 2
-            return Direct(vector, warpgroups, ahead=1, blocks_per_sm=blocks_per_sm)
-    return None
-
-
-def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
+def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
     """A ring of narrow rows: as many at a time as fill a stage."""
     gpu = gpu or local_gpu()
     vector = row_vector(spec)
     threads = WARP
     while threads > 2 and spec.cols < threads * vector:
         threads //= 2
-    ring = RowsRing(vector, threads)
+    ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
     # What becomes of a third array leaves registers for a tile at a time.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
@@ -159,13 +113,9 @@ def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
-    """A row in one warpgroup of each block of a cluster, or in several; None for too long a row.
-
-    With a window, `spec` is that of the rows of a class, as long as their windows.
-    """
-    columns = _RING_COLUMNS if window is None else _WINDOW_BYTES // _column_bytes(spec)
-    most = WARPGROUP_THREADS * columns
+def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
+    """A row in one warpgroup of each block of a cluster, or in several; None for too long a row."""
+    most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
     cluster = next((size for size in sizes if spec.cols <= size * most), sizes[-1])
     part = spec.cols // cluster
@@ -177,40 +127,36 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
         shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
     rings = (
-        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, window, gpu)
+        wide_rows(spec, warpgroups, cluster, blocks_per_sm, rows, gpu)
         for warpgroups, blocks_per_sm in shapes
     )
     return next((ring for ring in rings if ring), None)
 
 
-def wide_ring(
+def wide_rows(
     spec: Spec,
     warpgroups: int,
     cluster: int,
     blocks_per_sm: int,
     rows: int = 1,
-    window: Window | None = None,
     gpu: Gpu | None = None,
-) -> Ring | None:
-    """With these, what registers and shared memory allow; None for too little. See `ring`."""
+) -> PipelinedRows | None:
+    """What registers and shared memory allow with these; None for too little."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
-    fitting = fitting_vector if window is None else widest_vector
-    vector = fitting(spec.cols, row_vector(spec), warpgroups * block)
+    vector = fitting_vector(spec.cols, row_vector(spec), warpgroups * block)
     if spec.cols < warpgroups * block * vector:
         return None
-    ring = Ring(
+    ring = PipelinedRows(
         vector,
         warpgroups,
         _RING_STAGES,
         rows=min(rows, _rows(spec)),
-        lag=1,
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
-        window=window,
     )
-    width = ring.slice(spec.cols).width  # of a warpgroup
+    width = ring.partition(spec.cols).width  # of a warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)
@@ -240,7 +186,7 @@ def _column_sums(spec: Spec) -> int:
     return sum(dtype is not None for dtype in (*norms, spec.norm.branch_scale_dtype))
 
 
-def _most_registers(ring: Ring) -> int:
+def _most_registers(ring: PipelinedRows) -> int:
     threads = ring.warpgroups * WARPGROUP_THREADS
     return min(MOST_REGISTERS, REGISTERS // (threads * ring.blocks_per_sm))
 

@@ -8,10 +8,10 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
 )
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.windows import window_of
+from jaxnorm_kernels.mosaic.rows.partitions import alignment_view
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.specs import Spec
 
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
@@ -48,13 +48,13 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     """Unaligned rows, like rows as long as their windows; of no row that is short."""
-    window = window_of(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
+    window = alignment_view(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
     if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
         return None
-    of_class = dataclasses.replace(spec, cols=window.width)
-    if spec.cols <= WARPGROUP_THREADS * row_vector(of_class):
+    of_phase = dataclasses.replace(spec, cols=window.width)
+    if spec.cols <= WARPGROUP_THREADS * row_vector(of_phase):
         return None
-    schedule = _wide_rows(of_class, gpu)
+    schedule = _wide_rows(of_phase, gpu)
     return schedule and dataclasses.replace(schedule, window=window)
 
 

@@ -9,7 +9,6 @@ import math
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.gpu import (
-    REGISTERS,
     RESERVED_BYTES,
     Gpu,
     local_gpu,
@@ -18,7 +17,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     COPY_BYTES,
     VECTOR_BYTES,
     WARP,
-    WARPGROUP_THREADS,
     WARPS,
     power_of_2,
 )
@@ -31,7 +29,7 @@ _KIB = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class StripRule:
     """A line of the table: for blocks that hold up to `kib` KiB of all arrays that are read.
 
     Attributes:
@@ -48,46 +46,33 @@ class Line:
     itemsize: int | None = None
 
 
-#: Whether parameters of columns are read, and the pass: for elements of so many bytes, KiB of all
-#: arrays that are read. Blocks of a multiprocessor load, reduce and store in turn, so several small
-#: ones; but each block reads all parameters of its columns, and merges the statistics of all parts.
-#: us on an H100, with this much and another: GroupNorm with silu of 32x64x64x256 bfloat16, forward
-#: 52, 55 with 96 KiB; backward 80, 107 with 132. Softmax of 32x4096x64 bfloat16, forward 20.0, 22.4
-#: with 96; backward 16.9, 21.7 with 132. LayerNorm of 16x4096x512, of bfloat16 forward 64, 74 with
-#: 48; backward 101, 116 with 132; of float32, forward 118, 142 with 96; backward 160, 179 with 96.
-_BLOCK_KIB: dict[tuple[bool, Direction], dict[int, int]] = {
-    (False, "fwd"): {2: 48, 4: 48},
-    (False, "bwd"): {2: 96, 4: 96},
-    (True, "fwd"): {2: 96, 4: 48},
-    (True, "bwd"): {2: 96, 4: 132},
-}
+#: KiB of all arrays that are read. Blocks of a multiprocessor load, reduce and store in turn, so
+#: several small ones; but each block merges the statistics of all parts. us on an H100, with this
+#: much and another: GroupNorm with silu of 32x64x64x256 bfloat16, forward 52, 55 with 96 KiB;
+#: backward 80, 107 with 132.
+_BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
 # A strip of 32 elements is 128 bytes of 32 bits, a whole line of the cache, or 64 bytes of 16 bits.
 # Wider ones have more statistics to exchange, which takes longer than whole lines gain, but for
-# blocks that have little else to do. With 64 elements, LayerNorm's backward over 256 columns of
-# bfloat16 reaches 0.78 of a copy, and 0.74 with 32 (H100).
+# blocks that have little else to do.
 TABLE = (
-    Line(width=128, kib=16, itemsize=2),
-    Line(width=64, kib=16),
-    Line(width=64, kib=68, direction="bwd", itemsize=2),
+    StripRule(width=128, kib=16, itemsize=2),
+    StripRule(width=64, kib=16),
+    StripRule(width=64, kib=68, direction="bwd", itemsize=2),
     # Many columns: several blocks share a strip. Sectors are still read whole.
-    *[Line(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
-    Line(width=16, kib=96, cluster=16),
-    *[Line(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
-    Line(width=16, kib=192, cluster=8),
-    Line(width=8, kib=192, cluster=8),
+    *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
+    StripRule(width=16, kib=96, cluster=16),
+    *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
+    StripRule(width=16, kib=192, cluster=8),
+    StripRule(width=8, kib=192, cluster=8),
     # Groups that are no power of 2, of which a vector and another one are the least that fits.
-    *[Line(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
+    *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# Of one array, for each warpgroup of a block: little where its passes wait for the parameters of
-# columns, which they read again for each strip.
-_COLUMN_PARAMS_KIB, _OTHER_KIB = 16, 64
+# Of one array, for each warpgroup of a block.
+_WARPGROUP_KIB = 64
 # Of a block, with vectors of so many elements: each part has a statistic for every inner element.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
-
-#: Registers of a thread, at most, where a grid is as large as all its blocks run at a time.
-MOST_REGISTERS = 128
 
 # Of shared memory: barriers, what Mosaic needs, and what each block has reserved.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
@@ -96,20 +81,16 @@ _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 _CANNOT: Table = (
     *NO_KERNEL,
     (
-        "its kernels over an axis that is not the last take no mask or bias of a softmax",
-        lambda s: s.logits.has_mask or s.softmax.causal or s.softmax.logits_bias_dtype is not None,
+        "its kernels over an axis that is not the last are those of norms without a residual",
+        lambda s: s.op != "norm",
     ),
     (
-        "its kernels over an axis that is not the last take no residual",
-        lambda s: s.op not in ("softmax", "log_softmax", "norm"),
-    ),
-    (
-        "its kernels over an axis that is not the last take no parameters of groups of rows",
-        lambda s: s.groups > 1 and not s.norm.inner_params,
-    ),
-    (
-        "its softmaxes are over one axis, or over axes that lie side by side",
-        lambda s: s.inner_cols > 1 and not s.is_norm,
+        "its kernels over an axis that is not the last take parameters of what lies behind that "
+        "axis, such as GroupNorm's, and no others",
+        lambda s: (
+            not s.norm.inner_params
+            and (s.norm.scale_dtype is not None or s.norm.bias_dtype is not None)
+        ),
     ),
     (
         f"its kernels need {COPY_BYTES} bytes, or a multiple, behind an axis that is not the last",
@@ -133,7 +114,7 @@ def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
-def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
+def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     """What a line says for `spec`; None where it does not fit."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
@@ -142,14 +123,12 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     outer, cols, inner = spec.strided
     array_bytes = -(-cols // line.cluster) * line.width * itemsize
     block_bytes = array_bytes * sum(d.itemsize for d in _held(spec)) // itemsize
-    reads_columns = spec.is_norm and not spec.norm.inner_params
-    most_kib = _BLOCK_KIB[reads_columns, spec.direction][itemsize]
     fits = (
         2 <= threads <= WARP // 2
         and line.width <= inner
         and line.width >= math.lcm(spec.inner_cols, vector)
         and (WARPS * WARP // threads) * line.cluster <= cols
-        and block_bytes <= (line.kib or most_kib) * _KIB
+        and block_bytes <= (line.kib or _BLOCK_KIB[spec.direction]) * _KIB
         and line.direction in (None, spec.direction)
         and line.itemsize in (None, itemsize)
         and (line.cluster == 1 or line.cluster in gpu.clusters)
@@ -157,7 +136,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     if not fits:
         return None
     unit = WARPS * WARP // threads  # columns
-    busy = array_bytes // ((_COLUMN_PARAMS_KIB if reads_columns else _OTHER_KIB) * _KIB)
+    busy = array_bytes // (_WARPGROUP_KIB * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
     strips = Strips(
         outer,
@@ -167,36 +146,17 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
         threads,
         warpgroups=power_of_2(max(1, min(most, busy))),
         cluster=line.cluster,
-        blocks=1,
         group=spec.inner_cols,
     )
-    count = strips.count
-    strips = dataclasses.replace(strips, blocks=count)
-    if _shared_bytes(strips, spec) - RESERVED_BYTES > gpu.smem:
-        return None
-    has_column_sums = spec.direction == "bwd" and not spec.norm.inner_params
-    if not has_column_sums or (spec.norm.scale_dtype is None and spec.norm.bias_dtype is None):
-        return strips
-    # Gradients of parameters: each block adds up those of many strips, and writes its sums. As many
-    # blocks as run at a time, or as few as take as many strips each.
-    at_a_time = gpu.at_a_time(line.cluster) * _blocks_per_sm(strips, spec, gpu)
-    return dataclasses.replace(strips, blocks=math.ceil(count / math.ceil(count / at_a_time)))
-
-
-def _blocks_per_sm(strips: Strips, spec: Spec, gpu: Gpu) -> int:
-    """Of a norm's backward: what registers and shared memory have room for."""
-    threads = WARPGROUP_THREADS * strips.warpgroups
-    by_registers = REGISTERS // (threads * MOST_REGISTERS)
-    return max(1, min(gpu.shared_bytes // _shared_bytes(strips, spec), by_registers))
+    return None if _shared_bytes(strips, spec) - RESERVED_BYTES > gpu.smem else strips
 
 
 def _shared_bytes(strips: Strips, spec: Spec) -> int:
     """Of a block, at most."""
-    columns = strips.warpgroups * strips.slice().width
+    columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
     exchanged += 0 if strips.holds_groups else WARPS * strips.warpgroups
-    # Two sums are exchanged, in two stages, and two are added up for each column.
     return columns * (column_bytes + 8) + 4 * exchanged * strips.width * 4 + _OTHER_SHARED_BYTES
 
 

@@ -32,14 +32,11 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays
+from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters, in_registers_backward
 from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
-from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.mosaic.walks.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters, in_registers_backward
-from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -120,15 +117,6 @@ def softmax_bwd(
     """The gradients of x and of the bias; `schedule` stands in for the one of the table."""
     formula = SoftmaxFormula(spec)
     y, mask, dy = residuals.saved, residuals.mask, cotangents.y
-    if spec.inner > 1:
-        (dx,) = strided_backward(
-            formula,
-            RowOperands([y, dy]),
-            strips=required(strip_schedule.strips_of(spec), spec),
-            results=[spec.x_dtype],
-            name=f"jaxnorm_{spec.op}_strided_bwd",
-        )
-        return Operands(dx)
     schedule = required(schedule or softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None
@@ -149,7 +137,7 @@ def softmax_bwd(
         tile,
         rows=spec.rows,
         results=[spec.x_dtype],
-        name=f"jaxnorm_{spec.op}_bwd",
+        name=f"{spec.op}_bwd",
         row_values=2 * formula.sums_rows,
         sums=sums,
     )
@@ -164,7 +152,7 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """y and d of each piece; and what is kept, where the rest takes part, too."""
+    """y and d of each fragment; and what is kept, where the rest takes part, too."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]

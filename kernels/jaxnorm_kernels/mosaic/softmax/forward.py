@@ -19,22 +19,20 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
-from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places, scaled
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
+from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
-from jaxnorm_kernels.mosaic.softmax.strided import softmax_strided_fwd
-from jaxnorm_kernels.mosaic.walks.forward import Refs, run
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
 
 
-def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+def softmax_fwd(
+    operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
+) -> Results:
     """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
-    if spec.inner > 1:
-        return softmax_strided_fwd(operands, spec)
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
         _in_registers(spec),
@@ -43,26 +41,25 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
         operands=[a for a in (operands.x, operands.mask, operands.logits_bias) if a is not None],
         results=[spec.y_dtype],
         exchanged=2 + spec.logits.has_mask,
-        auto_barriers=schedule.auto_barriers,
         name=f"{spec.op}_fwd",
     )
     return Results(y)
 
 
-def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
+def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
     exp = numerics.exp(is_wide=spec.y_dtype.itemsize > 2)
     dropped = -jnp.inf if spec.op == "log_softmax" else 0.0
 
-    def body(tile: Tile, refs: Refs) -> None:
+    def body(tile: Tile, refs: ForwardRefs) -> None:
         (y_ref,) = refs.results
 
         def load(x: jax.Array) -> tuple[jax.Array]:
             return (scaled(widen(x, tile.layout_of(x.shape)), spec),)
 
         def finish(row: LoadedRow, place: Place | None) -> None:
-            each = each_piece if place is None else place.each
+            each = each_fragment if place is None else place.each
 
-            def read() -> Pieces:
+            def read() -> Fragments:
                 return tile.skip_others(row.read(), -jnp.inf)
 
             highest = read()
@@ -75,8 +72,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, numerics.LOWEST)
-            of_pieces = tile.of_pieces(m)
-            e = each(lambda v: exp(v - of_pieces(v)), read())
+            of_fragments = tile.of_fragments(m)
+            e = each(lambda v: exp(v - of_fragments(v)), read())
             s = tile.sum(e)
             counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []
             if isinstance(tile, SplitRow):

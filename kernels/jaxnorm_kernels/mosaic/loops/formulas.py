@@ -51,7 +51,7 @@ class RowOperands:
         return len(self.rows), len(self.stats), len(self.params)
 
 
-class Refs(NamedTuple):
+class BackwardRefs(NamedTuple):
     """What the body of a backward kernel gets: operands, results, and the scratch of a block.
 
     Attributes:
@@ -70,7 +70,7 @@ class Refs(NamedTuple):
     @classmethod
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
-    ) -> "Refs":
+    ) -> "BackwardRefs":
         """Those of a body's arguments; `sizes` as `RowOperands.sizes`."""
         return cls(*split(refs, *sizes, results, partials))
 
@@ -101,22 +101,6 @@ class Formula(Protocol):
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The row results (dx), and the terms of the sums over the rows."""
-        ...
-
-
-class InnerFormula(Formula, Protocol):
-    """One whose parameters are those of an inner element of a strip: all its columns share them."""
-
-    #: how many of the sums over the columns are gradients of parameters.
-    inner_sums: int
-
-    def of_inner(
-        self, sums: Arrays, params: Arrays, stats: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Of the sums over the columns of an inner element: gradients, and its part of the totals.
-
-        `params` as `columns` gives them.
-        """
         ...
 
 

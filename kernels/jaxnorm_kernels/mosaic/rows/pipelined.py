@@ -28,13 +28,12 @@ from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Steps, Tile
 
 
 @dataclasses.dataclass(frozen=True)
-class Queue(Tile):
-    """What makes a queued tile of a tile. Each warpgroup has a queue for what it holds of a row.
+class Pipelined(Tile):
+    """What makes a pipelined tile of a tile. Each warpgroup has a queue for its part of a row.
 
     With `rereads`, a row stays in shared memory until it is done, and holds no registers meanwhile.
     """
@@ -54,7 +53,7 @@ class Queue(Tile):
 
     def first(self, rows: int) -> Any:
         """The first that this block takes, of all rows or groups of them."""
-        block, whole = self.block_of_class(), self.whole_blocks(rows)
+        block, whole = self.block_of_phase(), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
@@ -69,7 +68,7 @@ class Queue(Tile):
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """The pieces of what its slots have of a row, in its own dtype."""
+        """The fragments of what its slots have of a row, in its own dtype."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -89,11 +88,11 @@ class Queue(Tile):
         in_plain_order(*arrays)
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
         self.open(scratch)
-        rows = self.rows_of_class(rows)
+        rows = self.rows_of_phase(rows)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
-            whole = self.block_of_class() < self.whole_blocks(rows)
+            whole = self.block_of_phase() < self.whole_blocks(rows)
             # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
@@ -119,7 +118,7 @@ class Queue(Tile):
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
             at = slot(k)
             raw = [self.read([array.at[at] for array in queue]) for queue in queues]
-            return [steps.load(*piece) for piece in zip(*raw)]
+            return [steps.load(*fragment) for fragment in zip(*raw)]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
             if self.tiles > self.slots:
@@ -153,7 +152,7 @@ class Queue(Tile):
 
 
 @dataclasses.dataclass(frozen=True)
-class QueuedRow(Queue, SplitRow):
+class PipelinedRow(Pipelined, SplitRow):
     """A `SplitRow` at a time."""
 
     @functools.cached_property
@@ -161,21 +160,21 @@ class QueuedRow(Queue, SplitRow):
         return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        # Of each piece: Mosaic reads a slice of columns only where its width divides the row.
-        part = self.slice()
+        # Of each fragment: Mosaic reads a slice of columns only where its width divides the row.
+        part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.pieces(), slots)]
+        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.fragments(), slots)]
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        shapes = [self.shape(p.width) for p in self.pieces()]
+        shapes = [self.shape(p.width) for p in self.fragments()]
         return [layouts.load(slot, self.layout_of(s), s) for slot, s in zip(slots, shapes)]
 
 
 @dataclasses.dataclass(frozen=True)
-class QueuedTile(Queue, RowTile):
+class PipelinedTile(Pipelined, RowTile):
     """A `RowTile` at a time."""
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
@@ -186,4 +185,4 @@ class QueuedTile(Queue, RowTile):
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         (slot,) = slots
-        return [load_columns(slot, p.start, p.width, self.layout) for p in self.pieces()]
+        return [load_columns(slot, p.start, p.width, self.layout) for p in self.fragments()]

@@ -4,18 +4,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import launch, split
-from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.rows.tiles import Tile
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch, split
+from jaxnorm_kernels.mosaic.device.layouts import Ref, store
+from jaxnorm_kernels.mosaic.rows.tiles import Stat, Tile
 
 _F32 = np.dtype(np.float32)
 
 
-class Refs(NamedTuple):
+class ForwardRefs(NamedTuple):
     """What a kernel reads and writes.
 
     Attributes:
@@ -33,7 +34,7 @@ class Refs(NamedTuple):
 
 
 def run(
-    body: Callable[[Tile, Refs], None],
+    body: Callable[[Tile, ForwardRefs], None],
     tile: Tile,
     rows: int,
     *,
@@ -41,36 +42,41 @@ def run(
     results: Sequence[np.dtype],
     params: Sequence[jax.Array] = (),
     stats: int = 0,
-    exchanged: int,
-    auto_barriers: bool,
+    exchanged: int = 0,
     name: str,
+    others: Sequence[tuple[tuple[int, ...], np.dtype]] = (),
+    scratch: Sequence[Any] | None = None,
+    blocks: int | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs a kernel: its results in these dtypes, and as many statistics of rows.
 
     Args:
       exchanged: how many values the parts of a row exchange at a time, at most.
       name: of the kernel, without the package's.
+      others: shape and dtype of other outputs, whose refs come before those of `scratch`.
+      scratch, blocks: in place of those of the tile.
     """
     # What traces the body keeps the counts: it may hold no traced array.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
-        body(tile.placed(), Refs(*split(refs, *counts)))
+        body(tile.placed(), ForwardRefs(*split(refs, *counts)))
 
     shape, window = operands[0].shape, tile.window
     view = shape if window is None else window.shape(rows)
+    if scratch is None:
+        scratch = tile.scratch(exchanged, [operand.dtype for operand in operands])
     if window is not None:
         operands = [window.view(operand) for operand in operands]
     outputs = launch(
         kernel,
         [*operands, *params],
         name=f"jaxnorm_{name}",
-        outputs=[*((view, dtype) for dtype in results), *[((rows,), _F32)] * stats],
-        blocks=tile.blocks(rows),
+        outputs=[*((view, dtype) for dtype in results), *[((rows,), _F32)] * stats, *others],
+        blocks=blocks or tile.blocks(rows),
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
-        scratch=tile.scratch(exchanged, [operand.dtype for operand in operands]),
-        auto_barriers=auto_barriers,
+        scratch=scratch,
     )
     of_rows = [output.reshape(shape) for output in outputs[: len(results)]]
     return of_rows, list(outputs[len(results) :])
@@ -83,3 +89,12 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
     row = index()
     first = jnp.int32(getattr(row, "start", row))
     return param.at[lax.div(first, jnp.int32(rows // param.shape[0]))]
+
+
+def store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
+    """Stores as many of the statistics as there are refs; every warpgroup has all of them."""
+
+    @pl.when(lax.axis_index(WARPGROUP) == 0)
+    def _() -> None:
+        for ref, stat in zip(refs, stats):
+            store(ref.at[row], stat)

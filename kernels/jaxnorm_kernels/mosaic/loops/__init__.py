@@ -1,0 +1,1 @@
+"""Loops over rows, forward and backward: they take an operation's formulas."""

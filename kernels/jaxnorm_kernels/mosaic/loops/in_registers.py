@@ -1,0 +1,204 @@
+"""Backward passes of rows in registers, in the tiles of the forward: those of softmaxes.
+
+All inputs of a row are read at once. Each block takes as many rows as it holds, and ends, unless it
+adds up the gradient of a bias (`BiasSums`). Passes with sums over all rows run in `pipelined` and
+`narrow_rows`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, split
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
+from jaxnorm_kernels.mosaic.rows.logits import row_of_x
+from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.specs import Shared
+
+# -------------------------------------------------------------------------------------------------
+# The gradient of a softmax's bias: dz, added up over the rows of x that share a row of the bias.
+#
+# A block takes those rows, one after the other, keeps the sum in registers and writes it once.
+# Where few rows of a bias are shared by many of x, several blocks have a part of them each and
+# write sums in float32, which XLA adds up. So do the rows of a tile that all share one of the bias.
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasSums:
+    """How blocks share the rows of x, and what they write.
+
+    Attributes:
+      shared: of the bias, which has all columns.
+      dtype: of its gradient.
+      splits: blocks for the rows of x that share one of the bias.
+    """
+
+    tile: Tile
+    shared: Shared
+    dtype: np.dtype
+    splits: int
+
+    @property
+    def blocks(self) -> int:
+        """Of the whole grid."""
+        return self.splits * self._tiles.rows
+
+    @property
+    def output(self) -> tuple[tuple[int, int], np.dtype]:
+        """Shape and dtype of the sums that blocks write, a row for each of a tile."""
+        rows = self.blocks * self.tile.rows
+        whole = rows == self.shared.rows
+        return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
+
+    def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
+        """Adds up what `step` gives of each tile of rows, and how many came before it."""
+        tiles, (rows, _) = self._tiles, self.output[0]
+        block = lax.axis_index(BLOCK)
+        row, split = lax.rem(block, tiles.rows), lax.div(block, tiles.rows)
+        each = -(-tiles.sharing // self.splits)
+        first = split * each
+
+        def add(k: Any, total: Fragments) -> Fragments:
+            group = row_of_x(tiles, row, first + k)
+            terms = step(self.tile.row_index(tiles.rows * tiles.sharing * self.tile.rows, group), k)
+            return [a + b for a, b in zip(total, terms)]
+
+        zeros = [
+            plgpu.layout_cast(jnp.zeros(self.tile.shape(p.width), jnp.float32), self.tile.layout)
+            for p in self.tile.fragments()
+        ]
+        count = jnp.minimum(each, tiles.sharing - first)
+        total = lax.fori_loop(0, count, add, zeros)
+        self.tile.store(target, self.tile.row_index(rows), total)
+
+    def gradient(self, sums: jax.Array) -> jax.Array:
+        """``(n, cols)``: that of the bias, of what blocks have written."""
+        if len(sums) > self.shared.rows:
+            sums = sums.reshape(self.splits, self.shared.rows, -1, self.tile.cols).sum((0, 2))
+        return sums.astype(self.dtype)
+
+    @property
+    def _tiles(self) -> Shared:
+        """As `shared`, of tiles of rows, which are parts of its runs."""
+        if self.tile.rows == 1:
+            return self.shared
+        *outer, (size, has_axis) = self.shared.segments
+        return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
+
+
+#: Gives the elements of a block's rows, in float32: for each fragment, one array of each kind.
+Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class InRegisters:
+    """Parameters of `in_registers_backward`.
+
+    Attributes:
+      vector: neighbouring elements that one thread reads and writes at once.
+      warpgroups: of a block, which share a row.
+      threads: that share a row: of a warp, or the 128 of each warpgroup.
+      rows: of a block; more than one only where the threads of a warp share a row.
+      cluster: blocks that share a row.
+      splits: blocks, or clusters, for the rows of x that share one of a bias (`BiasSums`).
+      apart: each unit of a row is a fragment of its own (`Tile`).
+      window: of unaligned rows, what a block holds of each.
+    """
+
+    vector: int
+    warpgroups: int = 1
+    threads: int = WARPGROUP_THREADS
+    rows: int = 1
+    cluster: int = 1
+    splits: int = 1
+    apart: bool = False
+    window: AlignmentView | None = None
+
+    def tile(self, cols: int) -> Tile:
+        """How a block holds rows of so many columns."""
+        vector = self.vector
+        apart: dict[str, Any] = {"apart": self.apart}
+        if self.window is not None:
+            cols, apart = self.window.width, {"apart": True, "window": self.window}
+        if self.warpgroups * self.cluster > 1:
+            return SplitRow(cols, vector, self.warpgroups, self.cluster, **apart)
+        if self.threads == WARPGROUP_THREADS and self.rows == 1:
+            return WarpgroupRow(cols, vector, **apart)
+        return RowTile(cols, vector, self.threads, self.rows, **apart)
+
+
+def in_registers_backward(
+    formula: Formula,
+    operands: Arrays,
+    read: Read,
+    tile: Tile,
+    *,
+    rows: int,
+    results: Sequence[np.dtype],
+    name: str,
+    row_values: int = 0,
+    sums: BiasSums | None = None,
+) -> tuple[jax.Array, ...]:
+    """The row results of a formula without parameters and statistics, and what follows.
+
+    Args:
+      row_values: how many of the formula's row sums are results, too, ``(rows,)`` in float32.
+      sums: for the formula's column sum, where it has one; the last result.
+    """
+    exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
+    is_split = isinstance(tile, SplitRow)
+
+    def body(placed: Tile, refs: ForwardRefs) -> None:
+        sum_refs, scratch = split(refs.scratch, int(sums is not None))
+
+        def step(row: Any, k: Any = 0) -> Fragments:
+            """Stores the results of a tile of rows; the terms of the column sum."""
+            elements = read(placed, row, refs.operands)
+            terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
+            totals = [placed.sum(placed.skip_others(term)) for term in zip(*terms)]
+            if is_split:
+                if sums is None:
+                    exchange.ready()
+                exchange.publish(scratch, totals, k)
+                totals = exchange.collect(scratch, k)
+            finished = []
+            for v in elements:
+                broadcast = [placed.broadcast(total, v[0]) for total in totals]
+                finished.append(formula.finish(v, (), (), broadcast))
+            for ref, values in zip(refs.results, zip(*(results for results, _ in finished))):
+                placed.store(ref, row, values)
+            if refs.stats:
+                store_stats(refs.stats, row, totals)
+            return [term for _, of_fragment in finished for term in of_fragment]
+
+        exchange.open(scratch)
+        if sums is None:
+            step(placed.row_index(rows))
+            return
+        if is_split:
+            exchange.ready()
+        sums.run(sum_refs[0], step)
+
+    of_rows, others = run(
+        body,
+        tile,
+        rows,
+        operands=operands,
+        results=results,
+        stats=row_values,
+        others=[] if sums is None else [sums.output],
+        scratch=exchange.scratch() if is_split else [],
+        blocks=None if sums is None else sums.blocks,
+        name=name,
+    )
+    return (*of_rows, *others)

@@ -1,0 +1,260 @@
+"""Backward passes over rows that stream through a ring of shared memory.
+
+A backward pass reads two arrays or more, reduces each row to a few sums, and reads the row again to
+write dx. Here a *persistent* block takes every n-th row (or step of a few short rows). Each of its
+warpgroups owns a partition of the columns and a ring of stages, which the copy engine (TMA) keeps
+filled with its partition of the rows to come. The two reads of a row are both from shared memory,
+so that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
+thread carries through all its rows, have room. Step k is reduced before step k - 1 is finished,
+which hides the exchange::
+
+    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce)
+                  read the sums of k-1    dx, column sums, refill its stage        (finish)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, split
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPGROUP_THREADS,
+    WARPS,
+    Layout,
+    Ref,
+    load,
+    store,
+    warps_layout,
+    widen,
+)
+from jaxnorm_kernels.mosaic.loops.formulas import (
+    Arrays,
+    BackwardRefs,
+    Formula,
+    RowOperands,
+    prepare,
+)
+from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedRows:
+    """Parameters of the kernel.
+
+    Attributes:
+      vector: neighbouring elements that one thread reads and writes at once.
+      warpgroups: of a block. They share a row.
+      stages: of the ring of each warpgroup; one stage holds a step's rows.
+      rows: of a step. They share an exchange of sums.
+      blocks_per_sm: that fit a multiprocessor at the same time.
+      cluster: blocks that share a row, each with its own ring.
+    """
+
+    vector: int
+    warpgroups: int = 1
+    stages: int = 4
+    rows: int = 1
+    blocks_per_sm: int = 1
+    cluster: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of a unit."""
+        return warps_layout(self.vector)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a unit in registers."""
+        return WARPS, WARP * self.vector
+
+    def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
+        """The columns of a warpgroup, counted through the cluster."""
+        unit = WARPGROUP_THREADS * self.vector
+        return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PipelinedKernel:
+    """What a warpgroup does with its partition of the block's rows.
+
+    Attributes:
+      stages, held: the ring of its partition, and ``(stages, rows, columns)`` of each row operand.
+      exchanged: what `sums` exchanges the sums of rows in.
+      units: the partition, cut.
+      columns: what the formula needs of the parameters, for each of these.
+    """
+
+    formula: Formula
+    ring: PipelinedRows
+    refs: BackwardRefs
+    stages: Stages
+    held: Sequence[Ref]
+    share: Share
+    sums: RowSums
+    exchanged: Sequence[Ref]
+    units: Sequence[Fragment]
+    columns: Sequence[Arrays]
+
+    def run(self, block: Any) -> None:
+        """Each step in turn; then the column sums of the block are written."""
+        carried, steps = self.no_sums(), self.stages.steps
+        first, second = (self.statistics(jnp.int32(k)) for k in range(2))
+        self.sums.ready()
+        pl.when(steps > 0)(functools.partial(self.reduce, jnp.int32(0), first))
+        *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
+        for j, ref in enumerate(self.refs.partials):
+            for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
+                store(ref.at[block, unit.columns()], value)
+
+    def step(self, k: Any, carry: Any) -> Any:
+        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``."""
+        before, now, carried = carry
+        ahead = self.statistics(k + 1)
+        pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
+        return now, ahead, self.finish(k - 1, before, carried)
+
+    def statistics(self, k: Any) -> list[list[jax.Array]]:
+        """Those of each row of step `k`."""
+        first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
+        return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
+
+    def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
+        """Publishes the sums over the rows of step `k`, each warp those of its columns."""
+        at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
+        totals: list[Arrays] = [[] for _ in rows]
+        for unit, columns in zip(self.units, self.columns):
+            for row in rows:
+                elements = self.read(at, row, unit, formula.summed)
+                terms = formula.terms(elements, columns, stats[row])
+                terms = [unit.skip_stale(term) for term in terms]
+                totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
+        # Annotate the layout on results only: annotating every load slows down layout inference.
+        layout = self.ring.layout
+        of_steps = [total for row in totals for total in row]
+        parts = [jnp.sum(plgpu.layout_cast(total, layout), axis=1) for total in of_steps]
+        self.sums.publish(self.exchanged, parts, k)
+
+    def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
+        """The row results of step `k` and, with it, the column sums; then its stage is free."""
+        totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
+        for row in range(self.ring.rows):
+            of_row = totals[row * sums : (row + 1) * sums]
+            carried = self.finish_row(k, row, stats[row], of_row, carried)
+        self.stages.refill(k)
+        return carried
+
+    def finish_row(
+        self, k: Any, row: int, stats: Arrays, totals: Arrays, carried: Arrays
+    ) -> Arrays:
+        """Of one of the rows of step `k`."""
+        at, index = self.stages.at(k), self.share.first_row(k) + row
+        added: list[jax.Array] = []
+        for unit, columns in zip(self.units, self.columns):
+            elements = self.read(at, row, unit, len(self.held))
+            values, terms = self.formula.finish(elements, columns, stats, totals)
+            for ref, value in zip(self.refs.results, values):
+                unit.store(ref, index, value, self.ring.layout)
+            added += terms
+        if self.share.has_stale_rows and added:
+            is_new = lax.broadcast_in_dim(self.share.is_new(index, k), self.ring.shape, ())
+            added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
+        return [a + b for a, b in zip(carried, added)]
+
+    def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
+        """A unit of a row in stage `at`, of the first `count` operands, in float32."""
+        columns = pl.ds(unit.stage_start, unit.width)
+        layout, shape = self.ring.layout, self.ring.shape
+        refs = [held.at[at, row, columns] for held in self.held[:count]]
+        return [widen(load(ref, layout, shape), layout) for ref in refs]
+
+    def no_sums(self) -> list[jax.Array]:
+        """0 for each column sum of each unit."""
+        zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
+        return [zeros] * (len(self.units) * self.formula.column_sums)
+
+
+def pipelined_backward(
+    formula: Formula,
+    operands: RowOperands,
+    *,
+    schedule: PipelinedRows,
+    blocks: int,
+    results: Sequence[np.dtype],
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """The row results, then for each column sum its partial sums, one row for each block.
+
+    `blocks` are those of a group of rows; with a cluster, they are clusters.
+    """
+    ring, (rows, cols), groups = schedule, operands.shape, operands.groups
+    if ring.stages < 2 or rows // groups < ring.rows:
+        raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
+    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
+
+    def body(*arguments: Ref) -> None:
+        refs = BackwardRefs.of(arguments, sizes, len(results), formula.column_sums)
+        held, (full, *exchanged) = split(refs.scratch, len(refs.rows))
+        sums.open(exchanged)
+        block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
+        rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
+        partition = ring.partition(cols, rank * ring.warpgroups + warpgroup)
+        share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
+        steps, fragments = share.count(), partition.fragments()
+        places = [fragment.columns() for fragment in fragments]
+
+        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+            first = share.first_row(k)
+            for row in range(ring.rows):
+                for fragment, columns in zip(fragments, places):
+                    target = pl.ds(fragment.stage_start, fragment.width)
+                    for source, stages in zip(refs.rows, held):
+                        yield source.at[first + row, columns], stages.at[at, row, target]
+
+        stages = Stages(ring.stages, steps, full, copies, warpgroup)
+        stages.start()
+        first, *tail = partition.fragments()
+        units = [*partition.cut(first), *tail]
+        params = [share.param(ref) for ref in refs.params]
+        columns = [
+            prepare(
+                formula, [load(ref.at[unit.columns()], ring.layout, ring.shape) for ref in params]
+            )
+            for unit in units
+        ]
+        kernel = _PipelinedKernel(
+            formula, ring, refs, stages, held, share, sums, exchanged, units, columns
+        )
+        kernel.run(block)
+
+    part = ring.partition(cols)
+    copies = len(operands.rows) * ring.rows * len(part.fragments())  # of a stage
+    stages = ring.warpgroups * ring.stages
+    return launch(
+        body,
+        operands.arrays,
+        name=name,
+        outputs=[
+            *[((rows, cols), dtype) for dtype in results],
+            *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+        ],
+        blocks=groups * blocks,
+        cluster=ring.cluster,
+        warpgroups=ring.warpgroups,
+        scratch=[
+            *[plgpu.SMEM((stages, ring.rows, part.width), v.dtype) for v in operands.rows],
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            *sums.scratch(),
+        ],
+    )

@@ -1,0 +1,170 @@
+"""RMSNorm of heads and the rotation after it: forward and backward."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.gradients import add_partials
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
+from jaxnorm_kernels.mosaic.loops.formulas import BackwardRefs, RowOperands
+from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
+from jaxnorm_kernels.mosaic.loops.persistent import Share
+from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
+from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_back
+from jaxnorm_kernels.mosaic.schedules import heads
+from jaxnorm_kernels.mosaic.schedules.heads import Heads
+from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
+from jaxnorm_kernels.specs import Spec
+
+# -------------------------------------------------------------------------------------------------
+# RMSNorm of heads, and the rotation of their pairs (a, b) of columns after it.
+#
+# n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
+# y = (na cos - nb sin, nb cos + na sin), and n in the columns that are not rotated
+
+
+def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
+    """See `Implementation.forward`; statistics are float32."""
+    schedule = required(schedule or heads.forward(spec), spec)
+    tile, shared = schedule.tile(spec), spec.norm.table_rows
+    assert shared is not None
+    layouts = tile.row_layouts
+    params = [a for a in (operands.scale,) if a is not None]
+    arrays = [operands.x, operands.cos, operands.sin, *params]
+    count = len(arrays)  # What traces the body keeps it: it may hold no traced array.
+
+    def body(*refs: Any) -> None:
+        (x, cos, sin, *scale), (y, *rstd) = split(refs, count)
+        first = jnp.minimum(lax.axis_index(BLOCK) * tile.rows, spec.rows - tile.rows)
+        rows = pl.ds(first, tile.rows)
+        raw = tile.load(x, rows)
+        gains = [[gain(part, spec.last) for part in tile.load_param(ref)] for ref in scale]
+        table = [tile.load_table(ref, shared, first) for ref in (cos, sin)]
+        parts = [widen(part, layout) for part, layout in zip(raw, layouts)]
+        square = tile.sum([jnp.square(part) for part in parts])
+        r = lax.rsqrt(square / spec.cols + spec.norm.epsilon)
+        n = [part * tile.broadcast(r, part) for part in parts]
+        for of_scale in gains:
+            n = [part * tile.expand(g) for part, g in zip(n, of_scale)]
+        tile.store(y, rows, rotated(n, *table))
+        for ref in rstd:
+            store(ref.at[rows], r)
+
+    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.has_stats
+    y, *rstd = launch(
+        body,
+        arrays,
+        name="jaxnorm_rms_norm_rope_fwd",
+        outputs=[(shape, spec.y_dtype), *stats],
+        blocks=-(-spec.rows // tile.rows),
+    )
+    return Results(y, stats=tuple(rstd))
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of RMSNorm and the rotation after it, from the output or from the input.
+#
+# Row of N; G = scale + scale_offset, r = rstd, d = dy; R' is the rotation's transpose:
+#
+#     from the output    n = R' y / (cos^2 + sin^2),     xh = n / G,     c2 = mean(d' n)
+#     from the input     xh = x r,                                       c2 = mean(d' G xh)
+#     both               d' = R' d,                      dx = r (d' G - xh c2)
+#                        dscale = sum_rows(d' xh)
+#
+# |xh| is clipped to sqrt(N), its true bound: in a column with a small scale, what n has of its
+# partner's rounding may be any multiple of it. The loop is that of `loops.narrow_rows`.
+
+
+@dataclasses.dataclass(frozen=True)
+class _RotatedRows:
+    """The equations above, for the parts of the rows of a tile, in float32.
+
+    Attributes:
+      gains: G and 1 / G of each part; empty without a scale.
+    """
+
+    spec: Spec
+    tile: HeadTile
+    rstd: Ref
+    tables: Sequence[Ref]
+    gains: tuple[Parts, Parts]
+
+    def load(self, first: Any) -> tuple[Parts, jax.Array]:
+        """Load cos, sin and r of the tile that begins at row `first`."""
+        shared = self.spec.norm.table_rows
+        assert shared is not None
+        table = [self.tile.load_table(ref, shared, first) for ref in self.tables]
+        return table, load(self.rstd.at[pl.ds(first, self.tile.rows)], self.tile.stat_layout)
+
+    def finish(
+        self, held: Sequence[Ref], top: int, _: None, loaded: tuple[Parts, jax.Array]
+    ) -> tuple[list[Parts], Parts]:
+        """Return dx and the terms of dscale."""
+        tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
+        saved, d = (
+            [widen(part, of) for part, of in zip(tile.load_shared(ref, top), tile.row_layouts)]
+            for ref in held
+        )
+        of_rows = [tile.broadcast(r, part) for part in saved]
+        xh, n = self._normalised(saved, table, reciprocals, of_rows)
+        d = rotated_back(d, *table)
+        dg = [part * tile.expand(of) for part, of in zip(d, g)] if g else d
+        c2 = tile.sum([a * b for a, b in (zip(dg, xh) if n is None else zip(d, n))])
+        of_sum = [tile.broadcast(r * (c2 / self.spec.cols), part) for part in saved]
+        dx = [a * r - b * c for a, r, b, c in zip(dg, of_rows, xh, of_sum)]
+        return [dx], [a * b for a, b in zip(d, xh)] if g else []
+
+    def _normalised(
+        self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
+    ) -> tuple[Parts, Parts | None]:
+        """Return xh and, from the output, n."""
+        if self.spec.norm.saved == "input":
+            return [part * of_row for part, of_row in zip(saved, r)], None
+        cos, sin = table
+        square = cos * cos + sin * sin
+        inverse = jnp.where(square == 0, jnp.float32(0), 1 / square)
+        a, b, *rest = rotated_back([within_limit(part, self.spec) for part in saved], cos, sin)
+        n = [a * inverse, b * inverse, *rest]
+        bound = math.sqrt(self.spec.cols)
+        xh = [a * self.tile.expand(b) for a, b in zip(n, reciprocals)] if reciprocals else n
+        return [jnp.clip(part, -bound, bound) for part in xh], n
+
+
+def norm_rope_bwd(
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Heads | None = None
+) -> Operands:
+    """See `Implementation.backward`."""
+    schedule = required(schedule or heads.backward(spec), spec)
+    tile = schedule.tile(spec)
+    scale = [a for a in (residuals.scale,) if a is not None]
+
+    def start(refs: BackwardRefs, share: Share) -> TileWork:
+        cos, sin, *scale = refs.params
+        g = [gain(part, spec.last) for ref in scale for part in tile.load_param(ref)]
+        gains = g, [reciprocal(part, spec.last) for part in g]
+        rows = _RotatedRows(spec, tile, *refs.stats, (cos, sin), gains)
+        return TileWork(rows.finish, early=rows.load)
+
+    tables = [residuals.cos, residuals.sin]
+    dx, *partials = narrow_rows_backward(
+        start,
+        RowOperands([residuals.saved, cotangents.y], residuals.stats, [*tables, *scale]),
+        tile=tile,
+        rows=schedule.rows,
+        stages=schedule.stages,
+        column_sums=len(scale),
+        blocks=persistent_blocks(spec, schedule),
+        results=[spec.x_dtype],
+        name="jaxnorm_rms_norm_rope_bwd",
+    )
+    (dscale,) = add_partials(partials, (spec.norm.scale_dtype,))
+    return Operands(dx, scale=dscale)

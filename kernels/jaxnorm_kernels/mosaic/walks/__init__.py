@@ -1,1 +1,0 @@
-"""Kernels that walk rows, forward and backward: they know no operation."""
