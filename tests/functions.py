@@ -132,6 +132,18 @@ def log_prob_and_entropy(logits, labels, counts, cap=None):
     return chosen * counts, -jnp.sum(jnp.exp(log_p) * log_p, -1) * counts
 
 
+def teacher_of(logits):
+    """Logits of a teacher, which are constants."""
+    return jnp.cos(3 * jax.lax.stop_gradient(logits))
+
+
+def divergences(logits, teacher_logits, counts=1.0, classes=None, *, reverse=False, cap=None):
+    teacher = jax.lax.stop_gradient(teacher_logits)
+    log_q, log_p = (jax.nn.log_softmax(capped(z, cap), where=classes) for z in (logits, teacher))
+    first, second = (log_q, log_p) if reverse else (log_p, log_q)
+    return jnp.sum(jnp.exp(first) * (first - second), -1, where=classes) * counts
+
+
 def causal_softmax(x, bias):
     reached = jnp.tril(jnp.ones(x.shape[-2:], bool))
     return jax.nn.softmax(0.5 * x + bias, where=reached)
@@ -284,6 +296,28 @@ FUNCTIONS = {
         log_prob_and_entropy,
         "logits labels counts",
     ),
+    "kl_divergence": Function(
+        lambda logits, counts, **o: jaxnorm.kl_divergence(
+            logits, teacher_of(logits), where=counts, **o
+        ),
+        lambda logits, counts: divergences(logits, teacher_of(logits), counts),
+        "logits counts",
+    ),
+    "kl_divergence reverse": Function(
+        lambda logits, classes, **o: jaxnorm.kl_divergence(
+            logits,
+            teacher_of(logits),
+            where=classes,
+            reverse=True,
+            logit_softcap=3.0,
+            teacher_logit_softcap=3.0,
+            **o,
+        ),
+        lambda logits, classes: divergences(
+            logits, teacher_of(logits), classes=classes, reverse=True, cap=3.0
+        ),
+        "logits classes",
+    ),
     "linear_softmax_cross_entropy": Function(
         _linear(_linear_loss),
         lambda x, w, b, labels, counts: losses(x @ w + b, labels, counts).sum() / counts.sum(),
@@ -355,7 +389,9 @@ def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..
 
 #: Arguments without a default, by their names, which mean the same in every function.
 ARGUMENTS = {
-    **dict.fromkeys(["x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)),
+    **dict.fromkeys(
+        ["teacher_logits", "x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)
+    ),
     "weight": np.ones((8, 8), np.float32),
     "scale": np.ones(8, np.float32),
     **dict.fromkeys(["cos", "sin"], np.ones((4, 4), np.float32)),

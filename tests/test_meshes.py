@@ -62,6 +62,7 @@ SCATTERED = (OF_GROUPS, "rms_norm_gated of heads")
 # Functions that have no kernel on a mesh, or whose mask or bias the stand-in refuses.
 WITHOUT_KERNEL = {"softmax with a mask", "softmax with a bias"}
 WITHOUT_KERNEL |= {*SCATTERED, "softmax_cross_entropy_with_integer_labels of classes"}
+WITHOUT_KERNEL |= {"kl_divergence reverse"}
 
 
 def specs_of(name, layout):

@@ -19,6 +19,7 @@ import norm_rope_cases
 import numpy as np
 import pytest
 import reference
+from functions import divergences
 
 from jaxnorm.tools import references, running_error
 from jaxnorm.tools.running_error import Bounded
@@ -151,6 +152,10 @@ CASES = [
     ),
     ("cross_entropy", cross_entropy, {"logits": X, "labels": LABELS}, {}),
     ("log_prob_and_entropy", log_prob_and_entropy, {"logits": X, "labels": LABELS}, {}),
+    *(
+        ("kl_divergence", divergences, {"logits": X, "teacher_logits": X}, {"reverse": reverse})
+        for reverse in (False, True)
+    ),
     (
         "linear_cross_entropy",
         of_layer(lambda *operands: cross_entropy(*operands).mean()),

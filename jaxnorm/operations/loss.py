@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
-from jaxnorm.operations import checks
+from jaxnorm.operations import checks, scales
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Name, Spec
@@ -18,7 +18,7 @@ Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_en
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
 
-@eager.compiled("logits", "labels", "where")
+@eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def softmax_cross_entropy_with_integer_labels(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
@@ -27,7 +27,7 @@ def softmax_cross_entropy_with_integer_labels(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: float = 1.0,
+    logits_scale: checks.ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -68,7 +68,10 @@ def softmax_cross_entropy_with_integer_labels(
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes; 0 with a mask of classes.
       z_loss: a finite Python number of at least 0.
-      logits_scale: a Python number above 0: 1 over a temperature.
+      logits_scale: 1 over a temperature: a number above 0; a scalar array, which may be traced, so
+        that a schedule compiles once; or an array with as many axes as labels that broadcasts to
+        their shape, a scale for each position. Values of arrays are not checked, and have no
+        derivative.
       logit_softcap: a Python number above 0, the bound of the logits, as in Gemma 2; or None. A
         logit of -inf becomes -logit_softcap: use ``where`` to exclude entries. In kernels, tanh is
         accurate to 2 units in the last place of 1.
@@ -83,8 +86,8 @@ def softmax_cross_entropy_with_integer_labels(
 
     Raises:
       TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
-        integers or, with logits' axes, not boolean, or ``label_smoothing``, ``z_loss``,
-        ``logits_scale`` or ``logit_softcap`` is not a Python number.
+        integers or, with logits' axes, not boolean, ``label_smoothing``, ``z_loss`` or
+        ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -127,6 +130,7 @@ def of_rows(
     implementation: Name | None,
     *,
     has_weights: bool = False,
+    logits_scale: checks.ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Return the results of a function of logits and labels, and `where` if it is for positions.
@@ -142,13 +146,15 @@ def of_rows(
     checks.not_one_hot(function, labels, shape, axes)
     labels = checks.integer_array(function, "labels", labels)
     mask = weights = None
+    dtype, view = checks.arithmetic_dtype(logits.dtype), RowView(shape, axes)
+    scale = scales.of_logits(function, logits_scale, view.shape_of("label"), dtype)
     if where is not None:
         array = (
-            checks.weights(function, "where", where, checks.arithmetic_dtype(logits.dtype))
+            checks.weights(function, "where", where, dtype)
             if has_weights
             else checks.boolean(function, "where", where)
         )
-        mask, weights = _masks(function, array, RowView(shape, axes))
+        mask, weights = masks(function, array, view)
     if in_order != axes:  # Labels count along the axes as given, as optax's do.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
@@ -160,6 +166,8 @@ def of_rows(
         mask=None if mask is None else mask.shape,
         has_positions=weights is not None,
         implementation=implementation,
+        logits_scale=scale.number,
+        has_scale=scale.array is not None,
         **options,
     )
     expected = call.view.shape_of("label")
@@ -169,7 +177,7 @@ def of_rows(
             f"logits {shape} without axis={axis!r}; reshape or broadcast labels to that shape"
         )
     positions = None if weights is None else counted(weights)
-    return row_operations.run(call, logits, labels, mask, positions), weights
+    return row_operations.run(call, logits, labels, mask, positions, scale.array), weights
 
 
 def loss_call(
@@ -184,6 +192,7 @@ def loss_call(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_scale: float = 1.0,
+    has_scale: bool = False,
     logit_softcap: float | None = None,
 ) -> Call:
     """Check the arguments and return the forward call; `mask` is a shape."""
@@ -210,7 +219,8 @@ def loss_call(
             has_positions=has_positions,
             label_smoothing=smoothing,
             z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
-            logits_scale=checks.positive(function, "logits_scale", logits_scale),
+            logits_scale=logits_scale,
+            has_scale=has_scale,
             logit_softcap=softcap(function, logit_softcap),
         ),
     )
@@ -238,9 +248,9 @@ def check_numbers(
     checks.finite_in(function, dtype, positive, above_zero=True)
 
 
-def softcap(function: str, value: float | None) -> float | None:
+def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
     """Return `value`, which must be a number above 0, or None."""
-    return None if value is None else checks.positive(function, "logit_softcap", value)
+    return None if value is None else checks.positive(function, name, value)
 
 
 def counted(weights: jax.Array) -> jax.Array:
@@ -253,18 +263,21 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
     return loss if weights.dtype == bool else loss * weights
 
 
-def _masks(
-    function: str, where: jax.Array, view: RowView
+def masks(
+    function: str, where: jax.Array, view: RowView, of: str = "labels'"
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return `where` as (mask of classes, None) or (None, weights of positions), by its axes."""
+    """Return `where` as (mask of classes, None) or (None, weights of positions), by its axes.
+
+    `of` names the array that has the shape of positions.
+    """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):
-        also = ", or give weights of positions the axes of labels"
+        also = f", or give weights of positions the axes of {of.rstrip("'")}"
         mask = checks.boolean(function, "where", where, also)
         return checks.broadcastable(function, "where", mask, shape, "logits'"), None
     if not checks.fits(where.shape, of_labels):
         raise ValueError(
-            f"{function}: where has shape {where.shape}; expected one that broadcasts to labels' "
+            f"{function}: where has shape {where.shape}; expected one that broadcasts to {of} "
             f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' {shape}, "
             f"with {len(shape)} axes, for a mask of classes; reshape where, e.g. where[None]"
         )
@@ -274,14 +287,14 @@ def _masks(
 _LOG_PROB: Function = "log_prob_and_entropy"
 
 
-@eager.compiled("logits", "labels", "where")
+@eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def log_prob_and_entropy(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
     axis: checks.Axis = -1,
     where: checks.ArrayLike | None = None,
     *,
-    logits_scale: float = 1.0,
+    logits_scale: checks.ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -312,7 +325,8 @@ def log_prob_and_entropy(
         whatever labels and logits are. A mask with as many axes as logits selects classes instead.
         A position without a class has 0 for both results. The logit of the label counts even if its
         class is masked.
-      logits_scale: a Python number above 0: 1 over a temperature.
+      logits_scale: 1 over a temperature, a number or an array, as in
+        :func:`softmax_cross_entropy_with_integer_labels`.
       logit_softcap: a Python number above 0, or None for no cap.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
@@ -324,7 +338,8 @@ def log_prob_and_entropy(
 
     Raises:
       TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is
-        not boolean, or ``logits_scale`` or ``logit_softcap`` is not a Python number.
+        not boolean, ``logit_softcap`` is not a Python number, or ``logits_scale`` is
+        differentiated.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 

@@ -272,6 +272,30 @@ def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     return results, {"logits": gradient.stored(dtype)}
 
 
+def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool = False) -> Results:
+    """``sum p log(p / q)`` of each row; p of the teacher's logits, q of the student's."""
+    x, teacher = given["logits"], given["teacher_logits"]
+    divergence, slope = _divergence(x, teacher, reverse=reverse)
+    of_rows = d[0].reshape(divergence.value.shape)
+    none = Bounded.exact(np.zeros_like(teacher.value))
+    return [divergence], {"logits": (of_rows * slope).stored(dtype), "teacher_logits": none}
+
+
+def _divergence(x: Bounded, teacher: Bounded, *, reverse: bool) -> tuple[Bounded, Bounded]:
+    """The divergence of each row, with size 1 for the columns, and its derivative along x."""
+    log_q, log_p = (_log_softmax(logits) for logits in (x, teacher))
+    if not reverse:
+        return (log_p.exp() * (log_p - log_q)).sum(), log_q.exp() - log_p.exp()
+    q, ratio = log_q.exp(), log_q - log_p
+    divergence = (q * ratio).sum()
+    return divergence, q * (ratio - divergence)
+
+
+def _log_softmax(x: Bounded) -> Bounded:
+    shifted = x - x.at(x.value.argmax(-1))
+    return shifted - shifted.exp().sum().log()
+
+
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """The mean loss of ``x @ weight + bias``; products and logits are stored in `dtype`."""
     x, weight = given["x"], given["weight"]

@@ -122,7 +122,12 @@ _LAYER = {
 
 
 def _loss(function: str) -> tuple[Case, ...]:
-    return (Case(function, _reference(function), _LOGITS),)
+    reference = _reference(function)
+    if "teacher_logits" not in OPERATIONS[FUNCTIONS[function].op].operands:
+        return (Case(function, reference, _LOGITS),)
+    shapes = dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"])
+    case = Case(function, reference, shapes)
+    return case, dataclasses.replace(case, options={"reverse": True}, note="reverse")
 
 
 def _reference(function: str) -> Callable[..., Results]:

@@ -11,6 +11,11 @@ A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for eac
                             targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
 
+Or the logits of a student and of a teacher, which is a constant::
+
+    kl_divergence           y = sum(p log(p / q))    p = softmax(teacher's z)    q = softmax(z)
+                            the reverse one is y = sum(q log(q / p))
+
 A norm may be fused with the residual addition before or after it::
 
     norm             y = norm(x)
@@ -50,6 +55,7 @@ Op = Literal[
     "log_softmax",
     "cross_entropy",
     "log_prob_and_entropy",
+    "kl_divergence",
     "norm",
     "add_norm",
     "norm_add",
@@ -61,9 +67,9 @@ Op = Literal[
 Family = Literal["softmax", "loss", "norm"]
 
 #: The kind of an operand or a result. An "array" has x's shape; a mask or a bias of logits
-#: broadcasts to it. A statistic ("stat") or label has one number for each row. A parameter has the
-#: normalised axes. A table of a rotation has a number for each pair of columns, and broadcasts to
-#: the other axes.
+#: broadcasts to it. A statistic ("stat") or label has one number for each row, and labels are
+#: constants. A parameter has the normalised axes. A table of a rotation has a number for each pair
+#: of columns, and broadcasts to the other axes.
 Kind = Literal[
     "array",
     "mask",
@@ -85,6 +91,7 @@ CONSTANTS: tuple[Kind, ...] = ("mask", "label")
 #: The kind of each operand.
 OPERANDS: dict[str, Kind] = {
     "x": "array",
+    "teacher_logits": "array",
     "residual": "array",
     "gate": "array",
     "scale": "scale",
@@ -95,6 +102,7 @@ OPERANDS: dict[str, Kind] = {
     "logits_bias": "logits_bias",
     "labels": "label",
     "positions": "label",
+    "logits_scale": "label",
     "cos": "table",
     "sin": "table",
 }
@@ -113,7 +121,8 @@ class Operation:
         only if a LayerNorm saves its input.
       saves: the array that the derivative starts from, with save="output" and with save="input".
       starts_from_x: the derivative also takes x, for the norm before the sum or for branch_scale.
-      keeps: further operands that the derivative takes, and results other than y and h.
+      keeps: further operands and results that the derivative takes.
+      constants: operands that have no tangent, although their kind may have one.
       through_h: operands to whose gradients h's cotangent contributes. A plain norm has no h, but
         its backward may take an extra cotangent of x in h's place.
       norms: the norms in a call: that of x before a sum ("first"), and that whose result is y
@@ -130,6 +139,7 @@ class Operation:
     results: Mapping[str, Kind]
     saves: tuple[str, str]
     keeps: tuple[str, ...]
+    constants: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     starts_from_x: bool = False
     through_h: tuple[str, ...] = ()
@@ -152,15 +162,16 @@ class Operation:
     @property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the operands that can have a tangent."""
-        return tuple(name for name in self.operands if OPERANDS[name] not in CONSTANTS)
+        names = (name for name in self.operands if name not in self.constants)
+        return tuple(name for name in names if OPERANDS[name] not in CONSTANTS)
 
 
 _SOFTMAX = Operation(
     family="softmax",
-    operands=("x", "mask", "logits_bias"),
+    operands=("x", "mask", "logits_bias", "logits_scale"),
     results={"y": "array"},
     saves=("y", "y"),
-    keeps=("mask",),
+    keeps=("mask", "logits_scale"),
     out_name="jaxnorm_softmax_out",
 )
 
@@ -179,10 +190,10 @@ _NORM = Operation(
 
 _LOSS = Operation(
     family="loss",
-    operands=("x", "labels", "mask", "positions"),
+    operands=("x", "labels", "mask", "positions", "logits_scale"),
     results={"y": "stat"},
     saves=("x", "x"),
-    keeps=("labels", "mask"),  # log_sum is -inf in rows without an entry.
+    keeps=("labels", "mask", "logits_scale"),  # log_sum is -inf in rows without an entry.
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
 )
@@ -194,7 +205,15 @@ OPERATIONS: dict[Op, Operation] = {
     "log_prob_and_entropy": dataclasses.replace(
         _LOSS,
         results={"y": "stat", "entropy": "stat"},
-        keeps=("labels", "mask", "entropy"),
+        keeps=("labels", "mask", "logits_scale", "entropy"),
+    ),
+    "kl_divergence": dataclasses.replace(
+        _LOSS,
+        operands=("x", "teacher_logits", "mask", "positions", "logits_scale"),
+        keeps=("teacher_logits", "mask", "logits_scale", "y"),
+        constants=("teacher_logits",),
+        statistics=("max", "log_sum", "teacher_max", "teacher_log_sum"),
+        has_kernels=False,
     ),
     "norm": _NORM,
     "add_norm": dataclasses.replace(
@@ -278,6 +297,7 @@ FUNCTIONS: dict[str, Function] = {
     "log_softmax": Function("log_softmax"),
     "softmax_cross_entropy_with_integer_labels": Function("cross_entropy"),
     "log_prob_and_entropy": Function("log_prob_and_entropy"),
+    "kl_divergence": Function("kl_divergence"),
     "layer_norm": Function("norm", subtract_mean=True),
     "rms_norm": Function("norm"),
     "add_layer_norm": Function("add_norm", subtract_mean=True, gated="scaled_add_norm"),
