@@ -163,7 +163,8 @@ def test_labels(name):
         (jnp.ones(4), "has dtype float32; expected int"),
         (jnp.ones(4, bool), "has dtype bool"),
         (None, "is a NoneType; expected an array"),
-        (jnp.ones((4, 1), int), r"have shape \(4, 1\); expected \(4,\)"),
+        (jnp.ones((4, 1, 1), int), r"have shape \(4, 1, 1\); expected \(4,\)"),
+        (jnp.ones((3,), int), r"have shape \(3,\); expected \(4,\)"),
     ]:
         with pytest.raises(CAUSED, match=f"^{name}: labels {message}"):
             call(labels=labels)
@@ -208,7 +209,14 @@ OF_LINEAR_LOSS = [
     ({"weight": T((3, 0))}, "one class or more"),
     ({"x": T(())}, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
     ({"bias": T((1, 5))}, r"bias has shape \(1, 5\); expected \(5,\)"),
-    ({"labels": T((2, 1), int)}, r"\(2, 1\); expected \(2,\).*reshape"),
+    ({"labels": T((2, 1, 1), int)}, r"\(2, 1, 1\); expected \(2,\).*reshape"),
+    ({"labels": T(3, int)}, r"\(3,\); expected \(2,\).*reshape"),
+    ({"logits_scale": T(3)}, r"\(3,\); expected .* labels' shape \(2,\), with 1 axes"),
+]
+OF_TEACHER = {"teacher_x": T((2, 4)), "teacher_weight": T((4, 5))}
+OF_SEVERAL = [
+    ({"labels": jnp.zeros((2, k), int)}, f"{k} labels for each.*one-hot labels, use jnp.argmax")
+    for k in (6, 7)
 ]
 OF_SOFTMAX = [
     ({"where": T((2, 3), "float32")}, "where has dtype float32.*additive mask to x"),
@@ -249,6 +257,8 @@ OF_POSITIONS = [
     ({"where": T(3, bool)}, r"\(2,\), with 1 axes"),
     ({"where": T((2, 2), bool)}, r"where has shape \(2, 2\); expected .* broadcasts to logits' sh"),
     ({"where": np.ones(2, int)}, r"where has dtype int\d\d"),
+    ({"logits_scale": T(3)}, r"\(3,\); expected .* labels' shape \(2,\), with 1 axes"),
+    ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
 ]
 
 # Function -> its arguments, and for each change of them what is said.
@@ -309,7 +319,7 @@ ARGUMENTS = {
     ),
     "log_prob_and_entropy": (
         LOGITS,
-        [*OF_POSITIONS, ({"where": np.ones(2)}, r"float\d\d; expected bool")],
+        [*OF_POSITIONS, *OF_SEVERAL],
     ),
     "kl_divergence": (
         {"logits": T((2, 3)), "teacher_logits": T((2, 3))},
@@ -336,6 +346,26 @@ ARGUMENTS = {
             *OF_LINEAR_LOSS,
             ({"where": np.ones(2, int)}, "where has dtype int32; expected bool .*or a float"),
             ({"where": T((1, 2), bool)}, r"labels' shape \(2,\), with 1 axes.*reshape"),
+            ({"labels": T((2, 1), int)}, r"\(2, 1\); expected \(2,\).*reshape"),
+        ],
+    ),
+    "linear_kl_divergence": (
+        {**LINEAR, **OF_TEACHER},
+        [
+            *(({**case, **OF_TEACHER}, message) for case, message in OF_LINEAR_LOSS[:5]),
+            (
+                {"teacher_weight": T((3, 5))},
+                r"teacher_weight has shape \(3, 5\); expected \(4, V\)",
+            ),
+            (
+                {"teacher_x": T((3, 4))},
+                r"teacher_x has shape \(3, 4\); expected \(2, 'e'\), the posi",
+            ),
+            ({"teacher_weight": T((4, 6))}, r"expected \(4, 5\), the classes of weight \(3, 5\)"),
+            ({"teacher_bias": T(4)}, r"teacher_bias has shape \(4,\); expected \(5,\)"),
+            ({"where": np.ones(2, int)}, "where has dtype int32; expected bool .*or a float"),
+            ({"where": T((2, 5), bool)}, r"where has shape \(2, 5\); .* positions' shape \(2,\)"),
+            ({"logits_scale": T(3)}, r"\(3,\); expected .* positions' shape \(2,\), with 1 axes"),
         ],
     ),
     "linear_log_prob_and_entropy": (
@@ -343,7 +373,8 @@ ARGUMENTS = {
         [
             *OF_LINEAR_LOSS,
             ({"where": np.ones(2, int)}, r"where has dtype int\d\d; expected bool"),
-            ({"where": T(2)}, "where has dtype float32; expected bool"),
+            ({"where": T((2, 5))}, "where has dtype float32; expected bool"),
+            *OF_SEVERAL,
             ({"where": T(3, bool)}, r"\(2,\), with 1 axes.*2 axes: which classes"),
             ({"where": T((2, 3), bool)}, r"\(2, 3\).* logits' shape \(2, 5\)"),
         ],

@@ -69,7 +69,7 @@ def specs_of(name, layout):
     a, b, c = (*layout.x, None, None, None)[:3]
     specs = {
         **dict.fromkeys(("x", "residual", "gate", "logits", "classes"), P(a, b, c)),
-        **dict.fromkeys(("labels", "counts"), P(a, b)),
+        **dict.fromkeys(("labels", "candidates", "counts"), P(a, b)),
         **dict.fromkeys(("scale", "bias", "branch"), layout.params),
         **dict.fromkeys(("of_samples", "mask"), P(a)),
         **dict.fromkeys(("cos", "sin"), P(a) if layout.tables is None else layout.tables),

@@ -1,7 +1,7 @@
 """softmax and log_softmax: the public functions, and the checks that they share."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -191,6 +191,7 @@ def softmax_call(
     if causal:
         checks.matrix(function, "causal", view)
     has_scale = scales.is_array(scale)
+    number = 1.0 if has_scale else checks.number(function, "scale", cast(float, scale))
     op = FUNCTIONS[function].op
     spec = Spec(
         op=op,
@@ -203,7 +204,7 @@ def softmax_call(
         options=SoftmaxOptions(
             has_mask=mask is not None,
             masked_logit=masked_logit,
-            logits_scale=1.0 if has_scale else checks.number(function, "scale", scale),
+            logits_scale=number,
             has_scale=has_scale,
             logits_bias_dtype=None if bias is None else bias.dtype,
             causal=causal,

@@ -7,7 +7,10 @@ gradients of a call. As the operations promise, these gradients start from what 
 as it was stored. The operands' columns are the last axis.
 """
 
+import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -310,6 +313,40 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     }
     # Saved in this dtype, and rounded again when they are multiplied by the cotangent of the loss.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
+
+
+def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``log p`` of each row's candidates, the last axis of labels, and ``-sum p log p``."""
+    x, labels = given["logits"], given["labels"]
+    each = [
+        _log_probs(x, labels[..., i], [d[0][..., i], d[1] * (i == 0)])
+        for i in range(labels.shape[-1])
+    ]
+    gradient = functools.reduce(operator.add, (gradient for _, gradient in each))
+    values, errors = (
+        np.concatenate([getattr(results[0], part) for results, _ in each], -1)
+        for part in ("value", "error")
+    )
+    log_probs = dataclasses.replace(each[0][0][0], value=values, error=errors)
+    return [log_probs, each[0][0][1]], {"logits": gradient.stored(dtype)}
+
+
+def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """The mean divergence of two layers, with unrounded logits."""
+    x, weight = given["x"], given["weight"]
+    logits, teacher = x @ weight + given["bias"], given["teacher_x"] @ given["teacher_weight"]
+    divergence, slope = _divergence(logits, teacher, reverse=False)
+    slope = slope.stored(dtype)
+    share = d[0] * (1 / len(divergence.value))
+    gradients = {
+        "x": slope @ weight.transposed * share,
+        "weight": x.transposed @ slope * share,
+        "bias": slope.sum(0) * share,
+    }
+    # Saved in this dtype, and rounded again when they are multiplied by the cotangent.
+    gradients = _stored(_stored(gradients, dtype), dtype)
+    none = {name: np.zeros_like(given[name].value) for name in ("teacher_x", "teacher_weight")}
+    return [divergence.mean(0)], gradients | {n: Bounded.exact(a) for n, a in none.items()}
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:

@@ -35,6 +35,7 @@ class Operands(NamedTuple):
         `SoftmaxOptions.logits_bias_rows`; the bias's gradient has the same shape. The xla
         implementation takes arrays that broadcast to x's shape by numpy's rules.
       labels: ``(rows,)``, of any integer dtype.
+      candidates: several labels of each row, ``(rows, k)``.
       positions: a boolean mask, ``(rows,)``.
       logits_scale: the factor of each row's logits, ``(rows,)``, if it is not a static number.
       cos, sin: tables with rows as in `NormOptions.table_rows` and a column for each pair of x's
@@ -56,6 +57,7 @@ class Operands(NamedTuple):
     gate: jax.Array = _ABSENT
     branch_scale: jax.Array = _ABSENT
     teacher_logits: jax.Array = _ABSENT
+    candidates: jax.Array = _ABSENT
     logits_scale: jax.Array | None = None
 
 
@@ -67,7 +69,7 @@ class Residuals(NamedTuple):
       x: the input of the norm before a sum, or the branch that branch_scale multiplies.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
-        logits_scale: as in :class:`Operands`.
+        candidates, logits_scale: as in :class:`Operands`.
       entropy, y: the results of these names.
     """
 
@@ -86,6 +88,7 @@ class Residuals(NamedTuple):
     entropy: jax.Array = _ABSENT
     y: jax.Array = _ABSENT
     teacher_logits: jax.Array = _ABSENT
+    candidates: jax.Array = _ABSENT
     logits_scale: jax.Array | None = None
 
 
@@ -94,7 +97,8 @@ class Results(NamedTuple):
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum.
-        For a loss, a divergence or a label's log-probability, ``(rows,)``.
+        For a loss, a divergence or a label's log-probability, ``(rows,)``; for several
+        labels, ``(rows, k)``.
       h: the sum, rounded to ``spec.norm.residual_dtype``; y is the norm of the rounded sum. As a
         cotangent of a plain norm, it is an extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.

@@ -10,6 +10,7 @@ A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for eac
     cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
                             targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
+    log_probs_and_entropy   the same, where y has a number for each of k candidates instead
 
 Or the logits of a student and of a teacher, which is a constant::
 
@@ -55,6 +56,7 @@ Op = Literal[
     "log_softmax",
     "cross_entropy",
     "log_prob_and_entropy",
+    "log_probs_and_entropy",
     "kl_divergence",
     "norm",
     "add_norm",
@@ -68,14 +70,16 @@ Family = Literal["softmax", "loss", "norm"]
 
 #: The kind of an operand or a result. An "array" has x's shape; a mask or a bias of logits
 #: broadcasts to it. A statistic ("stat") or label has one number for each row, and labels are
-#: constants. A parameter has the normalised axes. A table of a rotation has a number for each pair
-#: of columns, and broadcasts to the other axes.
+#: constants. Several labels of a row ("candidate") have an axis of their own, the last one. A
+#: parameter has the normalised axes. A table of a rotation has a number for each pair of columns,
+#: and broadcasts to the other axes.
 Kind = Literal[
     "array",
     "mask",
     "logits_bias",
     "stat",
     "label",
+    "candidate",
     "scale",
     "bias",
     "branch_scale",
@@ -86,7 +90,7 @@ PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
 #: Kinds that are shared by several elements of x, over which their gradients are summed.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
 #: Kinds of booleans and integers, which have no tangents.
-CONSTANTS: tuple[Kind, ...] = ("mask", "label")
+CONSTANTS: tuple[Kind, ...] = ("mask", "label", "candidate")
 
 #: The kind of each operand.
 OPERANDS: dict[str, Kind] = {
@@ -101,6 +105,7 @@ OPERANDS: dict[str, Kind] = {
     "mask": "mask",
     "logits_bias": "logits_bias",
     "labels": "label",
+    "candidates": "candidate",
     "positions": "label",
     "logits_scale": "label",
     "cos": "table",
@@ -207,6 +212,13 @@ OPERATIONS: dict[Op, Operation] = {
         results={"y": "stat", "entropy": "stat"},
         keeps=("labels", "mask", "logits_scale", "entropy"),
     ),
+    "log_probs_and_entropy": dataclasses.replace(
+        _LOSS,
+        operands=("x", "candidates", "mask", "positions", "logits_scale"),
+        results={"y": "candidate", "entropy": "stat"},
+        keeps=("candidates", "mask", "logits_scale", "entropy"),
+        has_kernels=False,
+    ),
     "kl_divergence": dataclasses.replace(
         _LOSS,
         operands=("x", "teacher_logits", "mask", "positions", "logits_scale"),
@@ -280,23 +292,25 @@ class Function:
       subtract_mean: True if it is a LayerNorm.
       gated: the operation of a call with ``gate=``, which scales the branch that is added; None if
         the function has no such argument.
+      several: the operation of a call with several labels for each position, likewise.
     """
 
     op: Op
     subtract_mean: bool = False
     gated: Op | None = None
+    several: Op | None = None
 
     @property
     def ops(self) -> tuple[Op, ...]:
         """All operations of the function."""
-        return (self.op,) if self.gated is None else (self.op, self.gated)
+        return tuple(op for op in (self.op, self.gated, self.several) if op is not None)
 
 
 FUNCTIONS: dict[str, Function] = {
     "softmax": Function("softmax"),
     "log_softmax": Function("log_softmax"),
     "softmax_cross_entropy_with_integer_labels": Function("cross_entropy"),
-    "log_prob_and_entropy": Function("log_prob_and_entropy"),
+    "log_prob_and_entropy": Function("log_prob_and_entropy", several="log_probs_and_entropy"),
     "kl_divergence": Function("kl_divergence"),
     "layer_norm": Function("norm", subtract_mean=True),
     "rms_norm": Function("norm"),

@@ -288,7 +288,7 @@ class Spec:
     def has(self, operand: str) -> bool:
         """Return True if the call has this operand, or this result that the derivative takes."""
         match operand:
-            case "x" | "labels" | "cos" | "sin" | "entropy" | "y":
+            case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True
             case "logits_scale":
                 return self.logits.has_scale

@@ -85,7 +85,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     scale = scale_of(operands.logits_scale, spec)
     x = g(x, scale, spec)
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
-    at_label = _columns(x.shape, spec) == label
+    at_label = columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum is exact in the dtype of its operand.
     m = row_max(kept, spec).astype(spec.compute_dtype)
@@ -148,7 +148,7 @@ def probabilities(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return g(x), p, lse (0 in rows without an entry), which entries count, where the label is."""
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
-    at_label = _columns(x.shape, spec) == label
+    at_label = columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
@@ -188,7 +188,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
     return jnp.expand_dims(jnp.where(is_column, index, -1), spec.axes)
 
 
-def _columns(shape: Sequence[int], spec: Spec) -> jax.Array:
+def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
     """Return the column of each element, counted over all shards of a row."""
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
@@ -258,7 +258,7 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     # Masked before any multiplication, because 0 * inf would make the row NaN.
     t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, scale, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
-    of_entropy = weighted * _above_mean(x, p, residuals, spec)
+    of_entropy = weighted * above_mean(x, p, residuals, spec)
     terms = [weighted, jnp.where(at_label, t, 0), of_entropy]
     dlse, t_l, dentropy = (jnp.squeeze(v, spec.axes) for v in row_sums(terms, spec))
     dstats = (jnp.zeros_like(dlse), dlse) if spec.has_stats else ()
@@ -277,14 +277,14 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
         for ct in (cotangents.y, cotangents.entropy, *cotangents.stats)
     )
     dx = a * (jnp.where(at_label, p.dtype.type(1), 0) - p)
-    dx = dx - b * (p * _above_mean(x, p, residuals, spec))
+    dx = dx - b * (p * above_mean(x, p, residuals, spec))
     if dstats:
         dx = dx + dstats[1] * p
     dx = jnp.where(takes_part, times_slope(dx, x, scale, spec), 0).astype(spec.dx_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
-def _above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
+def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """Return log(p) + H, given g(x): log(p) minus its mean; 0 where p is 0."""
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)

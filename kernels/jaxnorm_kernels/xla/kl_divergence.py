@@ -38,6 +38,7 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.cross_entropy import without_padding
 from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import Scale, scale_of, times
 from jaxnorm_kernels.xla.reductions import (
@@ -81,9 +82,10 @@ def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec
 def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     """Return the divergence and the statistics that the spec requests, a number for each row."""
     mask, positions = operands.mask, operands.positions
+    (student, teacher), spec = without_padding([operands.x, operands.teacher_logits], spec)
     has_entry = _has_entry(operands, spec)
     found = []
-    for x, cap in _inputs(operands.x, operands.teacher_logits, spec):
+    for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
         kept = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
         # The maximum is exact in the dtype of its operand.
@@ -205,8 +207,8 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     # The ratio is computed only where neither probability is 0.
     is_there = of_q.below != -jnp.inf
     are_there = is_there & (of_p.below != -jnp.inf)
-    safe = [_Depths(jnp.where(are_there, d.below, 0), d.factor) for d in depths]
-    ratio = _differences(*safe, spec) + (log_s_p - log_s_q)
+    safe_q, safe_p = (_Depths(jnp.where(are_there, d.below, 0), d.factor) for d in depths)
+    ratio = _differences(safe_q, safe_p, spec) + (log_s_p - log_s_q)
     if spec.loss.reverse:
         y = jnp.expand_dims(residuals.y.astype(spec.compute_dtype), spec.axes)
         ratio = jnp.where(are_there, ratio, jnp.inf)
@@ -221,8 +223,10 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
 
 def kl_divergence_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Return the tangents of the divergence and, if the spec requests them, of the statistics."""
-    of = _distributions(residuals, spec)
-    t = jnp.where(of.takes_part, times(tangents.x.astype(spec.compute_dtype), of.slope), 0)
+    arrays = [residuals.saved, residuals.teacher_logits, tangents.x]
+    (x, teacher, dx), spec = without_padding(arrays, spec)
+    of = _distributions(residuals._replace(saved=x, teacher_logits=teacher), spec)
+    t = jnp.where(of.takes_part, times(dx.astype(spec.compute_dtype), of.slope), 0)
     sums = row_sums([of.weight * t, *([of.q * t] if spec.has_stats else [])], spec)
     along, *dlse = (jnp.squeeze(v, spec.axes) for v in sums)
     zero = jnp.zeros_like(along)
@@ -232,11 +236,14 @@ def kl_divergence_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> R
 
 def kl_divergence_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Return the gradient of the student's logits."""
-    of = _distributions(residuals, spec)
+    padding = spec.loss.padding
+    (x, teacher), spec = without_padding([residuals.saved, residuals.teacher_logits], spec)
+    of = _distributions(residuals._replace(saved=x, teacher_logits=teacher), spec)
     dx = jnp.expand_dims(cotangents.y.astype(spec.compute_dtype), spec.axes) * of.weight
     if cotangents.stats:
         dx = dx + jnp.expand_dims(cotangents.stats[1], spec.axes) * of.q
-    return Operands(jnp.where(of.takes_part, times(dx, of.slope), 0).astype(spec.dx_dtype))
+    dx = jnp.where(of.takes_part, times(dx, of.slope), 0).astype(spec.dx_dtype)
+    return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
 FORMULAS: dict[Op, Formulas] = {
