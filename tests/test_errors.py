@@ -108,7 +108,7 @@ def test_options(name, options, message):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_traced_options(name):
-    for option in {*TRACED, *(["scale"] if name in SOFTMAXES else [])} & {*options_of(name)}:
+    for option in {*TRACED} & {*options_of(name)}:
         call = plain_call_of(name)
         with pytest.raises(TypeError, match=f"^{name}: {option} is a traced value"):
             jax.jit(lambda v: call(**{option: v}))(1.0)  # noqa: B023

@@ -8,9 +8,7 @@ as it was stored. The operands' columns are the last axis.
 """
 
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -322,7 +320,9 @@ def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Result
         _log_probs(x, labels[..., i], [d[0][..., i], d[1] * (i == 0)])
         for i in range(labels.shape[-1])
     ]
-    gradient = functools.reduce(operator.add, (gradient for _, gradient in each))
+    (_, gradient), *others = each
+    for _, of_one in others:
+        gradient = gradient + of_one
     values, errors = (
         np.concatenate([getattr(results[0], part) for results, _ in each], -1)
         for part in ("value", "error")
