@@ -225,7 +225,6 @@ OPERATIONS: dict[Op, Operation] = {
         keeps=("teacher_logits", "mask", "logits_scale", "y"),
         constants=("teacher_logits",),
         statistics=("max", "log_sum", "teacher_max", "teacher_log_sum"),
-        has_kernels=False,
     ),
     "norm": _NORM,
     "add_norm": dataclasses.replace(
