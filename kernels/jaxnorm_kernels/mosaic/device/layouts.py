@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import addresses
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
 from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
@@ -108,14 +109,9 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
-        kind, held = ir.IntegerType.get_signless(32), layout.to_mgpu()
-        total = None
-        for axis, size in enumerate(counted):
-            position = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
-            if total is not None:
-                position = total * size + position
-            total = position
-        return total
+        strides = [math.prod(counted[axis + 1 :]) for axis in range(len(counted))]
+        strides += [0] * (len(shape) - len(counted))
+        return addresses.indices(layout.to_mgpu(), shape, tuple(strides))
 
     return index()
 
@@ -166,6 +162,25 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     return widened(value)
 
 
+def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Return the elements of each ref, in float32, as arrays of `shape`.
+
+    All refs are loaded in one inline function: Mosaic spends more time on lowering such a function
+    than on the operations in it.
+    """
+    if is_interpreted():
+        return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
+    loaded = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=tuple(plgpu.RefType() for _ in refs), return_type=tuple(loaded for _ in refs)
+    )
+    def read(context: Any, *refs: Any) -> Any:
+        return [_widen(value) for value in addresses.load_arrays(refs, layout.to_mgpu())]
+
+    return list(read(*[ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]))
+
+
 def store(ref: Ref, value: jax.Array) -> None:
     """Stores `value`, rounded to the dtype of `ref`."""
     value = value.astype(ref.dtype)
@@ -178,6 +193,12 @@ def store(ref: Ref, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value.mlir_dtype, ir.BF16Type):
+        return with_registers(value, [_widen_register(r) for r in value.registers.flat])
+    return value.astype(ir.F32Type.get())
 
 
 def _widen_register(register: Any) -> Any:

@@ -32,9 +32,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_wide,
     store,
     warps_layout,
-    widen,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
@@ -176,7 +176,7 @@ class _PipelinedKernel:
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = self.ring.layout, self.ring.shape
         refs = [held.at[at, row, columns] for held in self.held[:count]]
-        return [widen(load(ref, layout, shape), layout) for ref in refs]
+        return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
         """0 for each column sum of each unit."""
