@@ -203,12 +203,12 @@ class Fragment:
         places = self.window.places(value.shape, layout)
         store_inside(ref.at[row], start, value, first, self.window.cols, places, layout)
 
-    def skip_stale(self, term: jax.Array) -> jax.Array:
-        """`term` in `warps_layout`, and 0 where another fragment has the same column."""
+    def is_stale(self, shape: tuple[int, ...]) -> jax.Array | None:
+        """True where another fragment has the same column, in `warps_layout`; None for nowhere."""
         if self.fresh is None:
-            return term
-        column = flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))
-        return jnp.where(column < self.fresh - self.start, jnp.float32(0), term)
+            return None
+        column = flat_index(shape, warps_layout(math.prod(shape) // WARPGROUP_THREADS))
+        return column < self.fresh - self.start
 
 
 @dataclasses.dataclass(frozen=True)
