@@ -108,21 +108,24 @@ class _PipelinedKernel:
 
     def run(self, block: Any) -> None:
         """Each step in turn; then the column sums of the block are written."""
-        carried, steps = self.no_sums(), self.stages.steps
-        first, second = (self.statistics(jnp.int32(k)) for k in range(2))
+        first = self.statistics(jnp.int32(0))
         self.sums.ready()
-        pl.when(steps > 0)(functools.partial(self.reduce, jnp.int32(0), first))
-        *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
+        carry = (first, first, self.no_sums())
+        *_, carried = lax.fori_loop(0, self.stages.steps + 1, self.step, carry)
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
                 store(ref.at[block, unit.columns()], value)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``."""
+        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``.
+
+        Neither is peeled off the loop: the kernel would have twice the code to lower and compile.
+        """
         before, now, carried = carry
         ahead = self.statistics(k + 1)
         pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
-        return now, ahead, self.finish(k - 1, before, carried)
+        finish = functools.partial(self.finish, k - 1, before, carried)
+        return now, ahead, lax.cond(k > 0, finish, lambda: carried)
 
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Those of each row of step `k`."""
