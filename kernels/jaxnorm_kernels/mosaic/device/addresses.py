@@ -43,6 +43,10 @@ class Places(NamedTuple):
     step: int
     elements: int
 
+    def register(self, kind: Any) -> Any:
+        """Return the type of a register whose elements have this type."""
+        return ir.VectorType.get((self.elements,), kind)
+
     def of_thread(self) -> Word:
         """Return where this thread starts."""
         thread, total = mgpu.thread(), None
@@ -81,53 +85,74 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
     return Places(tuple(terms), tuple(offsets), step, elements)
 
 
-def addresses(refs: Sequence[Any], layout: Any, *, in_global: bool = False) -> list[list[Any]]:
-    """Return for each ref, of one shape, the addresses of the registers of an array.
+def addresses(
+    ref: Any, layout: Any, shape: tuple[int, ...], *, start: int = 0, in_global: bool = False
+) -> list[Any]:
+    """Return the address of each register of an array of `shape`, in the order of the registers.
 
     Args:
-      in_global: if the compiler is to know that the refs are in global memory.
+      start: where the array starts, in elements from the start of `ref`.
+      in_global: if the compiler is to know that `ref` is in global memory.
     """
-    starts: dict[Places, Any] = {}
-    result = []
+    kind = ir.MemRefType(ref.type)
+    strides, _ = kind.get_strides_and_offset()
+    where = places(layout, shape, tuple(strides))
+    return _Addresses(ref, where.of_thread().value, in_global)(where, start)
+
+
+class _Addresses:
+    """The address of the first element of a thread, and addresses at a fixed distance from it."""
+
+    def __init__(self, ref: Any, of_thread: Any, in_global: bool = False) -> None:
+        base, self.kind = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        base = mgpu.in_global(base) if in_global else base
+        self.first = utils.getelementptr(base, [of_thread], self.kind)
+
+    def __call__(self, where: Places, start: int) -> list[Any]:
+        distances = [start + k for k in where.registers]
+        return [
+            utils.getelementptr(self.first, [k], self.kind) if k else self.first for k in distances
+        ]
+
+
+def load_arrays(
+    refs: Sequence[Any],
+    layout: Any,
+    shape: tuple[int, ...],
+    *,
+    starts: Sequence[int] = (0,),
+    signed: bool | None = None,
+) -> list[Any]:
+    """Return arrays of `shape` in a tiled layout: for each ref, one from each of `starts` on."""
+    arrays, of_threads = [], dict[Places, Any]()
     for ref in refs:
         kind = ir.MemRefType(ref.type)
         strides, _ = kind.get_strides_and_offset()
-        where = places(layout, tuple(kind.shape), tuple(strides))
-        if where not in starts:
-            starts[where] = where.of_thread().value
-        base, element = utils.memref_ptr(ref), kind.element_type
-        if in_global:
-            base = mgpu.in_global(base)
-        start = utils.getelementptr(base, [starts[where]], element)
-        at = [utils.getelementptr(start, [k], element) if k else start for k in where.registers]
-        result.append(at)
-    return result
-
-
-def load_arrays(refs: Sequence[Any], layout: Any, signed: bool | None = None) -> list[Any]:
-    """Return the elements of each ref, of one shape, as arrays in a tiled layout."""
-    arrays = []
-    for ref, at in zip(refs, addresses(refs, layout)):
-        kind = ir.MemRefType(ref.type)
-        shape = layout.registers_shape(tuple(kind.shape))
-        register = ir.VectorType.get((layout.vector_length,), kind.element_type)
-        registers = np.empty(len(at), dtype=object)
-        registers[:] = [llvm.load(register, address) for address in at]
-        arrays.append(
-            FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=signed)
-        )
+        where = places(layout, shape, tuple(strides))
+        if where not in of_threads:
+            of_threads[where] = where.of_thread().value
+        at, register = _Addresses(ref, of_threads[where]), where.register(kind.element_type)
+        for start in starts:
+            registers = [llvm.load(register, address) for address in at(where, start)]
+            arrays.append(_array(registers, layout, shape, signed))
     return arrays
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """Return for each element of an array its place, in elements from the start; of int32."""
-    where, i32 = places(layout, shape, strides), ir.IntegerType.get_signless(32)
-    register = ir.VectorType.get((where.elements,), i32)
-    start = vector.broadcast(register, where.of_thread().value)
-    registers = np.empty(len(where.registers), dtype=object)
-    for k, first in enumerate(where.registers):
-        offsets = [first + where.step * element for element in range(where.elements)]
-        values = ir.DenseElementsAttr.get(np.asarray(offsets, np.int32), type=register)
-        registers[k] = arith.addi(start, arith.constant(register, values))
-    registers = registers.reshape(layout.registers_shape(shape))
-    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+    where = places(layout, shape, strides)
+    register = where.register(ir.IntegerType.get_signless(32))
+    first = vector.broadcast(register, where.of_thread().value)
+    registers = []
+    for k in where.registers:
+        offsets = np.asarray([k + where.step * i for i in range(where.elements)], np.int32)
+        values = ir.DenseElementsAttr.get(offsets, type=register)
+        registers.append(arith.addi(first, arith.constant(register, values)))
+    return _array(registers, layout, shape, signed=True)
+
+
+def _array(registers: Sequence[Any], layout: Any, shape: tuple[int, ...], signed: Any) -> Any:
+    placed = np.empty(len(registers), dtype=object)
+    placed[:] = registers
+    placed = placed.reshape(layout.registers_shape(shape))
+    return FragmentedArray(_registers=placed, _layout=layout, _is_signed=signed)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -163,22 +164,41 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
 
 
 def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Return the elements of each ref, in float32, as arrays of `shape`.
-
-    All refs are loaded in one inline function: Mosaic spends more time on lowering such a function
-    than on the operations in it.
-    """
+    """Return the elements of each ref, in float32, as arrays of `shape`."""
     if is_interpreted():
         return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
-    loaded = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout)
+    refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
+    return _load_wide(refs, layout, shape, (0,))
+
+
+def load_wide_columns(
+    refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
+) -> list[jax.Array]:
+    """Return columns of ``(rows, cols)`` refs, in float32: for each ref, those at each start."""
+    if is_interpreted():
+        columns = [ref.at[:, pl.ds(start, width)] for ref in refs for start in starts]
+        return [load(ref, layout).astype(jnp.float32) for ref in columns]
+    return _load_wide(refs, layout, (refs[0].shape[0], width), starts)
+
+
+def _load_wide(
+    refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
+) -> list[jax.Array]:
+    """Load all of them in one inline function.
+
+    Mosaic spends more time on lowering such a function than on the operations in it.
+    """
+    count = len(refs) * len(starts)
 
     @plgpu.inline_mgpu(
-        arg_types=tuple(plgpu.RefType() for _ in refs), return_type=tuple(loaded for _ in refs)
+        arg_types=(plgpu.RefType(),) * len(refs),
+        return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),) * count,
     )
     def read(context: Any, *refs: Any) -> Any:
-        return [_widen(value) for value in addresses.load_arrays(refs, layout.to_mgpu())]
+        arrays = addresses.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
+        return [_widen(array) for array in arrays]
 
-    return list(read(*[ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]))
+    return list(read(*refs))
 
 
 def store(ref: Ref, value: jax.Array) -> None:

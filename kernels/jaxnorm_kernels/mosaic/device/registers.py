@@ -52,8 +52,7 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
-        (loaded,) = addresses.load_arrays([columns], layout.to_mgpu())
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
         return loaded
 
     return read(ref)
@@ -81,7 +80,7 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), signed=True)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
         return loaded
 
     return read(ref)
@@ -151,7 +150,7 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the registers of arrays of one layout, and with them their address in global memory."""
     first, *_ = values
-    (at,) = addresses.addresses([ref], first.layout, in_global=True)
+    at = addresses.addresses(ref, first.layout, first.shape, in_global=True)
     return zip(*(value.registers.flat for value in values), at)
 
 
