@@ -138,8 +138,8 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        held = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=held, is_signed=signed, optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=signed)
+        return loaded
 
     return read(ref)
 
