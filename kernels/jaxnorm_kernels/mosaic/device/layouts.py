@@ -175,6 +175,8 @@ def load_wide_columns(
     refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
 ) -> list[jax.Array]:
     """Return columns of ``(rows, cols)`` refs, in float32: for each ref, those at each start."""
+    if not refs:
+        return []
     if is_interpreted():
         columns = [ref.at[:, pl.ds(start, width)] for ref in refs for start in starts]
         return [load(ref, layout).astype(jnp.float32) for ref in columns]
