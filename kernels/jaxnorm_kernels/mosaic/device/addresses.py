@@ -43,10 +43,6 @@ class Places(NamedTuple):
     step: int
     elements: int
 
-    def register(self, kind: Any) -> Any:
-        """Return the type of a register whose elements have this type."""
-        return ir.VectorType.get((self.elements,), kind)
-
     def of_thread(self) -> Word:
         """Return where this thread starts."""
         thread, total = mgpu.thread(), None
@@ -85,34 +81,10 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
     return Places(tuple(terms), tuple(offsets), step, elements)
 
 
-def addresses(
-    ref: Any, layout: Any, shape: tuple[int, ...], *, start: int = 0, in_global: bool = False
-) -> list[Any]:
-    """Return the address of each register of an array of `shape`, in the order of the registers.
-
-    Args:
-      start: where the array starts, in elements from the start of `ref`.
-      in_global: if the compiler is to know that `ref` is in global memory.
-    """
-    kind = ir.MemRefType(ref.type)
-    strides, _ = kind.get_strides_and_offset()
-    where = places(layout, shape, tuple(strides))
-    return _Addresses(ref, where.of_thread().value, in_global)(where, start)
-
-
-class _Addresses:
-    """The address of the first element of a thread, and addresses at a fixed distance from it."""
-
-    def __init__(self, ref: Any, of_thread: Any, in_global: bool = False) -> None:
-        base, self.kind = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-        base = mgpu.in_global(base) if in_global else base
-        self.first = utils.getelementptr(base, [of_thread], self.kind)
-
-    def __call__(self, where: Places, start: int) -> list[Any]:
-        distances = [start + k for k in where.registers]
-        return [
-            utils.getelementptr(self.first, [k], self.kind) if k else self.first for k in distances
-        ]
+def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Return the addresses of the registers of an array, for a ref in global memory."""
+    where = places(layout, shape, _strides(ref))
+    return _from(mgpu.in_global(utils.memref_ptr(ref)), where.of_thread(), where.registers, ref)
 
 
 def load_arrays(
@@ -124,24 +96,24 @@ def load_arrays(
     signed: bool | None = None,
 ) -> list[Any]:
     """Return arrays of `shape` in a tiled layout: for each ref, one from each of `starts` on."""
-    arrays, of_threads = [], dict[Places, Any]()
+    arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:
-        kind = ir.MemRefType(ref.type)
-        strides, _ = kind.get_strides_and_offset()
-        where = places(layout, shape, tuple(strides))
+        where = places(layout, shape, _strides(ref))
         if where not in of_threads:
-            of_threads[where] = where.of_thread().value
-        at, register = _Addresses(ref, of_threads[where]), where.register(kind.element_type)
-        for start in starts:
-            registers = [llvm.load(register, address) for address in at(where, start)]
-            arrays.append(_array(registers, layout, shape, signed))
+            of_threads[where] = where.of_thread()
+        distances = [start + k for start in starts for k in where.registers]
+        register = ir.VectorType.get((where.elements,), ir.MemRefType(ref.type).element_type)
+        found = _from(utils.memref_ptr(ref), of_threads[where], distances, ref)
+        loaded, count = [llvm.load(register, at) for at in found], len(where.registers)
+        for first in range(0, len(loaded), count):
+            arrays.append(_array(loaded[first : first + count], layout, shape, signed))
     return arrays
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """Return for each element of an array its place, in elements from the start; of int32."""
     where = places(layout, shape, strides)
-    register = where.register(ir.IntegerType.get_signless(32))
+    register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))
     first = vector.broadcast(register, where.of_thread().value)
     registers = []
     for k in where.registers:
@@ -149,6 +121,18 @@ def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> An
         values = ir.DenseElementsAttr.get(offsets, type=register)
         registers.append(arith.addi(first, arith.constant(register, values)))
     return _array(registers, layout, shape, signed=True)
+
+
+def _strides(ref: Any) -> tuple[int, ...]:
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    return tuple(strides)
+
+
+def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
+    """Return the addresses at these distances, in elements, from where a thread starts."""
+    kind = ir.MemRefType(ref.type).element_type
+    first = utils.getelementptr(base, [of_thread.value], kind)
+    return [utils.getelementptr(first, [k], kind) if k else first for k in distances]
 
 
 def _array(registers: Sequence[Any], layout: Any, shape: tuple[int, ...], signed: Any) -> Any:

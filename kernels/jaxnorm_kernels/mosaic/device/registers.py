@@ -150,7 +150,7 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the registers of arrays of one layout, and with them their address in global memory."""
     first, *_ = values
-    at = addresses.addresses(ref, first.layout, first.shape, in_global=True)
+    at = addresses.addresses(ref, first.layout, first.shape)
     return zip(*(value.registers.flat for value in values), at)
 
 
