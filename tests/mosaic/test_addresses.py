@@ -80,6 +80,14 @@ def test_each_thread_finds_its_elements(name, row):
     assert np.array_equal(computed(places), expected)
 
 
+def test_axes_that_are_not_counted():
+    """The place among the first axes alone: the last axis has a stride of 0."""
+    layout = strip_layout(8, 8).to_mgpu()
+    numbers = np.broadcast_to(np.arange(32).reshape(4, 8, 1), (4, 8, 128))
+    places = addresses.places(layout, (4, 8, 128), (8, 1, 0))
+    assert np.array_equal(computed(places), held(layout, numbers))
+
+
 def test_threads_side_by_side_take_one_term():
     """Few operations: a vector for each thread of a warpgroup is at ``thread % 128 * vector``."""
     places = addresses.places(warps_layout(8).to_mgpu(), (4, 256), (256, 1))
