@@ -137,7 +137,7 @@ class _PipelinedKernel:
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
-            stale = unit.is_stale(self.ring.shape)
+            stale = unit.is_stale()
             for row in rows:
                 elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
+    WARPS,
     Layout,
     Ref,
     flat_index,
@@ -45,11 +46,12 @@ class Fragment:
         """Stores it in a row."""
         store_global(ref.at[row, self.columns()], value, layout)
 
-    def is_stale(self, shape: tuple[int, ...]) -> jax.Array | None:
+    def is_stale(self) -> jax.Array | None:
         """True where another fragment has the same column, in `warps_layout`; None for nowhere."""
         if self.fresh is None:
             return None
-        column = flat_index(shape, warps_layout(math.prod(shape) // WARPGROUP_THREADS))
+        shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
+        column = flat_index(shape, layout)
         return column < self.fresh - self.start
 
 
