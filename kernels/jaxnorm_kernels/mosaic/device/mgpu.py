@@ -22,6 +22,7 @@ try:
     from jax._src.lib.mlir import ir as ir
     from jax._src.lib.mlir.dialects import arith as arith
     from jax._src.lib.mlir.dialects import builtin as builtin
+    from jax._src.lib.mlir.dialects import gpu as gpu
     from jax._src.lib.mlir.dialects import llvm as llvm
     from jax._src.lib.mlir.dialects import math as math
     from jax._src.lib.mlir.dialects import nvvm as nvvm
@@ -71,8 +72,8 @@ class Word:
 
 
 def thread() -> Word:
-    """Return the thread's number in its block."""
-    return Word(utils.thread_idx())
+    """Return the thread's number in its block; blocks have one axis of threads."""
+    return Word(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
 
 
 def load_floats(address: Word, count: int) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import mgpu
+from jaxnorm_kernels.mosaic.device import addresses, mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
@@ -51,8 +51,8 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
-        return FragmentedArray.load_untiled(columns, layout=layout.to_mgpu(), optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
+        return loaded
 
     return read(ref)
 
@@ -79,8 +79,8 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        held = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=held, is_signed=True, optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
+        return loaded
 
     return read(ref)
 
@@ -140,18 +140,17 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        for register, address in moves(ref, value):
-            llvm.store(register(value.registers), address)
+        for register, address in _moves(ref, value):
+            llvm.store(register, address)
 
     write(ref if value.shape == ref.shape else ref.reshape(*value.shape), value)
 
 
-def moves(ref: Any, value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Yield, for each register of `value`, what picks it, and its address in global memory."""
-    one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-    each = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-    for register, _, _, address in each:
-        yield register, mgpu.in_global(address)
+def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the registers of arrays of one layout, and with them their address in global memory."""
+    first, *_ = values
+    at = addresses.addresses(ref, first.layout, first.shape)
+    return zip(*(value.registers.flat for value in values), at)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -227,9 +226,9 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
-        for register, address in moves(ref, value):
-            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), address)
+        for register, is_inside, address in _moves(ref, value, inside):
+            with utils.when(mgpu.elements_of(is_inside)[0]):
+                llvm.store(register, address)
 
     write(ref, value.astype(ref.dtype), inside)
 
@@ -340,8 +339,7 @@ def load_each_row(
     )
     def read(context: Any, ref: Any, rows: Any) -> Any:
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
-        i32 = ir.IntegerType.get_signless(32)
-        columns = FragmentedArray.broadcasted_iota(i32, shape, 1, rows.layout, is_signed=True)
+        columns = addresses.indices(rows.layout, shape, (0, 1))
 
         def loaded(rows: Any, columns: Any) -> Any:
             (elements,) = ir.VectorType(columns.type).shape

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
+    WARPS,
     Layout,
     Ref,
     flat_index,
@@ -45,12 +46,13 @@ class Fragment:
         """Stores it in a row."""
         store_global(ref.at[row, self.columns()], value, layout)
 
-    def skip_stale(self, term: jax.Array) -> jax.Array:
-        """`term` in `warps_layout`, and 0 where another fragment has the same column."""
+    def is_stale(self) -> jax.Array | None:
+        """True where another fragment has the same column, in `warps_layout`; None for nowhere."""
         if self.fresh is None:
-            return term
-        column = flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))
-        return jnp.where(column < self.fresh - self.start, jnp.float32(0), term)
+            return None
+        shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
+        column = flat_index(shape, layout)
+        return column < self.fresh - self.start
 
 
 @dataclasses.dataclass(frozen=True)
