@@ -176,7 +176,8 @@ def test_an_integer_in_place_of_an_array(function, name, expected, power):
 @pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_what_a_kernel_refuses_names_the_function(name):
     """Rows of 4 columns are too short for each of them."""
-    sizes = {"weight": np.s_[:4], "cos": np.s_[..., :2], "sin": np.s_[..., :2], "labels": ...}
+    sizes = dict.fromkeys(("weight", "teacher_weight"), np.s_[:4])
+    sizes |= {"cos": np.s_[..., :2], "sin": np.s_[..., :2], "labels": ...}
     call = plain_call_of(name)
     arrays = {n: a[sizes.get(n, np.s_[..., :4])] for n, a in call.keywords.items()}
     expected = rf"^{name}: implementation='mosaic' cannot run the forward of \(4, [48]\): "

@@ -62,13 +62,14 @@ SCATTERED = (OF_GROUPS, "rms_norm_gated of heads")
 # Functions that have no kernel on a mesh, or whose mask or bias the stand-in refuses.
 WITHOUT_KERNEL = {"softmax with a mask", "softmax with a bias"}
 WITHOUT_KERNEL |= {*SCATTERED, "softmax_cross_entropy_with_integer_labels of classes"}
+WITHOUT_KERNEL |= {"kl_divergence reverse"}
 
 
 def specs_of(name, layout):
     a, b, c = (*layout.x, None, None, None)[:3]
     specs = {
         **dict.fromkeys(("x", "residual", "gate", "logits", "classes"), P(a, b, c)),
-        **dict.fromkeys(("labels", "counts"), P(a, b)),
+        **dict.fromkeys(("labels", "candidates", "counts"), P(a, b)),
         **dict.fromkeys(("scale", "bias", "branch"), layout.params),
         **dict.fromkeys(("of_samples", "mask"), P(a)),
         **dict.fromkeys(("cos", "sin"), P(a) if layout.tables is None else layout.tables),

@@ -232,6 +232,77 @@ def test_a_policy_gradient_with_an_entropy_bonus():
     assert_close(ours, jax.value_and_grad(plain)(params))
 
 
+def hidden_of(params, tokens):
+    x = params["embedding"][tokens]
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["scale"]
+
+
+def test_several_candidates():
+    tokens, _, params, reference = answers(6)
+    candidates = jnp.stack([(3 * tokens[:, i] + i) % VOCABULARY for i in range(4)], -1)
+
+    def plain(params):
+        log_p = (
+            jax.nn.log_softmax(hidden_of(p, tokens[:, -1]) @ p["head"]) for p in (params, reference)
+        )
+        ours, its = (jnp.take_along_axis(p, candidates, -1) for p in log_p)
+        return -jax.nn.log_softmax(0.1 * (ours - its))[:, 0].mean()
+
+    loss = page("losses")["candidates_loss"]
+    ours = jax.value_and_grad(loss)(params, reference, tokens, candidates)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def log_softmaxes(params, tokens, temperature=1.0):
+    return jax.nn.log_softmax(hidden_of(params, tokens[:, :-1]) @ params["head"] / temperature)
+
+
+def test_on_policy_distillation():
+    tokens, answer, params, teacher = answers(6)
+
+    def plain(params):
+        log_q, log_p = (log_softmaxes(p, tokens, 2.0) for p in (params, teacher))
+        divergences = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
+        return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
+
+    loss = page("losses")["distillation_loss"]
+    ours = jax.value_and_grad(loss)(params, teacher, tokens, answer, temperature=2.0)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_the_top_k_of_a_teacher():
+    tokens, answer, params, teacher = answers(6)
+    of_teacher = jnp.pad(log_softmaxes(teacher, tokens), ((0, 0), (1, 0), (0, 0)))
+    top_log_prob, top_tokens = jax.lax.top_k(of_teacher, 5)
+
+    def plain(params):
+        log_q = jnp.take_along_axis(log_softmaxes(params, tokens), top_tokens[:, 1:], -1)
+        log_p = top_log_prob[:, 1:]
+        divergences = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+        return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
+
+    loss = page("losses")["top_k_loss"]
+    ours = jax.value_and_grad(loss)(params, tokens, answer, top_tokens, top_log_prob)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_jensen_shannon():
+    x, head, teacher_x, teacher_head = (
+        normal(i, *shape) for i, shape in enumerate([(6, 8), (8, 40), (6, 12), (12, 40)])
+    )
+
+    def plain(x, head):
+        q, p = jax.nn.softmax(x @ head), jax.nn.softmax(teacher_x @ teacher_head)
+        m = 0.3 * p + 0.7 * q
+        of_p, of_q = (jnp.sum(d * jnp.log(d / m), -1) for d in (p, q))
+        return (0.3 * of_p + 0.7 * of_q).mean()
+
+    def ours(x, head):
+        return page("losses")["jensen_shannon"](x, head, teacher_x, teacher_head, 0.3, chunk=4)
+
+    assert_close(*(jax.value_and_grad(f, (0, 1))(x, head) for f in (ours, plain)))
+
+
 def test_outputs_that_are_offloaded():
     """Of the scanned layers y is kept in the host's memory, and nothing else of its size."""
     loss = page("transformations")["loss"]

@@ -81,6 +81,10 @@ class Call:
             text += f" scale={spec.logits.logits_scale}"
         if spec.loss.logit_softcap is not None:
             text += f" softcap={spec.loss.logit_softcap}"
+        if spec.loss.teacher_softcap is not None:
+            text += f" teacher_softcap={spec.loss.teacher_softcap}"
+        if spec.loss.reverse:
+            text += " reverse"
         if spec.softmax.causal:
             text += " causal"
         if spec.loss.label_smoothing:
@@ -322,7 +326,7 @@ class Call:
             return None
         *_, inner, inner_cols = view.strided
         strided = self._in_rows.replaced(moved_axis=False, inner=inner, inner_cols=inner_cols)
-        kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
+        kinds = {kind for name in self.parameters if (kind := self._kind(name)) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():
             return strided.replaced(

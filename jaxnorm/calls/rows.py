@@ -31,6 +31,7 @@ class RowView:
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
         are broadcast.
       table: shape of the cos and sin tables: as above, with one value for each pair of columns.
+      candidates: ``(k,)`` if there are k labels for each row, with an axis of their own.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class RowView:
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
     table: tuple[int, ...] = ()
+    candidates: tuple[int, ...] = ()
 
     @functools.cached_property
     def normalised(self) -> tuple[int, ...]:
@@ -166,7 +168,10 @@ class RowView:
         return Shared(tuple(segments), has_columns=has_cols != {False})
 
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
-        """Return the axes of x that an operand of this kind has, in the operand's order."""
+        """Return the axes of x that an operand of this kind has, in the operand's order.
+
+        Candidates have one axis more.
+        """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
         if kind not in PARAMETERS:
@@ -179,13 +184,15 @@ class RowView:
         if kind in _SHAPES:
             shape: tuple[int, ...] = getattr(self, kind)
             return shape or (self.normalised if kind in PARAMETERS else ())
-        return tuple(self.shape[a] for a in self.axes_of(kind))
+        sizes = tuple(self.shape[a] for a in self.axes_of(kind))
+        return sizes + self.candidates if kind == "candidate" else sizes
 
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
         """Return the view of another x, whose operands have the shapes ``of(kind)``."""
-        return RowView(shape, axes, *map(of, _SHAPES))
+        view = RowView(shape, axes, *map(of, _SHAPES))
+        return dataclasses.replace(view, candidates=self.candidates)
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
         """Return the view with a batch axis in front of x and of the operands in `kinds`."""
@@ -211,6 +218,8 @@ class RowView:
         match kind:
             case "stat" | "label":
                 return a.reshape(self.rows)
+            case "candidate":
+                return a.reshape(self.rows, *self.candidates)
             case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
                 groups = inner_groups or self.groups(kind)
@@ -226,7 +235,7 @@ class RowView:
 
     def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """Invert `to_rows`."""
-        if kind == "stat" or kind in PARAMETERS:
+        if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
         if strided or not self.moved:

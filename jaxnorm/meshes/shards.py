@@ -149,6 +149,7 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
                 else f"x{axis}"
                 for axis, size in zip(call.view.axes_of(kind), shape)
             )
+            + (f" {prefix}{next(places)}" if kind == "candidate" else "")
             for kind, shape in zip(kinds, shapes)
         ]
 

@@ -106,7 +106,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
     """Of the classes of a row; `padded`: and of the columns behind them."""
-    widest = VECTOR_BYTES // spec.x_dtype.itemsize
+    widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
 
