@@ -8,7 +8,7 @@ and without a GPU. `replaying` takes launches from it on a machine with a GPU an
 
 compiles what ``TRITON_PROGRAMS=FOLDER python -m benchmarks.run blocks loss --dtypes bfloat16``
 times of the providers `triton_sm80` and `triton_sm90`. The tests' kernels are compiled by ``pytest
---export-triton`` (see CONTRIBUTING.md).
+--export-triton`` (see docs/testing.md).
 """
 
 import argparse
