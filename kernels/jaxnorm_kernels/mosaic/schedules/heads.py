@@ -75,9 +75,7 @@ class Heads:
 
 def forward(spec: Spec) -> Heads | None:
     """Return the schedule of the forward pass, or None if no kernel supports these heads."""
-    of_pairs = (
-        VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES
-    )  # loaded at once
+    of_pairs = VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES  # loaded at once
     held = _held(spec, (spec.x_dtype, spec.y_dtype), of_pairs)
     if held is None:
         return None
