@@ -39,7 +39,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """Return the schedule, or raise if there is none; `why_unsupported` refuses such calls."""
+    """Return the schedule, or raise ValueError for a call that `why_unsupported` refuses."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule

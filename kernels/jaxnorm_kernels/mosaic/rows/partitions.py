@@ -1,4 +1,4 @@
-"""Which columns of a row a warpgroup holds, in which fragments.
+"""Partitions of a row: the columns that each warpgroup holds, in fragments.
 
 A warpgroup owns a *partition* of the columns. It advances in *units*: one vector for each thread of
 a row. Mosaic has no masked loads or stores. So if a row is not a multiple of all its partitions'
@@ -74,7 +74,7 @@ class AlignmentView:
 
     @property
     def edge(self) -> int:
-        """How many columns at either end of a window may belong to other rows."""
+        """The number of columns at either end of a window that may belong to other rows."""
         return 2 * self.step
 
     def placed(self) -> "PlacedView":

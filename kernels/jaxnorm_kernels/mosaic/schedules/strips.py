@@ -1,4 +1,4 @@
-"""Which calls run as strips, without a transpose, and the size of the strips: tables with reasons.
+"""Tables of the calls that run as strips, without a transpose, and of the strips' sizes.
 
 `rows.strips` defines strips. The numbers are those of Hopper (H100, H200).
 """

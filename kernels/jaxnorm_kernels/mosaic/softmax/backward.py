@@ -94,8 +94,7 @@ class SoftmaxFormula:
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
-        """Select 0 for a multiple of y, or of exp(y), where that factor is 0 (masked calls only).
-        """
+        """Select 0 for a multiple of y or exp(y) where that factor is 0, in masked calls."""
         if not self.spec.drops_entries:
             return multiple
         return jnp.where(y == (-jnp.inf if self._is_log else 0.0), 0.0, multiple)
