@@ -1,8 +1,8 @@
-"""GB/s against N: a panel for each operation and direction, a line for each provider.
+"""Plots of results: GB/s against N, with a panel per operation and direction, a line per provider.
 
-Odd lengths, which no vector width divides, are hollow markers beside the lines. Of products TFLOP/s
-against their size, and of those of models. Of training steps, for each model bars of time and
-memory, and the losses.
+Odd lengths, which no vector width divides, are hollow markers next to the lines. For matmuls, the
+plots show TFLOP/s against their size, and for the matmuls of models. For training steps, they show
+bars of time and memory, and the losses, for each model.
 """
 
 import itertools
@@ -110,7 +110,7 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
-    """Groups by how layers are stacked and by remat, a bar for each variant."""
+    """Draw a bar for each variant, in groups by how layers are stacked and by rematerialisation."""
     variants = text.variants(rows)
     there = {(row["layers"], row["remat"]) for row in rows}
     groups = [group for group in itertools.product(LAYERS, REMATS) if group in there]
@@ -141,7 +141,7 @@ def _plot(
     y_label: str = "GB/s, least bytes",
     roof: str = COPY,
 ) -> None:
-    """Panels with titles, whose columns have an x axis each; all have one y axis."""
+    """Draw panels with titles. The x axis is shared by a column, the y axis by all."""
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),
