@@ -19,7 +19,7 @@ PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What is timed of an operation: its shapes, and the providers it is compared with.
+    """The timed cells of an operation: its shapes, and the providers it is compared with.
 
     With `is_eager`, it runs outside `jax.jit`, where a library may trace or compile a gradient at
     each call.

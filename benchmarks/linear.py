@@ -27,7 +27,7 @@ PROJECTIONS: dict[Shape, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """What is measured of one operation. A shape is M x K x N, for x (M, K) and weight (K, N)."""
+    """The measured cells of one operation. A shape is M x K x N, for x (M, K) and weight (K, N)."""
 
     normalises: bool
     shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)

@@ -26,7 +26,7 @@ SOFTCAP = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What is measured of one loss. A shape is x's, then the classes if weight makes the logits.
+    """The measured cells of one loss. A shape is x's, then the classes if weight makes the logits.
 
     Attributes:
       shapes: rows x classes; or rows x features x classes, for x (rows, features) and weight

@@ -13,7 +13,7 @@ LARGE = 100e6  # bytes: twice an H200's cache
 
 
 def who(measured: Figures) -> str:
-    """Return a sentence that names the measured providers, and the one that stands for jaxnorm."""
+    """Return a sentence that names the measured providers, and which of them stands for jaxnorm."""
     there = {name for answers in measured.values() for name in answers}
     labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
     if "jaxnorm" in there:

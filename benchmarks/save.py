@@ -1,4 +1,4 @@
-"""What ``save="output"`` costs, and what it frees: tables of docs/numerics.md and docs/memory.md.
+"""The cost of ``save="output"``, and the memory it frees: tables of docs/numerics.md and docs/memory.md.
 
     python -m benchmarks.save errors
     python -m benchmarks.save memory

@@ -97,7 +97,7 @@ class Step:
 
     @property
     def _memory(self) -> Any:
-        """None if a backend does not report it; CPUs and GPUs do."""
+        """XLA's memory plan, or None if a backend does not report it; CPUs and GPUs do."""
         return self.run.memory_analysis()
 
     @property
