@@ -1,4 +1,4 @@
-"""The cost of ``save="output"``, and the memory it frees: tables of docs/numerics.md and docs/memory.md.
+"""The cost of ``save="output"``, and what it frees: tables of docs/numerics.md, docs/memory.md.
 
     python -m benchmarks.save errors
     python -m benchmarks.save memory
