@@ -163,7 +163,7 @@ def test_first_calls_of_training_steps(monkeypatch):
     rows[0]["total_s"], rows[1]["total_s"] = "1.500", "2.250"
     table = report_tables.compile_times(rows).splitlines()
     assert table[0].startswith("| training step | functions | trace s |")
-    assert table[2].startswith("| tiny scan, 2 x 16 | jnp and optax |")
+    assert table[2].startswith("| tiny scan, 2 x 16 | plain JAX and optax |")
     assert table[3].endswith("| 2.250 | +0.75 |")
 
 
