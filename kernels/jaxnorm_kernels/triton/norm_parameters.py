@@ -86,7 +86,7 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
     """Return G and 1 / G for the columns of a tile."""
-    g = gain(scale, col, cols, norm.norm.scale_offset, norm.scale_floor)
+    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
     elif norm.scale_floor > 0.0:
@@ -111,7 +111,7 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
     """Return G and the bias of the columns of a tile; without a scale 1, without a bias 0."""
-    g = gain(scale, col, cols, norm.norm.scale_offset, norm.scale_floor)
+    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 

@@ -73,6 +73,30 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
+# Causal rows with fewer columns keep their schedule, because they were not timed.
+_LEAST_CAUSAL_COLS = 512
+# The narrowest load of a causal row.
+_LEAST_LOAD_BYTES = 8
+
+
+def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
+    """Return threads and a vector with which a causal row has `parts` units, if that is possible.
+
+    A causal softmax loads whole units of `threads * vector` columns up to the diagonal: on average
+    half a unit more than it needs, of each array. First the loads become narrower, then the threads
+    fewer. Rows with a mask or a bias keep their unit.
+    """
+    if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
+        return threads, vector
+    least = max(1, _LEAST_LOAD_BYTES // spec.y_dtype.itemsize)
+    while threads * vector * parts > spec.cols and (vector > least or threads > 1):
+        if vector > least:
+            vector //= 2
+        else:
+            threads //= 2
+    return threads, vector
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """The rows of x that a block holds; all of them are in one run.
