@@ -23,8 +23,8 @@ def who(measured: Figures) -> str:
         return (
             f"Measured: {labels}. `jaxnorm` is the implementation that a call uses by default"
             + (
-                ". The exception is forward norms of up to 4 MiB: their default is XLA's code, but the "
-                "kernel was timed."
+                ". The exception is forward norms of up to 4 MiB: their default is XLA's code, but "
+                "the kernel was timed."
                 if by_name
                 else "."
             )

@@ -71,7 +71,7 @@ _SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
 def label_sums(
     x: jax.Array, kept: jax.Array, m: jax.Array, label: jax.Array, at_label: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """Return for each row: others of `kept`; x and `kept` at the label; sum(x - m) if smoothed.
+    """Return each row's sum `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
 
     Args:
       x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a
