@@ -1,4 +1,4 @@
-"""What the tests of converted models share: bounds of a norm, kernels of a program, the log."""
+"""Helpers for tests of converted models: bounds of a norm, kernels of a program, the log."""
 
 import logging
 
@@ -13,7 +13,7 @@ def normal(shape, seed=0):
 
 
 def kernels_in(function, *arguments):
-    """How many kernels a program for CUDA has."""
+    """Return how many kernels a program for CUDA has."""
     traced = jax.jit(function).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
 

@@ -135,7 +135,7 @@ class Expected:
         }
 
     def walk(self, terms):
-        """Of a sum's roundings, by the sum of magnitudes."""
+        """Return the rounding error of a sum, relative to the sum of magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 

@@ -51,7 +51,7 @@ class Linear:
         dtype = jnp.dtype(self.dtype or promoted)
         factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
         self.u, self.v = arithmetic(dtype.name), self.logits_roundoff(dtype.name)
-        # dlogits are a factor, too.
+        # dlogits are rounded too, because they are an operand of a matmul.
         self.factor_v = max(self.v, unit_roundoff(factors.name))
         self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
         self.bias = exact(self.bias)
@@ -89,7 +89,7 @@ class Linear:
         return self.rows.loss_bound() + slope * self.error
 
     def gradients(self, *d):
-        """Of x, weight and bias, for each with its bound; `d` belongs to rows."""
+        """Return the gradients of x, weight and bias, with bounds; `d` has one value per row."""
         dlogits = self.rows.gradient(*d)
         error = self.rows.gradient_bound(*d) + self.factor_v * np.abs(dlogits)
         error = error + self.logits_scale * self.moved(*d)
@@ -107,7 +107,7 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """By how much the gradients of rows differ at logits that are wrong."""
+        """Return how much the gradients of rows change with the error of the logits."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)

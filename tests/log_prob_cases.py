@@ -13,10 +13,10 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 
 
 class LogProbs(CrossEntropy):
-    """Of rows of logits: a loss is that of a `CrossEntropy`, with the other sign.
+    """Log-probabilities and entropies of rows of logits; a log-probability is a negated loss.
 
-    The entropy follows what is computed, of exponentials e and their exponents t, which are not
-    above 0: log(s) - sum(e t) / s.
+    The bound of the entropy follows its computation, log(s) - sum(e t) / s, from exponentials e
+    with exponents t <= 0.
     """
 
     @functools.cached_property
@@ -40,7 +40,8 @@ class LogProbs(CrossEntropy):
     @functools.cached_property
     def _entropy_bound(self):
         few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
-        # Of each term: an exponential has the error of its argument, which is a factor, too.
+        # The error of each term: an exponential has the error of its argument, which is also a
+        # factor.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)
         # Below the least normal number an exponential may be 0.
@@ -67,7 +68,7 @@ class LogProbs(CrossEntropy):
 
 
 class Linear(linear_loss_cases.Linear):
-    """Of rows of ``x @ weight + bias``, which is wrong by the sums in a product alone."""
+    """The same for rows of ``x @ weight + bias``, whose only error is that of the matmul's sums."""
 
     of_rows = LogProbs
     roundings = 1

@@ -1,4 +1,4 @@
-"""What the tests of softmaxes with a mask, a bias or `causal` share: cases, and their calls."""
+"""Cases and calls for tests of softmaxes with a mask, a bias or `causal`."""
 
 import dataclasses
 import math
@@ -91,7 +91,7 @@ COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 
 def mixed():
-    """Each width with every second kind, in one mix of dtypes and the other in turn."""
+    """Yield each width with every second kind, alternating between two mixes of dtypes."""
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):
             if (i + j) % 2:
@@ -101,12 +101,12 @@ def mixed():
 
 
 def op_of(kind: str, cols: int) -> str:
-    """In turn, so that each width and each kind meets both."""
+    """Return one of the two functions, so that each width and each kind meets both."""
     return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
 
 
 def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
-    """Of the forward, or of the backward."""
+    """Return the types of the operands of a forward or a backward."""
     spec, view = call.spec, call.view
     is_forward = spec.direction == "fwd"
     x = jax.ShapeDtypeStruct(view.shape, spec.x_dtype if is_forward else spec.y_dtype)
@@ -155,7 +155,7 @@ def assert_near(implementation, call, *operands):
 
 @jax.jit
 def difference(ours, theirs, least):
-    """The largest, of the largest element, or of `least`; whether what is not finite agrees."""
+    """Return the largest relative difference, and whether non-finite elements agree."""
     finite = jnp.isfinite(theirs)
     alike = jnp.all(finite | (ours == theirs))
     ours, theirs = (jnp.where(finite, a, 0).astype(jnp.float32) for a in (ours, theirs))

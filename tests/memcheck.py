@@ -142,7 +142,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Those of linear layers, in chunks, whose gradient is written over them."""
+    """Yield losses of linear layers, in chunks, whose gradient overwrites the logits."""
     function = getattr(jaxnorm, name, jaxnorm.linear_softmax_cross_entropy)
     for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
 
@@ -214,7 +214,7 @@ def main(implementation: str, name: str, dtype: str, programs: str | None = None
     for program, (_, operands) in zip(programs, cases):
         ones = [jax.device_put(np.ones(o.shape, o.dtype)) for o in operands]
         results = [np.asarray(a).astype(np.float32) for a in jax.tree.leaves(program(*ones))]
-        # What is not causal has -inf for a logarithm.
+        # Elements above the diagonal have a logarithm of -inf.
         wrong = any(np.isnan(r).any() or np.isposinf(r).any() for r in results)
         print(name, operands[0].shape, dtype, "WRONG" if wrong else "right", flush=True)
     print("all", len(cases), "cases")

@@ -24,7 +24,7 @@ KINDS = ["auto", "explicit", "manual"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mesh, how x lies on it, and how the parameters do."""
+    """A mesh, and the shardings of x and of the parameters."""
 
     name: str
     mesh: dict[str, int]
@@ -79,7 +79,7 @@ def specs_of(mesh_axes, axes):
 
 
 def in_shards(arrays, mesh, specs):
-    """The arrays on a mesh; from the host, since a device cuts shards by a program of its own."""
+    """Place arrays on a mesh, from the host: a device would run a program to split them."""
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 

@@ -40,7 +40,7 @@ class _Norm(Norm):
 
     @property
     def r_error(self):
-        """Of r, relative to it."""
+        """The relative error of r."""
         return self.r * np.mean(np.abs(self.xh) * self.excess, -1, keepdims=True) * (1 + 2**-6)
 
     def _xh_error(self):
@@ -146,11 +146,11 @@ class NormLinear:
         }
 
     def walk(self, terms):
-        """Of a sum's roundings, by the sum of magnitudes."""
+        """Return the rounding error of a sum, relative to the sum of magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 
-# x, residual, weight, scale, bias; the product's; y's, and whether it is asked for
+# Dtypes of x, residual, weight, scale and bias; of the matmul; of y, and whether y's is requested.
 MIXES = [
     *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
     (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),

@@ -15,7 +15,8 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     pairs = [set(itertools.combinations(enumerate(at), 2)) for at in places]
     missing = set().union(*pairs)
     chosen = set()
-    # Greedily; from the one that meets the fewest others so far, where several add as much.
+    # Choose greedily. If several add the same number, take the one whose values occurred least so
+    # far.
     times = dict.fromkeys(itertools.chain(*(enumerate(at) for at in places)), 0)
     while missing:
         best = min(

@@ -46,7 +46,7 @@ def reason(error: ValueError) -> str | None:
 
 
 def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
-    """Of the reports of a run, by outcome."""
+    """Count the reports of a run, by outcome."""
     counted: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for outcome in ("passed", "failed", "skipped"):
         for report in stats.get(outcome, ()):
@@ -61,7 +61,7 @@ def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
 
 
 def differences(counted: Counts) -> list[str]:
-    """What is not as committed, among the tests of which all cases were run."""
+    """Return the differences from the committed counts, for tests whose cases all ran."""
     committed = read()
     return [
         f"{test}: {refusals} of {cases} cases refused; expected {committed[test][1]} "

@@ -19,10 +19,10 @@ from jaxnorm_kernels.specs import LogitsOptions, NormOptions, SoftmaxOptions
 
 
 class StandIn(types.ModuleType):
-    """What every stand-in has, besides its functions and `why_unsupported`.
+    """The common part of stand-ins, beside their functions and `why_unsupported`.
 
     Attributes:
-      shapes: of each launch, which its functions note.
+      shapes: the shapes of each launch, recorded by its functions.
     """
 
     def __init__(self) -> None:

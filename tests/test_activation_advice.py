@@ -45,7 +45,7 @@ def told(report, name):
 
 
 def is_true(before, after, name):
-    """Following it lowers the total by what it says, within 10 %; then there is none of it left."""
+    """Return whether advice saves what it says, within 10 %, and is gone after it was followed."""
     saves = sum(row.saves for row in told(before, name))
     return (
         saves > 0
@@ -129,7 +129,7 @@ def test_a_norm_that_has_one():
 
 
 def test_a_product_that_is_cast_twice():
-    """Of either cast an array is kept, and the norm that takes the product keeps neither."""
+    """Each cast of a matmul is saved; a norm of the matmul saves neither."""
 
     def twice(x, scale):
         x = x @ jnp.outer(scale, scale)

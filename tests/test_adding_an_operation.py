@@ -75,7 +75,7 @@ ENTRY = functions.Function(
 @pytest.mark.parametrize("form", ["whole arrays", "parts"])
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
 def test_values_and_gradients(added, dtype, form):
-    """By the case that the self-check makes of the table's entry, with its bounds."""
+    """Values and gradients match the self-check's case of the table's entry."""
     (case,) = selfcheck.cases_of(NAME)
     forms = (parts.of_parts, parts.read) if form == "parts" else ()
     outcome = selfcheck.check(dataclasses.replace(case, options={"factor": FACTOR}), dtype, *forms)
@@ -143,7 +143,7 @@ def test_over_other_axes(added, x64):
 
 
 def test_names(added):
-    """Its primitives', what is kept by, and what an error and a plan say."""
+    """Check the names of primitives and residuals, and in an error and a plan."""
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
     passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]
@@ -165,7 +165,7 @@ def test_names(added):
 
 
 def section(page, title):
-    """Of CONTRIBUTING.md, or of a page of docs/."""
+    """Return a section of CONTRIBUTING.md, or of a page of docs/."""
     return (ROOT / page).read_text().partition(f"# {title}\n")[2].partition("\n#")[0]
 
 
@@ -180,7 +180,7 @@ def files_in(text):
 
 
 def test_the_list_of_files_is_that_of_the_operations_that_there_are():
-    """Those where a name of an operation with a residual occurs, and no others."""
+    """The list names the files with an operation that has a residual, and no others."""
     text = section("CONTRIBUTING.md", "Adding an operation")
     always, _, others = text.partition("\nOnly where")
     sources = {name for name in files_in(always) if name.startswith(("jaxnorm/", "kernels/"))}

@@ -108,7 +108,7 @@ def test_grouped_queries_and_causal_mask_in_nnx(heads):
 
 @pytest.mark.parametrize("kind", [None, "mask", "bias"])
 def test_complex_operands_in_linen(kind):
-    """Which Flax takes, too; its softmax is jax.nn's."""
+    """Complex operands work as in Flax, whose softmax is jax.nn's."""
     shape = (2, 5, 3, 4)
     rng = np.random.default_rng(0)
     operands = [

@@ -163,7 +163,7 @@ def saved(f, *arrays):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
-    """It saves the weights in 16 bits, and the cotangent of the logits is 16 bits, too."""
+    """The weights are saved in 16 bits, and the cotangent of the logits has 16 bits too."""
     q, k, v, ct = operands(dtype, 1)
     square = (2, HEADS, LENGTH, LENGTH)
 
@@ -260,7 +260,7 @@ def test_under_vmap_and_remat():
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
-    """A NaN cotangent of the first query stays in the first key, too."""
+    """A NaN cotangent of the first query only reaches the first key."""
     q, k, v, ct = operands(dtype, 1)
     ct = ct.at[:, 0].set(jnp.nan)
     causal = jnp.asarray(CAUSAL)[None, None]

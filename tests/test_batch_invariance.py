@@ -72,5 +72,5 @@ ROWS_ALONE = ("linear_softmax_cross_entropy of rows", "linear_log_prob_and_entro
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*ROWS_ALONE, "rms_norm_linear silu"])
 def test_other_rows_do_not_matter_to_linear_layers(name, dtype):
-    """By the implementation that is the default: their products are XLA's."""
+    """The default implementation is tested, because the matmuls are XLA's."""
     check(name, Sizes((ROWS,), 128, 256), dtype)

@@ -23,7 +23,7 @@ def layouts(kinds):
     yield (None, *[0] * (len(kinds) - 1))
 
 
-# Each function over each of its operands; variants and their functions have the others in turn.
+# Each function with a batch in each of its operands; variants alternate between the other cases.
 CASES = [
     pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
     for n, (name, function) in enumerate(FUNCTIONS.items())

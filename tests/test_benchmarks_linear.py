@@ -1,4 +1,4 @@
-"""The benchmarks of products, without a GPU: what is asked, what is computed, and the tables."""
+"""The benchmarks of matmuls without a GPU: selections, computations and tables."""
 
 import dataclasses
 import functools

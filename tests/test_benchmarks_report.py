@@ -243,7 +243,7 @@ def test_a_report_of_training_steps(tmp_path):
 
 
 def test_a_report_of_bars(tmp_path):
-    """Of the steps that are there; their ratios are rounded after they are compared."""
+    """The table has the measured steps. Ratios are compared before they are rounded."""
     table = Table(tmp_path, SUITES["training"])
 
     def step(provider, ms, temp, **cell):

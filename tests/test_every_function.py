@@ -186,7 +186,7 @@ def equal_options():
 
 @pytest.mark.parametrize(("name", "option", "good", "bad"), [*equal_options()])
 def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
-    """A compiled call is looked up by the types of its static arguments, too."""
+    """The cache of compiled calls distinguishes static arguments by their types too."""
     call = plain_call_of(name)
     with pytest.raises(TypeError, match=f"{name}: {option}") as first:
         call(**{option: bad})

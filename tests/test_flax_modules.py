@@ -353,7 +353,7 @@ def test_a_wrong_width(ours, theirs):
 
 
 def test_parameters_are_cast_to_dtype_first():
-    """As in Flax: with dtype=bfloat16 the float32 x is rounded before its statistics are taken."""
+    """As in Flax, dtype=bfloat16 rounds the float32 x before its statistics are computed."""
     x = 100 + data()
     ours, theirs = (
         of_nnx(m, dtype=jnp.bfloat16).module for m in (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)

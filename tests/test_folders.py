@@ -100,6 +100,6 @@ def test_only_public_modules_are_at_the_top():
 
 
 def test_a_file_of_tests_has_a_name_of_its_own():
-    """Of whatever folder: pytest knows it by that alone."""
+    """pytest identifies a file by its name alone, in whatever folder it is."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py")]
     assert len(names) == len({*names})

@@ -49,7 +49,7 @@ def with_residual(function, **options):
 
 
 def rotated(function, **options):
-    """Of x, scale and, from the bias, tables whose pairs are no 0."""
+    """Return a function of x, scale and a bias, from which it makes tables without zero pairs."""
 
     def call(x, scale, bias, **more):
         cos, sin = halves(bias)
@@ -59,7 +59,7 @@ def rotated(function, **options):
 
 
 def gated(function, **options):
-    """Of x, scale and, of x and the bias, a gate."""
+    """Return a function of x, scale and bias, with a gate made of x and the bias."""
     return lambda x, s, b, **more: function(x, jnp.sin(x) + b, s, **options, **more)
 
 
@@ -434,9 +434,9 @@ VARIANTS = [
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels compute each derivative of each function; xla of a variant every other one, in turn, so
-# that each derivative is that of half of the variants.
-# Of per-example gradients each row is a group of its own. Heads that are rotated have one scale.
+# Kernels compute each derivative of each function. xla computes every other variant, alternating,
+# so that each derivative runs for half of the variants. In per-example gradients, each row is a
+# separate group. Heads that are rotated have one scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),
@@ -454,8 +454,8 @@ def test_derivatives(name, derivative, implementation):
 
 
 @pytest.mark.remat
-# Each function under each transformation; the derivatives in turn, so that each function and each
-# transformation meets all of them.
+# Each function runs under each transformation, with alternating derivatives, so that both meet all
+# derivatives.
 @pytest.mark.parametrize(
     ("derivative", "transformation", "name"),
     pairwise(

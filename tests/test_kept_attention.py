@@ -1,4 +1,4 @@
-"""What a block keeps of attention, and products that do not run twice: the docs' lines."""
+"""Attention's residuals in a block, and matmuls that do not run twice: the docs' lines."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ WIDTH = HEADS * HEAD
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Its attention can be traced, where it is not installed; nothing runs."""
+    """Allow cuDNN's attention to be traced where it is not installed; nothing runs."""
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
 
@@ -77,7 +77,7 @@ def test_memory_report_finds_the_output_that_is_kept_twice(cudnn):
 
 
 def test_a_transpose_and_a_reshape(cudnn):
-    """What heads come from is kept as well, two steps before the projection."""
+    """The array behind the heads is saved too, two steps before the projection."""
 
     def heads_first(heads, weight):
         return jnp.swapaxes(heads, 1, 2).swapaxes(1, 2).reshape(BATCH, LENGTH, -1) @ weight
@@ -111,7 +111,7 @@ def of_docs():
 
 
 def step_of(block):
-    """Of the sine of it: a sum alone has no second derivative to keep anything for."""
+    """Return the gradient of a sum of sines, because a plain sum needs no residuals."""
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
@@ -158,7 +158,7 @@ def with_a_name_outside(q, k, v):
 
 
 def kernels_of(attention):
-    """cuDNN's forward and backward, in a block that is made again but for these names."""
+    """Return cuDNN's kernels in a block that is rematerialised except for these names."""
 
     def block(q, k, v, weight):
         q, k, v = (checkpoint_name(2 * a, name) for a, name in zip((q, k, v), "qkv"))

@@ -75,7 +75,7 @@ def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
 def test_norms(rows, cols, x_dtype, y_dtype, subtract_mean, kernels):
-    # In turn, so that each width and each mix of dtypes meets both.
+    # Alternate, so that each width and each mix of dtypes meets both.
     turn = NORM_SHAPES.index((rows, cols)) + MIXES.index((x_dtype, y_dtype)) + subtract_mean
     save = ("output", "input")[turn % 2]
     check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save)
@@ -184,7 +184,7 @@ def loss_error(x):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_losses(rows, cols, dtype, options, kernels):
-    """As XLA's, but for a rounding of the gradient, and the order of sums."""
+    """Losses match XLA's, except for a rounding of the gradient and the order of sums."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -223,7 +223,7 @@ def test_losses(rows, cols, dtype, options, kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
-    """Likewise. Of an entropy elements of a gradient are p (log p + H), which is below 2."""
+    """Results match XLA's as above. An entropy's gradient has elements p (log p + H), below 2."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -318,7 +318,7 @@ def check_accesses(kernels, name, dtype):
             memcheck.lowered(*case)
         return
     checker = shutil.which("compute-sanitizer")
-    # A buffer of its own for each array: from a pool, a neighbour's memory would be in bounds.
+    # Give each array a separate buffer: in a pool, a neighbour's memory would be in bounds.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     # The program alone, not the compilers that it starts: those bring the checker down.
     command = [

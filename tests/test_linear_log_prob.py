@@ -136,7 +136,7 @@ def test_positions_that_do_not_count():
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
 def test_masks_of_classes(shape):
-    """As of the logits, of which each is in a mask that broadcasts; in chunks that have a rest."""
+    """Results match those of the logits, for masks that broadcast and an incomplete last chunk."""
     x, weight, bias, labels = operands(7, 16, 40)
     where = jnp.asarray(np.random.default_rng(3).random(shape) < 0.6)
     d = cotangents_of(labels)
@@ -210,7 +210,7 @@ def test_products_and_loops(wrt, products, loops):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's program")
 def test_memory():
-    """Of a chunk the logits and their gradient; of weight's size one float32 array."""
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
     compiled = step_of(jnp.zeros(ROWS, jnp.int32), chunk=CHUNK).lower(*GIVEN).compile()
     accumulator, chunk = 4 * WIDTH * CLASSES, 4 * CHUNK * CLASSES
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk

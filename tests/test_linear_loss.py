@@ -105,7 +105,7 @@ def test_the_dtype_of_products(dtypes, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights(reduction, dtype, options):
-    """Of any sign and size; 0 leaves out whatever is there."""
+    """Weights have any sign and size; a weight of 0 excludes even NaN and invalid labels."""
     x, weight, bias, labels = operands(7, 16, 40, dtype)
     weights = jnp.array([0.3, 0, -2, 1, 1e-6, 4, 0])
     x, labels = x.at[1].set(jnp.nan).at[6, 2].set(jnp.inf), labels.at[1].set(-100)
@@ -255,7 +255,7 @@ def test_small_gradients_in_float16():
 
 
 def check_gradients(function, arrays, d, **options):
-    """Every gradient of sum(d * losses) within the bound of its own row, or sum over rows."""
+    """Check every gradient of sum(d * losses), with the bound of its row or sum over rows."""
     expected = Linear(*arrays, **options)
     gradients = jax.jit(jax.grad(function, (0, 1, 2)))(*arrays[:3])
     for gradient, (value, bound) in zip(gradients, expected.gradients(np.float64(d)), strict=True):
@@ -296,7 +296,7 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
 )
 def test_logits_scale_of_any_size(dtype, scale, reduction):
     """It multiplies float32 products, not the gradient of logits, which float16 may not hold."""
-    # Logits of the size of 1, and gradients of that of the loss scaling by 2**10.
+    # Logits of size 1, and gradients of a loss that is scaled by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)
     x, weight, bias = (a / max(1, scale**0.5) for a in (x, weight, bias / max(1, scale**0.5)))
     arrays, d = (x, weight, bias, labels), 2.0**10

@@ -92,7 +92,7 @@ def test_no_logits_of_all_rows(name):
 @of_the_cpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory(reduction):
-    """Of a chunk the logits and their gradient; of weight's size one float32 array."""
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
     compiled = program(of(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
     accumulator = 4 * WIDTH * CLASSES
     # The CPU multiplies, and computes, in float32.
@@ -114,7 +114,7 @@ each_kept = pytest.mark.parametrize(
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
-    """In their dtypes, in a call by itself and where one is a part of what `jax.jit` compiles."""
+    """Only gradients are saved, in their dtypes, both in a single call and inside `jax.jit`."""
     x, weight, bias, labels = operands(6, 4, 9, dtype)
 
     def function(x, w, b):

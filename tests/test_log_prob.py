@@ -80,7 +80,7 @@ def test_small_entropies(implementation):
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
 @pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
 def test_logits_that_stand_for_none(lowest, options, implementation):
-    """As masks have them: before and behind others, all but one; cotangents above 1."""
+    """The lowest number masks classes before and after others, or all but one."""
     x, labels, d = operands((4, 300), "float32")
     column, labels = jnp.arange(300), labels.at[:].set(299)
     left_out = jnp.stack([column < 200, (column >= 100) & (column < 299), column % 3 == 0])

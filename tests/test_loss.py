@@ -134,7 +134,7 @@ def test_float64(of, options):
 @refusable
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_labels_of_any_integer_dtype(dtype, implementation):
-    """Those outside, too; under 64-bit types as they are, and else as JAX has them."""
+    """Labels may be invalid. With 64-bit types they keep their dtype, otherwise they have JAX's."""
     values = [0, 1, 126, 199, 200, 255, -1, -128, 2**15, 2**32 + 5, -(2**33)]
     info = np.iinfo(dtype)
     labels = np.array([v for v in values if info.min <= v <= info.max], dtype)
@@ -174,7 +174,7 @@ def test_positions_that_do_not_count(dtype, of, implementation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("options", [{}, OPTIONS[6]], ids=str)
 def test_weights(options, dtype, implementation):
-    """Of any sign; 0 leaves out whatever is there. They are taken in float32."""
+    """Weights have any sign, and are cast to float32; 0 excludes even NaN and invalid labels."""
     x, labels, d = operands((6, 300), "bfloat16")
     weights = jnp.asarray([[0.3, 0, -2, 1, 0, 1e-3]], dtype)
     bad = x.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
@@ -294,7 +294,7 @@ def test_more_than_float32_halves():
 @each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis, of):
-    """As on the moved and flattened array, in the order of the axes; also with masks."""
+    """Axes give the same as the moved and flattened array, in their order, also with masks."""
     x = operands((4, 5, 6), "float32")[0]
     axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]
@@ -332,7 +332,7 @@ def test_a_shift_changes_nothing(x, labels, shift):
 @few
 @given(rows, some_labels)
 def test_smoothing_is_a_mean_of_losses(x, labels):
-    """0 is none; 1 is the mean over all labels; between them the loss is a line."""
+    """0 means no smoothing, 1 the mean over all labels, and the loss is linear in between."""
     plain = cross_entropy(x, labels)
     np.testing.assert_array_equal(cross_entropy(x, labels, label_smoothing=0), plain)
 

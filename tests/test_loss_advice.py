@@ -42,7 +42,7 @@ def of_logsumexp(logits, labels):
 
 
 def of_softmax(logits, labels):
-    """Its probabilities are kept."""
+    """Compute the loss from a softmax, which saves its probabilities."""
     p = jax.nn.softmax(logits)
     return -jnp.log(jnp.take_along_axis(p, labels[:, None], -1)).mean()
 
@@ -68,7 +68,7 @@ def operands(*dtypes):
 
 
 def reports(before, after, x, weight):
-    """Of functions of hidden states, a head and labels; hidden states are computed."""
+    """Return the reports of functions of (computed) hidden states, a head and labels."""
 
     def report(loss):
         def whole(x, weight, labels):
@@ -104,7 +104,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("is_product", [True, False])
 def test_log_probabilities(is_product, is_wide, dtype):
-    """Of a product's logits none are kept; of others a cast is not."""
+    """Logits of a matmul are not saved; of other logits, a cast is not saved."""
 
     def ratios(results):
         log_prob, entropy = results
@@ -158,7 +158,7 @@ def waves(logits):
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """Of 16 bits, which the loss takes as they are: without a cast of them, or exponentials."""
+    """The loss takes 16-bit logits directly, without saving a cast or exponentials."""
 
     def before(x, weight, labels):
         return loss(waves(x @ weight).astype(jnp.float32), labels)
@@ -175,7 +175,7 @@ def capped(logits):
 
 
 def capped_in_float32(logits):
-    """As Gemma 2 does it: divided, capped and multiplied in float32."""
+    """Cap logits as Gemma 2 does: divide, cap and multiply in float32."""
     logits = logits.astype(jnp.float32) / 30
     return jnp.tanh(logits) * 30
 
@@ -224,7 +224,7 @@ def test_a_softcap_of_log_probabilities():
 
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_logits_without_the_last_position(is_capped):
-    """As of next tokens: the linear layer's input is sliced instead."""
+    """For next-token losses, the linear layer's input is sliced instead of the logits."""
 
     def before(x, weight, labels):
         logits = x @ weight

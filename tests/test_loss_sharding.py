@@ -123,7 +123,7 @@ def test_several_axes_of_classes_split(kind, function):
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
-    # 24 classes: 4 by 6, both split; the last labels are none of them.
+    # 24 classes are 4 by 6, both split; the last labels are invalid.
     both = jax.value_and_grad(
         lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
     )

@@ -70,7 +70,7 @@ def test_what_runs_names_the_reasons(monkeypatch):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_linear_layers_have_plans(platform):
-    """Those without kernels are XLA's; a function of linear logits is one of a chunk's logits."""
+    """Functions without kernels are XLA's; linear logits are planned as a chunk's logits."""
     shape, dtype = (8192, 4096), "bfloat16"
     for name in ("gated_linear", "activation_linear"):
         plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform)
@@ -177,7 +177,7 @@ def test_processes_find_what_threads_find(monkeypatch):
 
 
 class Kernels(types.ModuleType):
-    """xla's functions in an implementation of their own."""
+    """xla's functions as a separate implementation."""
 
     forward, backward = staticmethod(xla.forward), staticmethod(xla.backward)
 
@@ -240,7 +240,7 @@ def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
 
 
 def test_running_errors_bound_float32():
-    """Of sums and products that are made in float32, element by element."""
+    """Sums and products in float32 are within their bounds, element by element."""
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(64, 512)).astype(np.float32) for _ in range(2))
     x, y = Bounded.exact(a), Bounded.exact(b)

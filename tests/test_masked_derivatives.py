@@ -148,7 +148,7 @@ where_of_losses = pytest.mark.parametrize(
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
-    """All cotangents are broken: those of positions that do not count, too."""
+    """All cotangents are broken, including those of positions that do not count."""
     x = data((ROWS, CLASSES), "float32")
     y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
     (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))
@@ -159,7 +159,7 @@ def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_tangents_of_a_loss(name, where, kept, bad):
-    """Those of what takes no part do not matter."""
+    """Tangents of masked elements do not matter."""
     x = data((ROWS, CLASSES), "float32")
 
     def function(x):

@@ -67,7 +67,7 @@ def residual_bytes(function, *args):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_are_the_output_itself(dtype):
-    """What a norm followed by a matmul keeps: y, which the matmul needs anyway, and rstd."""
+    """A norm before a matmul saves y, which the matmul needs anyway, and rstd."""
     x, w = jnp.ones((TOKENS, WIDTH), dtype), jnp.ones((WIDTH, WIDTH), dtype)
     scale = jnp.ones(WIDTH, dtype)
     y_bytes, rstd_bytes = x.nbytes, 4 * TOKENS

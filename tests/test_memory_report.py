@@ -38,7 +38,7 @@ def weights(layers=LAYERS, dtype="bfloat16"):
 
 
 def norm(x, scale):
-    """As Flax computes it."""
+    """Compute RMSNorm as Flax does."""
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
     return (wide * rstd * scale).astype(x.dtype)
@@ -175,7 +175,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following it lowers the total by what it says, within 10 %; then there is none of it left."""
+    """Advice saves what it says, within 10 %, and is gone after it was followed."""
     before, after = (
         memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
     )
@@ -187,7 +187,7 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """By a wave of it, say: of what the norm returns, 16 bits, are the bytes that it keeps."""
+    """A cast of the 16-bit result, for a sine, is saved; the norm's residual has 16 bits."""
 
     def step(norm, x, w):
         y = norm(x @ w["up"], w["bias"])
@@ -224,7 +224,7 @@ def reshaped(x, w, *, followed=False):
 
 def cast(x, w, *, followed=False):
     wide = jnp.exp((x @ w["up"]).astype(jnp.float32))
-    # No activation before a product: it is taken by something else, too.
+    # This is no activation before a matmul, because something else uses it too.
     x = x + jnp.sum(jnp.sin(wide)).astype(x.dtype)
 
     def out(wide, weight):
@@ -249,7 +249,7 @@ def test_what_a_scan_keeps_twice(one):
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_modules(library):
-    """Of Flax: their code is nobody's line; a model that is an argument, with what is no array."""
+    """Flax's code is not a user's line; a model may have leaves that are not arrays."""
     if library == "linen":
 
         class Model(flax.linen.Module):
@@ -310,7 +310,7 @@ def test_advice_on_flax_s_norms(name):
 
 
 def test_an_equinox_model():
-    """Its functions are no arrays; layers under `jax.vmap`."""
+    """The model has functions as leaves, and layers under `jax.vmap`."""
     equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(WIDTH, WIDTH, INNER, 1, activation=jax.nn.gelu, key=jax.random.key(0))
     report = memory_report(lambda m, x: jnp.sum(jax.vmap(m)(x)), model, jnp.ones((TOKENS, WIDTH)))
@@ -319,7 +319,7 @@ def test_an_equinox_model():
 
 
 def test_stacked_by_the_user():
-    """jnp.stack makes an array: it is none of a scan's, which stand for one layer."""
+    """jnp.stack makes one array; it is not counted as a scan's array per layer."""
 
     def f(x):
         y = jnp.stack([jnp.sin(x), jnp.cos(x)])
@@ -461,7 +461,7 @@ def mlp(w, x, *, followed=False):
 
 @pytest.mark.parametrize("trained", ["all", "gate and up", "input", "input, closed over"])
 def test_frozen_weights(trained):
-    """Of an adapter on gate and up, say: the down projection then saves no input."""
+    """With an adapter on gate and up, for example, the down projection saves no input."""
     w = {n: jnp.ones(SHAPES[n], "bfloat16") for n in ("gate", "up", "down")}
     x = jnp.ones(X.shape, X.dtype)
 
@@ -552,7 +552,7 @@ def test_norms_of_the_user_s_own(name, stack):
 
 
 def test_primitives_that_recognisers_look_for():
-    """Where a new JAX renames one, this shows which recogniser to look at."""
+    """If a new JAX renames a primitive, this names the recogniser to look at."""
     names = {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
     ours = {name for name in names if name.startswith("jaxnorm.")}
     for recognised in memory_advice.RECOGNISERS:

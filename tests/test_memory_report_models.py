@@ -24,7 +24,7 @@ pytestmark = [
 ]
 __all__ = ["transformers"]  # a fixture
 
-# Tokens enough for activations to be larger than parameters, of which there are casts.
+# Enough tokens that activations are larger than parameters, of which there are casts.
 BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 16, 64, 256, 64, 256
 OF_GPT2 = {"n_embd": WIDTH, "n_positions": LENGTH, "n_inner": HIDDEN}
 OF_OTHERS = {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
@@ -37,7 +37,7 @@ def of_optax(hidden, weight, labels):
 
 
 def report_of(model, loss=of_optax):
-    """Of the loss of the next token, whose logits a head makes; nothing runs."""
+    """Report the next-token loss of a model with a head; nothing runs."""
 
     def whole(params, head, tokens):
         hidden = model(tokens, params=params).last_hidden_state
@@ -77,7 +77,7 @@ def check(before, after, function):
 
 
 def test_all_advice_is_of_these_functions(before):
-    """Those that the other tests follow; each line is of the model's code, or the loss's."""
+    """All advice names functions that the other tests use, and lines of the model or the loss."""
     told = [row for row in before if row.advice]
     functions = {row.advice.partition(":")[0] for row in told}
     linear = {"gated_linear", "activation_linear", "linear_softmax_cross_entropy"}
@@ -170,7 +170,7 @@ def test_softmax(model, before, monkeypatch):
     (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}
 
     def weights(query, key, bias=None, *, dtype, **_):
-        """As Flax's, whose result these models cast once more."""
+        """Return weights as Flax's; these models cast its result once more."""
         query, key, bias = (None if a is None else a.astype(dtype) for a in (query, key, bias))
         logits = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
         return jaxnorm.softmax(logits, bias=bias, dtype=result)

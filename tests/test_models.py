@@ -52,7 +52,7 @@ def hugging_face(transformers, name, dtype, **sizes):
 
 
 def jittered(parameters):
-    """None of them has a special value, as ones and zeros are to norms."""
+    """Avoid special values of parameters, such as the ones and zeros of norms."""
     generator = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + 0.1 * generator.normal(size=a.shape).astype(a.dtype), parameters
@@ -70,7 +70,7 @@ def gradient(model):
 
 
 def calls_in(function, *arguments):
-    """How many norms of jaxnorm's a program calls, forward and backward; those of a scan once."""
+    """Return how many of jaxnorm's norms a program calls in both passes, counting a scan's once."""
     return len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(function.trace(*arguments).jaxpr)))
 
 
@@ -178,7 +178,7 @@ def test_the_documented_replacement(transformers):
 
 
 def test_a_transformer_of_equinox():
-    """Its layers are stacked and scanned; its norms come from equinox.nn."""
+    """The layers are stacked and scanned; the norms come from equinox.nn."""
     eqx = pytest.importorskip("equinox")
     import jaxnorm.equinox
 
@@ -222,7 +222,7 @@ def test_a_transformer_of_equinox():
             return jax.vmap(self.last)(x)
 
     def gradient(model):
-        """Of its arrays: a function of them, and they."""
+        """Return a gradient function of the model's arrays, and the arrays."""
         arrays, others = eqx.partition(model, lambda leaf: hasattr(leaf, "dtype"))
 
         def loss(arrays, tokens):

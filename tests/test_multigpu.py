@@ -112,7 +112,7 @@ def loss_of(labels, x, weight=None, *, has_entropy=False, **options):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, kind, has_entropy):
-    """As without a mesh; by kernels where rows are split, and nothing of the logits' size moves."""
+    """Losses match those without a mesh, by kernels if rows are split; no array of logits moves."""
     rows, features, classes = 256 * GPUS, 256, 4096
     specs = [spec for spec in LOSSES[name] if spec is not None]
     shapes = [(rows, classes)] if len(specs) == 1 else [(rows, features), (features, classes)]
@@ -160,7 +160,7 @@ def check_product(ours):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
 def test_product(weight, kind):
-    """As without a mesh, the norm by a kernel on each GPU; weight whole, in shards, or split."""
+    """Results match those without a mesh, for weights that are whole, in shards or split."""
     axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
     mesh = mesh_of(Case("product", axes, P("data")), kind)
     given = PRODUCT()
@@ -187,7 +187,7 @@ def test_the_kernel_of_norm_and_product_on_shards():
 
 
 def final_losses(tmp_path, *options):
-    """Of the demo's three trainings, as printed to 4 decimals."""
+    """Return the losses of the demo's three trainings, printed to 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
     # The choice among matrix products is timed in each process, and longer than it is of use here.

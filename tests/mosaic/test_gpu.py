@@ -38,7 +38,7 @@ FORWARD_COLS += [2**17, 2**18]
 @pytest.mark.parametrize("cols", FORWARD_COLS)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_forward_kernels(op, cols):
-    # In turn, so that each width and each function meets all three.
+    # Alternate the mixes, so that each width and each function meets all three.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     cols = cols if "softmax" in op else cols // 8 * 8
@@ -103,7 +103,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("workload", BLOCKS)
 def test_large_blocks(workload):
-    """As `assert_like_xla`, of a forward and the backward that starts from what it kept."""
+    """Compare a forward, and the backward of its residuals, with XLA's."""
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
 
     def compiled(provider: str) -> jax_side.Program:

@@ -44,7 +44,7 @@ def make_spec(
     param_groups: int = 1,
     **changes: Any,
 ) -> Spec:
-    """Of ``(outer, cols, inner)``."""
+    """Return the spec of an ``(outer, cols, inner)`` call."""
     outer, cols, inner = shape
     spec = build_spec(
         "norm",
@@ -82,7 +82,7 @@ def in_rows(array: Any, spec: Spec) -> Any:
 
 
 def of_rows(spec: Spec) -> Spec:
-    """The same with parameters of each row and its columns."""
+    """Return the same call with rows, whose parameters belong to each row and its columns."""
     plain = changed(spec, inner=1, inner_cols=1, inner_params=False)
     return changed(plain, scale_groups=spec.rows, bias_groups=spec.rows)
 

@@ -10,7 +10,7 @@ from benchmarks import training
 from benchmarks.bars import BARS, VARIANT
 from benchmarks.models import MODELS, cell
 
-# cuDNN's version in h100.py: JAX asks this machine, which has none.
+# The version of cuDNN in h100.py: JAX queries this machine, which does not have it.
 CUDNN = 90800
 SCALARS = 4096  # of which each takes 256 bytes
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
@@ -18,7 +18,7 @@ CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 @pytest.fixture(scope="module")
 def temp_bytes(compiler):
-    """Of a cell's step, compiled once."""
+    """Return a function that compiles a cell's step once, and returns its temp memory."""
 
     @functools.cache
     def of_cell(cell):
