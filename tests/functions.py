@@ -300,14 +300,14 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: An entry of each public function, and of forms that are operations of their own.
+#: One entry of each public function, and of its forms that are separate operations.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
 BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # With their gradients it is XLA's.
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
 #: Entries that differ from another one in an option alone.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
-#: Public functions of which there is nothing to differentiate.
+#: Public functions that have no derivatives.
 OTHERS = {"check_params", "implementation_for", "memory_report"}
 
 

@@ -218,7 +218,7 @@ LINEAR_LOSSES = {
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", "bool"])
 def test_one_hot_labels(dtype):
-    """Of any dtype: to cast them, as the message for other floats says, would not help."""
+    """One-hot labels of any dtype get this message, not the one that suggests a cast."""
     labels = ONE_HOT.astype(dtype)
     for name, function in LOSSES.items():
         with pytest.raises(ValueError, match=rf"^{name}: .*one-hot.* jnp.argmax\(labels, axis=2\)"):
@@ -234,7 +234,7 @@ def test_one_hot_labels(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 5), (2, 3, 1)])
 def test_a_mask_of_classes_for_the_linear_loss(shape):
-    """What the message names is the loss with this mask."""
+    """The message names the loss that supports this mask."""
     name, labels, weight = "linear_softmax_cross_entropy", jnp.zeros((2, 3), int), jnp.ones((4, 5))
     mask = jnp.ones(shape, bool).at[..., 1:2].set(shape[-1] == 1)
     with pytest.raises(ValueError, match=rf"^{name}: .*mask of classes.*bias=.*linear_log_prob"):

@@ -1,7 +1,7 @@
-"""Dispatch: which implementation runs, that it is the one lowered for, and what a second one needs.
+"""Dispatch: which implementation runs, that it is lowered, and what a second one requires.
 
-A stand-in kernel plays the accelerator's part here: xla's functions with a recognisable shift, and
-no differentiation rule of its own.
+A stand-in kernel replaces the accelerator's: xla's functions with a recognisable shift, and no
+differentiation rule of its own.
 """
 
 import os
@@ -313,7 +313,7 @@ def test_an_import_may_fail_in_any_way(broken):
         ("8.9", ["mosaic", "triton"], None, "triton"),
         ("12.0", ["triton"], None, "triton"),
         ("9.0", ["triton"], "triton", "triton"),
-        ("9.0", ["triton"], None, None),  # an extra that nobody needs there
+        ("9.0", ["triton"], None, None),  # an extra that is not needed there
         ("8.0", ["mosaic"], None, None),
         ("7.0", ["mosaic", "triton"], None, None),  # which has no kernels
         ("9.0", ["mosaic"], "xla", None),

@@ -1,8 +1,7 @@
-"""What modules of kernels may import: JAX's private parts in one place, and no other backend.
+"""Imports of the kernels: private JAX in one module, and no other backend.
 
-Imports go down one way, and these are the floors: what backends share (the files beside their
-folders, `specs.py` and `implementation.py` first), then each backend by itself. Mosaic has floors
-of its own.
+Imports go in one direction: first the files that backends share (`specs.py` and `implementation.py`
+first), then each backend. Mosaic's folders have an order of their own.
 """
 
 import ast

@@ -257,7 +257,7 @@ def check_loop(text, layout):
 
 
 def exchanged(lines):
-    """Of instructions that are collectives: names, and how many elements each array has."""
+    """Return the collectives among instructions: names, and the elements of each array."""
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return [
         (name, math.prod(int(n) for n in shape.split(",") if n))
@@ -378,7 +378,7 @@ def product_kernel(monkeypatch):
 
 
 def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
-    """Its derivative is the composition's."""
+    """The kernel's derivative is the composition's."""
     function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
     assert {*product_kernel} == {((12, D), (D, F // 2))}
@@ -443,7 +443,7 @@ def test_kernels_get_chunks_of_shards(kind, layout, name):
 
 @pytest.mark.parametrize("name", ["mean"])
 def test_a_mean_inside_shard_map(name):
-    """That of the shard's rows; gradients of what is replicated are summed."""
+    """The mean is that of the shard's rows; gradients of replicated arrays are summed."""
     mesh, loss = mesh_of(Case("", MESH, P()), "auto"), LAYERS[name].loss
     sharded, specs = placed(name, mesh, P("data", "model"), P())
     mapped = jax.shard_map(
@@ -471,9 +471,9 @@ def gated_operands(layout, kind="explicit"):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_where_the_result_lies(compiles):
-    """As asked, by a spec of the operands' mesh or by a sharding; else rows as gate's, n as it was.
+    """The result has the requested sharding; by default its rows are sharded like gate's.
 
-    Also outside `jax.jit`.
+    The request may be a spec of the operands' mesh or a sharding, also outside `jax.jit`.
     """
     mesh, *_ = gated_operands("f")
     for layout, asked, expected in (
@@ -500,7 +500,7 @@ def test_it_must_be_said_where_sums_lie():
     for call in (jaxnorm.gated_linear, jax.jit(jaxnorm.gated_linear)):
         with pytest.raises(ValueError, match=message):
             call(gate, up, weight)
-    # Nothing of Auto axes is said by types.
+    # Types contain no sharding over Auto axes.
     _, *auto, _ = gated_operands("f", "auto")
     with pytest.raises(ValueError, match=r"^gated_linear: out_sharding=.*with_sharding_constraint"):
         jaxnorm.gated_linear(*auto, out_sharding=P("data"))
@@ -529,7 +529,7 @@ def test_a_weight_is_kept_in_its_shards():
 
 
 def test_a_function_on_a_mesh():
-    """Its own product says where its result lies."""
+    """A custom product function determines the sharding of the result."""
     mesh, *sharded = gated_operands("f")
 
     def loss(product, gate, up, weight, bias):

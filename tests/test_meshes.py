@@ -115,7 +115,8 @@ def sizes_of(compiled):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function in each layout on each kind of axis, by XLA's code and by a kernel in turn.
+# Each function runs in each layout on each kind of axis, alternating between XLA's code and a
+# kernel.
 PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
 CASES = [
     *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),

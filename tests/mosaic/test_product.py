@@ -82,8 +82,8 @@ def check(spec, schedule=None, params=None):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
-# Each edge by itself and all of them: parts of tiles of rows, columns and features; one step, and
-# fewer than there are stages; columns that no swizzle divides, for which there are copies.
+# Each edge alone and all together: partial tiles of rows, columns and features; one step, and fewer
+# steps than stages; columns that no swizzle divides, which are copied.
 SIZES = [
     (128, 256, 128, None),
     (136, 64, 128, F32),
@@ -117,7 +117,7 @@ def test_dtypes_and_options(dtype, options):
 
 @pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (3, 3)])
 def test_tiles_in_turn(blocks, stages, monkeypatch):
-    """A block makes several tiles; none of its warpgroups reads what another is writing."""
+    """A block computes several tiles; no warpgroup reads what another is writing."""
     one = dataclasses.replace(HOPPER, sms=blocks)
     monkeypatch.setattr(kernel, "local_gpu", lambda: one)
     spec = make_spec(200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu")
@@ -135,7 +135,7 @@ def special_rows(x):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's product
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
-    """As the composition has them; no other row is changed by a bit."""
+    """Special rows are as in the composition, and do not change a bit of other rows."""
     spec = make_spec(16, 72, 40, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
     x, *parameters = arrays_of(spec)
     special = special_rows(x)
@@ -154,7 +154,7 @@ def test_rows_keep_to_themselves(dtype, scale):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("power", [6, -13])
 def test_numbers_that_float16_has_not(power, dtype):
-    """Of large rows x G, and of small weights G weight; y is."""
+    """x G of large rows, and G weight of small weights, exceed float16, but y does not."""
     spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
@@ -235,7 +235,7 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """One kernel; beside it G weight, and nothing of x's size: not even the normalised array."""
+    """The program is one kernel and the matmul's weight G weight; nothing else has x's size."""
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     if scale is not None:
@@ -370,7 +370,7 @@ def test_rows_keep_to_themselves_on_a_gpu(dtype):
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    """By name: the kernel's forward, and the composition's derivative."""
+    """If requested by name, the forward is the kernel's and the derivative the composition's."""
     spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
     x, weight, scale, bias = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 776)), BF16)
