@@ -157,7 +157,7 @@ class Place:
             return each_fragment(function, values)
 
         zeros = {
-            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout_of(shape))
+            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout)
             for shape in dict.fromkeys(v.shape for v in values)
         }
 
@@ -209,7 +209,7 @@ class Place:
         would serialise them: a thread has predicates for six of them.
         """
         shape = self.tile.shape(fragment.width)
-        layout = self.tile.layout_of(shape)
+        layout = self.tile.layout
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
         if is_row:  # one for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)
