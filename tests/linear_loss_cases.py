@@ -11,7 +11,10 @@ from reference import SAFETY, arithmetic, exact, rounding, unit_roundoff
 
 
 def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
-    """x, weight, bias and labels; logits are of the size of 1. `dtypes`: of all, or of each."""
+    """Return x, weight, bias and labels. Logits are about 1.
+
+    `dtypes` is one dtype, or one for each array.
+    """
     rng = np.random.default_rng(seed)
     x_dtype, w_dtype, b_dtype = (dtypes,) * 3 if isinstance(dtypes, str) else dtypes
     return (
@@ -42,7 +45,7 @@ class Linear:
     dtype: str | None = None
 
     of_rows: ClassVar = CrossEntropy
-    # Rounded as it is kept, and once more when it is multiplied by the loss's cotangent.
+    # Rounded when it is saved, and again when it is multiplied by the loss's cotangent.
     roundings: ClassVar = 2
 
     def __post_init__(self):
@@ -113,7 +116,7 @@ class Linear:
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
-            # (1 - tanh^2)' is below 0.77, of what is divided by the cap; p and targets add up to 2.
+            # The slope of 1 - tanh(x / cap)^2 is below 0.77 / cap. p and targets sum to 2.
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)
         return np.abs(exact(d))[..., None] * moved

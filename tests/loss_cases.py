@@ -10,7 +10,7 @@ from reference import SAFETY, arithmetic, exact, rounding
 
 
 def operands(shape, dtype, seed=0, scale=3.0, label_dtype="int32"):
-    """Logits, labels of all classes, and a cotangent of the loss."""
+    """Return logits, labels from all classes, and a cotangent of the loss."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=shape) * scale, dtype)
     labels = jnp.asarray(rng.integers(0, min(shape[-1], 127), shape[:-1]), label_dtype)
@@ -146,7 +146,7 @@ class CrossEntropy:
     @functools.cached_property
     def _p_error(self):
         error = self._log_s_error[..., None] + 2 * self.x_error
-        # Below the least normal number an exponential may be 0.
+        # An exponential below the smallest normal number may be flushed to 0.
         return self.p * np.expm1(error + SAFETY * self.u * (self._depth + 2)) + 2.0**-126
 
     def _of_x_bound(self, d):

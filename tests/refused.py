@@ -40,7 +40,7 @@ _REFUSAL = re.compile(
 
 
 def reason(error: ValueError) -> str | None:
-    """The sentence with which an implementation refuses; None for another error."""
+    """Return the sentence with which an implementation refuses, or None for another error."""
     match = _REFUSAL.match(str(error))
     return match[2] if match else None
 
@@ -87,6 +87,6 @@ def read() -> Counts:
 
 
 def write(counted: Counts) -> None:
-    """Adds what was counted to the committed numbers."""
+    """Add the counts of this run to the committed numbers."""
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in (read() | counted).items())
     COUNTS.write_text(f"{{\n{lines}\n}}\n")

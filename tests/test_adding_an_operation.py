@@ -1,7 +1,7 @@
-"""An operation is data and formulas: all else that a user meets is derived from them.
+"""An operation is data and formulas: everything else that a user sees is derived from them.
 
-`added_operation` has one; here it is added to the table, as CONTRIBUTING.md says, and put through
-what every operation goes through.
+`added_operation` defines an operation. These tests add it to the table, as CONTRIBUTING.md
+describes, and run the tests of every operation on it.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ SCALE = np.random.default_rng(1).uniform(0.5, 2, size=48)
 
 @pytest.fixture
 def added(monkeypatch):
-    """The operation, in the places that CONTRIBUTING.md names."""
+    """Add the operation in the places that CONTRIBUTING.md names."""
     monkeypatch.setitem(OPERATIONS, "norm_scaled", added_operation.OPERATION)
     monkeypatch.setitem(FUNCTIONS, "rms_norm_scaled", added_operation.FUNCTION)
     monkeypatch.setitem(xla.FORMULAS, "norm_scaled", added_operation.FORMULAS)
@@ -83,7 +83,7 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Of each suite, the tests of one entry.
+# The tests of each suite, for one entry.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
@@ -170,7 +170,7 @@ def section(page, title):
 
 
 def files_in(text):
-    """Files that a text names: of the project, or of the kernels'."""
+    """Yield the files that a text names, of the project or of the kernels' package."""
     for name in re.findall(r"`([\w/]+\.(?:py|md|json))`", text):
         path = next(
             (p for p in (ROOT / name, ROOT / "kernels/jaxnorm_kernels" / name) if p.exists()), None
@@ -214,7 +214,7 @@ def test_every_operation_has_formulas_and_a_reference():
 
 
 def test_the_docs_have_the_names_of_the_table():
-    """Names for policies of `jax.checkpoint`, and whether the library's keeps them."""
+    """The docs list the names for policies of `jax.checkpoint`, and which the library's saves."""
     text = section("docs/transformations.md", "Rematerialisation")
     rows = re.findall(r"^\| `(jaxnorm_\w+)` \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
     kept = {name: is_kept == "yes" for name, _, is_kept in rows}

@@ -202,7 +202,7 @@ def test_in_the_nnx_module(sow):
 
 
 def test_keeps_only_the_weights_of_the_softmax():
-    """Two arrays of the logits' size with jax.nn.softmax, one here."""
+    """jax.nn.softmax saves two arrays of the logits' size; this softmax saves one."""
     q = k = v = normal(1, 64, 1, 4)
 
     def square_residuals(f):

@@ -38,7 +38,7 @@ def silu(x: Any, scale: Any, bias: Any) -> Any:
 
 
 def images(x: Any, scale: Any, bias: Any) -> Any:
-    """GroupNorm and SiLU, channels last."""
+    """GroupNorm and SiLU with channels last."""
     return jaxnorm.layer_norm(x, scale, bias, axis=(1, 3), activation="silu")
 
 
@@ -72,7 +72,10 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
-    """And the sum of partial gradients: no other pass over arrays of x's size, and no copy."""
+    """A block is one kernel forward, and one backward with a sum of partial gradients.
+
+    There is no other pass over an array of x's size, and no copy.
+    """
     block, operands, own, additions = BLOCKS[name]
 
     def step(cotangents: Any, *operands: Any) -> Any:

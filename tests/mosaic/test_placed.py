@@ -76,7 +76,7 @@ def test_what_takes_no_part_does_not_matter(case, op):
     d = data(case.shape, "float32", seed=1)
     bias = [jnp.zeros(case.call(op, F32).view.logits_bias)] * (case.bias is not None)
     forward, backward = case.call(op, F32), case.backward(op, F32)
-    # The specification has what is dropped as 0; the kernel must not look at it.
+    # The specification has 0 in masked entries; the kernel must not read them.
     (expected,) = forward.xla(jnp.where(kept, x, 0), mask, *bias)
     (y,) = interpret(forward, jnp.where(kept, x, jnp.nan), mask, *bias)
     assert_computes(y, lambda *a: forward.xla(*a)[0], jnp.where(kept, x, 0), mask, *bias)

@@ -27,13 +27,13 @@ SMALL = ProductSchedule(features=128, stages=2, group=2)
 
 
 def make_spec(rows, cols, features, dtype=BF16, **options):
-    """x, weight and y of one dtype, unless `options` say otherwise."""
+    """Return a spec with one dtype for x, weight and y, unless `options` say otherwise."""
     options = {"weight_dtype": dtype, "y_dtype": dtype, "epsilon": 1e-6, **options}
     return LinearSpec(rows, cols, features, x_dtype=dtype, product_dtype=dtype, **options)
 
 
 def arrays_of(spec, seed=0):
-    """x, weight, scale and bias; None for what the call has not."""
+    """Return x, weight, scale and bias, with None for those that the call does not have."""
     dtypes = (spec.x_dtype, spec.x_dtype, spec.weight_dtype, spec.scale_dtype, spec.bias_dtype)
     given = operands(spec.rows, spec.cols, spec.features, [d or F32 for d in dtypes], seed)
     scale = None if spec.scale_dtype is None else given["scale"]
@@ -41,7 +41,7 @@ def arrays_of(spec, seed=0):
 
 
 def reference(spec, x, weight, scale, bias):
-    """In float64, with the bounds of what rounding adds."""
+    """Return the results in float64, with bounds of the rounding errors."""
     return NormLinear(
         excess=np.zeros(x.shape),
         x=exact(x),
@@ -59,7 +59,7 @@ def reference(spec, x, weight, scale, bias):
 
 
 def run(spec, *arrays, schedule=None):
-    """y."""
+    """Return y."""
 
     @jax.jit
     def function(*arrays):
@@ -69,14 +69,14 @@ def run(spec, *arrays, schedule=None):
 
 
 def check_result(spec, arrays, y):
-    """Within the bounds of the reference in float64."""
+    """Check that the result is within the bounds of the float64 reference."""
     expected = reference(spec, *arrays)
     assert (y.dtype, y.shape) == (spec.y_dtype, (spec.rows, spec.features))
     assert_within(y, expected.y, expected.y_bound())
 
 
 def check(spec, schedule=None, params=None):
-    """In the interpreter."""
+    """Check the kernel in the interpreter."""
     arrays = arrays_of(spec)
     with mosaic.interpreted(params):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
@@ -127,7 +127,7 @@ def test_tiles_in_turn(blocks, stages, monkeypatch):
 
 
 def special_rows(x):
-    """NaN, an infinity, zeros, and numbers whose squares leave float32's, beside ordinary rows."""
+    """Add rows of NaN, infinities and zeros, and of numbers whose squares overflow or underflow."""
     x = x.at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf).at[3].set(0).at[4].set(-jnp.inf)
     return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
 
@@ -164,7 +164,7 @@ def test_numbers_that_float16_has_not(power, dtype):
 
 
 def test_small_schedule_where_tiles_are_few():
-    """Half the tile where there are not enough for all multiprocessors, and only there."""
+    """Blocks have half the tile only if there are too few tiles for all multiprocessors."""
     few, many = make_spec(1024, 4096, 4096), make_spec(8192, 4096, 4096)
     assert choose(few, HOPPER).features == 128
     assert choose(many, HOPPER).features == 256
@@ -192,7 +192,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """A batch of x is more rows, one of parameters a loop."""
+    """A batch of x becomes more rows; a batch of parameters becomes a loop."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -206,7 +206,7 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """To the bit, in both modes, and of some of the operands."""
+    """The derivative equals that of the composition bit by bit, in both modes."""
     spec = dataclasses.replace(GELU, rows=8)
     arrays = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)
@@ -323,7 +323,7 @@ def test_lowering(spec):
 @pytest.mark.compiles
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_registers(spec, compiler):
-    """Nothing is spilled, and products run while others are prepared."""
+    """No registers are spilled, and matmuls overlap with the preparation of others."""
 
     def function(*arrays):
         return mosaic.rms_norm_linear_fwd(*arrays, spec)
