@@ -98,7 +98,7 @@ def test_unrolled_layers_get_no_advice(cudnn):
 
 
 def products_in(step, *arrays):
-    """Matrix products in the jaxpr, and in the compiled program."""
+    """Return the number of matmuls in the jaxpr, and in the compiled program."""
     traced = jax.jit(step).trace(*arrays)
     made = primitives(traced.jaxpr).count("dot_general")
     return made, len(re.findall(r" dot\(", traced.lower().compile().as_text()))
@@ -106,7 +106,7 @@ def products_in(step, *arrays):
 
 @pytest.fixture(scope="module")
 def of_docs():
-    """The lines of docs/transformations.md."""
+    """Return what the examples of docs/transformations.md define."""
     return page("transformations")
 
 
@@ -117,7 +117,7 @@ def step_of(block):
 
 @pytest.fixture
 def custom_vjp3():
-    """Under ``jax_remat3`` policies see names in a `jax.custom_vjp` with this setting alone."""
+    """Under ``jax_remat3``, policies see names in a `jax.custom_vjp` only with this setting."""
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:
         jax.config.update("jax_custom_vjp3", True)
@@ -174,7 +174,7 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """A name for its output does not keep it; one for all that it keeps does."""
+    """A name for its output does not save it; a name for everything that it saves does."""
 
     def counts(attention):
         jaxpr = jax.make_jaxpr(kernels_of(attention))(*attention_operands()).jaxpr
