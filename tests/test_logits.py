@@ -34,7 +34,7 @@ MIXES = [
     ("float16", "bfloat16", "float32"),
 ]
 SHAPE = (4, 3, 40, 72)
-# Shapes of bias and mask: one for each head, sample, key, query, or pair of them.
+# Shapes of bias and mask: one for each head, sample, key or query, or for pairs of them.
 BROADCAST = [(3, 40, 72), (4, 1, 1, 72), (40, 1), (), (4, 3, 40, 72), (1, 3, 1, 72)]
 
 
@@ -85,7 +85,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     assert_within(np.where(everything, exact(y), 0), finite, y_bound)
     np.testing.assert_array_equal(exact(y)[~everything], y_ref[~everything])
 
-    # Entries that take no part are as if they were not: exp(-inf), and no cotangent.
+    # Entries that take no part are like absent ones: exp(-inf), and no cotangent.
     probabilities = finite if name == "softmax" else np.where(everything, y_ref, -np.inf)
     ds = np.where(everything, exact(d), 0)
     y_error = np.where(everything, y_bound, 0)
@@ -204,7 +204,7 @@ def test_what_is_kept_and_computed():
     assert kept == [("bool", (2, 1, 5)), ("float32", (2, 3, 5))]
 
 
-# x's sharding over a mesh of two axes: batch, queries, keys.
+# The sharding of x over a mesh with two axes: batch, queries, keys.
 SPECS = [
     P("data"),
     P("data", "seq"),
@@ -244,7 +244,7 @@ def test_what_is_masked_may_take_part(with_bias):
 
 @functools.cache
 def on_one_device(name, bias_shape):
-    """A function with its gradients, its operands, and its analysed results."""
+    """Return a function with its gradients, its operands, and its results with their bounds."""
     x, d = (data((4, 8, 16), "float32", seed=i, scale=1.0) for i in range(2))
     bias = data(bias_shape, "float32", seed=2)
 

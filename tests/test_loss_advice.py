@@ -1,4 +1,4 @@
-"""memory_report's advice on cross-entropies: it is true, and given of no other losses."""
+"""memory_report's advice on cross-entropies is true, and no other loss gets it."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def of_optax(logits, labels):
 
 
 def of_log_softmax(logits, labels):
-    """The label's element is indexed."""
+    """The label's element is selected by an index."""
     return -jax.nn.log_softmax(logits)[jnp.arange(TOKENS), labels].mean()
 
 
@@ -91,7 +91,7 @@ def check(before, after, function):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
-    """Logits of the product's dtype, or cast to float32."""
+    """Logits have the matmul's dtype, or are cast to float32."""
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -133,7 +133,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
 
 
 def test_a_tied_embedding_in_float32():
-    """It is cast and transposed, and hidden states have a bias."""
+    """The embedding is cast and transposed, and hidden states have a bias."""
 
     def hidden(x, embedding, labels):
         return x + embedding.astype(jnp.bfloat16)[labels]
@@ -152,7 +152,7 @@ def test_a_tied_embedding_in_float32():
 
 
 def waves(logits):
-    """These are saved, but for their last product."""
+    """Return logits made by operations whose derivatives save arrays."""
     return 30 * jnp.sin(logits / 30)
 
 
@@ -240,7 +240,7 @@ def test_logits_without_the_last_position(is_capped):
 
 
 def test_capped_logits_that_something_else_takes():
-    """The loss alone cannot have the softcap."""
+    """The loss alone cannot apply the softcap."""
 
     def loss(x, weight, labels):
         logits = capped(x @ weight)
@@ -254,7 +254,7 @@ def test_capped_logits_that_something_else_takes():
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("is_closed_over", [True, False])
 def test_frozen_operands(argnums, is_closed_over):
-    """The gradient of an operand that is not trained is neither made nor saved."""
+    """The gradient of a frozen operand is neither computed nor saved."""
     x, weight = (jnp.ones(s, "bfloat16") for s in ((TOKENS, WIDTH), (WIDTH, CLASSES)))
 
     def report(loss):
@@ -270,7 +270,7 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """An argmax of them keeps nothing, but wants them; the exponentials are one array more."""
+    """An argmax saves nothing, but needs the logits; the exponentials are an additional array."""
 
     def loss_with(cross_entropy):
         def loss(x, weight, labels):
@@ -289,7 +289,7 @@ def test_logits_that_something_else_takes():
 
 
 def test_logits_that_are_returned():
-    """They are there: the loss of a linear layer makes none."""
+    """The logits exist because they are returned, though the loss of a linear layer needs none."""
     x, weight = operands("bfloat16", "bfloat16")
 
     def loss(x, weight, labels):
@@ -302,7 +302,7 @@ def test_logits_that_are_returned():
 
 
 def test_a_small_vocabulary():
-    """Gradients of a large weight are more than the logits of few rows."""
+    """Gradients of a large weight are larger than the logits of few rows."""
     x = jax.ShapeDtypeStruct((4, 256), "float32")
     weight = jax.ShapeDtypeStruct((256, 64), "float32")
 
@@ -327,7 +327,7 @@ def without_a_label(logits):
 
 
 def with_weights(logits):
-    """A focal loss."""
+    """The weights of a focal loss."""
     p = jax.nn.softmax(logits)[jnp.arange(TOKENS), FIRST]
     return -jnp.mean((1 - p) ** 2 * jnp.log(p))
 

@@ -73,7 +73,7 @@ def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
 
 
 def with_dropout(x, w, *, is_gated=False, followed=False):
-    """Between an activation and the linear layer after it, as in Flax's MLPs of transformers."""
+    """Dropout is between an activation and the linear layer after it, as in Flax's transformers."""
     key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # a layer's own
 
     def product(h, weight):
@@ -100,7 +100,7 @@ def softmax_of_16_bits(logits):
 
 
 def of_jax(capsys, f, *args):
-    """Bytes of what `jax.ad_checkpoint.print_saved_residuals` lists, but for arguments."""
+    """Return the bytes that `jax.ad_checkpoint.print_saved_residuals` lists, without arguments."""
     jax.ad_checkpoint.print_saved_residuals(f, *args)
     sizes = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "f64": 8, "u32": 4}
     total = 0
@@ -154,7 +154,7 @@ FOLLOWED = {
         )
         for activation in (jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.silu, jax.nn.sigmoid)
     },
-    # Which add a number to what they are of: that is no bias of a product.
+    # These activations add a number to their operand: it is not the bias of a matmul.
     **{
         f"activation_linear, {activation.__name__}": tuple(
             functools.partial(gpt2, activation=activation, has_bias=False, followed=followed)
@@ -235,7 +235,7 @@ def cast(x, w, *, followed=False):
 
 @pytest.mark.parametrize("one", [reshaped, cast])
 def test_what_a_scan_keeps_twice(one):
-    """Outside of a loop XLA makes a reshape for nothing."""
+    """A reshape is saved only in a loop. Outside of it, XLA needs no copy."""
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
     (told,) = [row for row in before if row.advice]
@@ -282,7 +282,7 @@ def test_modules(library):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_advice_on_flax_s_norms(name):
-    """It is what `jaxnorm.linen` frees, of gradients of parameters and of x."""
+    """The advice on Flax's norms says what `jaxnorm.linen` frees."""
 
     class Model(flax.linen.Module):
         norm: type[flax.linen.Module]
@@ -419,7 +419,7 @@ def test_the_table():
 
 
 def test_long_names_are_cut():
-    """Lines of code keep their numbers."""
+    """Cut names of files and functions keep their line numbers."""
     source = f"a_file_with_a_very_long_name_{'x' * 60}.py:1234 (a_function)"
     row = jaxnorm.tools.memory_report.KeptArray(
         2**30, (64, 1024, 128256, 16, 16), np.dtype("float32"), source, "convert_element_type", 1,
@@ -484,21 +484,21 @@ def test_frozen_weights(trained):
 
 
 def divided(x, scale):
-    """Hugging Face's."""
+    """The RMSNorm of Hugging Face's models."""
     wide = jnp.asarray(x, dtype=jnp.float32)
     mean = jnp.power(wide, 2).mean(-1, keepdims=True)
     return scale * jnp.asarray(x / jnp.sqrt(mean + 1e-6), dtype=x.dtype)
 
 
 def scale_first(x, scale):
-    """Tunix's Qwen 3."""
+    """The RMSNorm of Tunix's Qwen 3."""
     wide = jnp.astype(x, jnp.float32)
     rms = jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
     return jnp.astype(scale * wide / rms, x.dtype)
 
 
 def one_plus(x, scale):
-    """Gemma's."""
+    """The RMSNorm of Gemma."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
     return (normed * (1 + jnp.expand_dims(scale, 0))).astype(x.dtype)
@@ -515,7 +515,7 @@ def standardized(x, scale):
 
 
 class NormOfAClass:
-    """With a number of a row that is named, as for jax.checkpoint's policies."""
+    """An RMSNorm in a class, with a named statistic for policies of jax.checkpoint."""
 
     def __call__(self, x, scale):
         wide = x.astype(jnp.float32)
@@ -582,7 +582,7 @@ def test_errors(argnums, error, message):
 
 
 def test_errors_of_calls():
-    """The function's result in its place; no arguments."""
+    """A result in place of the function is refused, and so is a call without arguments."""
     with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):
@@ -590,7 +590,7 @@ def test_errors_of_calls():
 
 
 def test_a_large_model_takes_seconds():
-    """7B: 32 layers of width 4096; unrolled."""
+    """The report of a 7B model (32 unrolled layers of width 4096) takes seconds."""
     shapes = {"scale": (4096,), "gate": (4096, 11008), "up": (4096, 11008), "down": (11008, 4096)}
     w = [{n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in shapes.items()}] * 32
 

@@ -1,4 +1,4 @@
-"""memory_report on meshes: bytes are those of one device."""
+"""memory_report on meshes counts the bytes of one device."""
 
 import jax
 import jax.numpy as jnp

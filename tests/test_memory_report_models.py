@@ -1,7 +1,7 @@
-"""memory_report's advice on models of Hugging Face's: following it saves what it says.
+"""memory_report's advice on Hugging Face's models: following it saves what the report says.
 
-Advice is followed without a change to a model: its functions, and calls of its modules, are
-replaced while it is traced.
+The tests follow advice without a change to a model: they replace its functions, and calls of its
+modules, while the model is traced.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def test_what_is_printed(before):
 
 @contextlib.contextmanager
 def intercepted(take):
-    """Calls of flax.linen's modules for which `take` returns a result have that one."""
+    """Replace calls of flax.linen's modules by the result of `take`, if it returns one."""
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -111,7 +111,7 @@ def parameter(module, name):
 
 
 def by_activation_linear(module, x, *_):
-    """The second half of the MLPs of GPT-2 and BERT: these names occur in one of them each."""
+    """Apply the activation in the second linear layer of GPT-2's and BERT's MLPs, found by name."""
     name = type(module).__name__
     if name == "FlaxGPT2MLP":
         weight, bias = (parameter(module.c_proj, n) for n in ("kernel", "bias"))
@@ -164,7 +164,7 @@ def test_norms(model, before):
 def test_softmax(model, before, monkeypatch):
     told = told_by(before, "softmax")
     if "Bert" in type(model).__name__:
-        # Attention's product keeps the transpose of what softmax would keep: nothing is saved.
+        # Attention's matmul saves the transpose of what softmax would save, so nothing is gained.
         assert not told
         return
     (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}

@@ -42,7 +42,7 @@ def transformers():
 
 
 def hugging_face(transformers, name, dtype, **sizes):
-    """A small model with random parameters; nothing is downloaded."""
+    """Return a small model with random parameters; nothing is downloaded."""
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     options = dropout if name == "GPT2" else {}
     configuration = getattr(transformers, f"{name}Config")(
@@ -75,13 +75,16 @@ def calls_in(function, *arguments):
 
 
 def kernels_in(function, *arguments):
-    """Whether a program for CUDA has kernels. (Equal ones are one function of it.)"""
+    """Return True if a program for CUDA has kernels. Equal kernels are one function of it."""
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return "@mosaic_gpu" in text
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Outputs and gradients inside `context` are as accurate as outside; kernels, all of them."""
+    """Check that outputs and gradients in `context` are accurate, and that all norms are kernels.
+
+    They must be as accurate as the model's own.
+    """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)
     theirs = gradient(model)(parameters)
@@ -120,7 +123,7 @@ def test_norms_of_a_class_of_their_own_are_not_converted(transformers, name):
 
 @contextlib.contextmanager
 def replaced(norm_class, **options):
-    """Calls of modules of this class are jaxnorm's, as their parameters are: `converted`'s hint."""
+    """Replace calls of modules of this class by jaxnorm's, as `converted` suggests."""
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -243,7 +246,7 @@ def test_a_transformer_of_equinox():
         function, arrays = gradient(model)
         expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
     reference.assert_as_accurate(ours, theirs, expected)
-    # Of a size for which the default is a kernel: two norms in the scan's body, and the last.
+    # A size for which kernels are the default: two norms in the scan's body, and the last.
     wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((8, 256), "int32")
     for model, calls in ((wide, 0), (jaxnorm.equinox.convert(wide), 6)):

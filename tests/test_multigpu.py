@@ -56,13 +56,13 @@ def test_rows_split_over_gpus(name, case, kind):
     x = sharded[1]
     for y in compiled(*sharded)[:2]:
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    # Each parameter's gradient is summed once, in one collective or several; no activation moves.
+    # Each parameter's gradient is summed once, in one or several collectives. No activation moves.
     sizes = [size for sizes in collectives(compiled).values() for size in sizes]
     moved = sum(math.prod(map(int, size.split(","))) for size in sizes)
     gradients = (len(sharded) - 2) * SHAPE[-1]
     if case.params == P():
         assert moved == gradients
-    else:  # gathered for the forward, and for the backward
+    else:  # gathered for the forward and again for the backward
         assert moved <= 3 * gradients
 
 
@@ -81,7 +81,7 @@ def test_kernels_by_name(name, kernels):
     assert compiled.as_text().count(CALLS[kernels]) >= 2
 
 
-# How logits lie, or x and weight.
+# The shardings of logits, or of x and weight.
 LOSSES = {
     "rows": (P("data"), None),
     "vocabulary": (P(None, "data"), None),
@@ -150,7 +150,7 @@ def product_of(arrays, **options):
 
 
 def check_product(ours):
-    """Against one GPU's, without a kernel."""
+    """Check the result against that of one GPU without a kernel."""
     expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
     # Sums of the size of 1, whose terms are rounded to bfloat16 on either side, and y's rounding.
     bound = SAFETY * unit_roundoff("bfloat16") + 2 * rounding(exact(expected), "bfloat16")
@@ -190,7 +190,7 @@ def final_losses(tmp_path, *options):
     """Return the losses of the demo's three trainings, printed to 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
-    # The choice among matrix products is timed in each process, and longer than it is of use here.
+    # Each process times algorithms for its matmuls, which takes longer than it saves here.
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],
