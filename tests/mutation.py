@@ -87,7 +87,7 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A place in a file, its code, and what stands there instead."""
+    """A position in a file, its code, and the replacement."""
 
     file: str
     line: int

@@ -63,7 +63,7 @@ def assert_same(ours, theirs):
 
 @each_field
 def test_linen(fields, dtype):
-    """The same initial values, in the same tree, and results in the same dtype."""
+    """Initial values, their tree, and the results' dtypes are the same."""
     x, key = data(dtype), jax.random.key(1)
     ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
     variables, expected = ours.init(key, x), theirs.init(key, x)
@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """Those of a model that has the two modules, whatever it calls them."""
+    """Checkpoints of a model with the two modules load, whatever their names."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)

@@ -30,7 +30,7 @@ WITH_Z = functools.partial(
         (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # x, rstd
         (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # h, rstd
         (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # and z
-        (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is made again
+        (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is recomputed
         (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
         (jax.checkpoint, "gelu", True, {}),
     ],
@@ -76,7 +76,7 @@ LAYERS, TOKENS, WIDTH = 6, 512, 128
 
 @pytest.mark.remat
 def test_memory_of_a_scan():
-    """Of layers as compiled: no normalised array, and nothing for silu but what it is of."""
+    """Compiled layers save no normalised array, and for silu only its argument."""
 
     def stack(block, x, parameters):
         x, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)
@@ -147,8 +147,8 @@ def test_what_is_not_used_is_not_made():
         found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
-    # The block's: one of each. Of the backward: two products, the norm again for one of them, and
-    # the activation's derivative. The rest is what the block makes again.
+    # The block has one of each. Its backward has two matmuls, the norm again for one of them, and
+    # the activation's derivative. The rest is recomputed by the block.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -177,9 +177,9 @@ def test_a_scan_keeps_h_once(around):
 
 
 def test_a_program_for_cuda():
-    """Its norm is a kernel there: forward, again backward for the product, and its backward.
+    """The norm is a kernel: forward, again in the backward for the matmul, and its own backward.
 
-    16-bit operands make 16-bit products, whose results are rounded where their cotangents are.
+    16-bit operands give 16-bit matmuls, whose results are rounded where their cotangents are.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
@@ -199,7 +199,7 @@ def test_a_program_for_cuda():
 
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 def test_the_product_rounds_its_sums_to_y(bias):
-    """Itself, in no pass of its own; with a bias the sums stay float32."""
+    """The matmul itself rounds its sums to y; with a bias, they stay float32."""
     shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()

@@ -1,7 +1,8 @@
-"""What saving the output costs, and what it must not cost: each case as a bound against float64.
+"""The cost of saving the output, and its limits: each case as a bound against float64.
 
-256 rows of 1024. dx is stored in x's dtype, so 0.83 u of its norm is unavoidable; the bounds leave
-a fifth of room above the law ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j / scale_j)^2)``.
+256 rows of 1024. dx is stored in x's dtype, so an error of 0.83 u of its norm is unavoidable. The
+bounds leave a margin of a fifth above the law ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j /
+scale_j)^2)``.
 """
 
 import jax
@@ -116,7 +117,7 @@ def test_scale_all_zero(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30])
 def test_floored_output_vanishes_in_a_matmul(dtype, value):
-    """What the floor adds to y is bitwise invisible behind a matrix product."""
+    """The part of y that the floor adds does not change a bit of a following matmul."""
     x = jnp.asarray(rng(0).normal(size=(16, 64)), dtype)
     scale = jnp.asarray(near_one(64), "float32").at[::3].set(value)
     weights = jnp.asarray(rng(1).normal(size=(64, 32)), dtype)

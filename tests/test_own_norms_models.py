@@ -78,7 +78,7 @@ def qwen(dtype):
 
 
 def gemma(dtype):
-    """Gemma 2: softcaps, and norms after each branch, too."""
+    """Return Gemma 2, with softcaps and norms after each branch."""
     from flax import nnx
 
     model = tunix("gemma")

@@ -109,7 +109,7 @@ def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
 
 
 def test_import_costs_no_extra():
-    """Neither Flax nor a kernel backend is imported before it is asked for."""
+    """Importing jaxnorm imports neither Flax nor a kernel backend."""
     program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
     program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
     names = ("devices", "operations", "specs", "linear_spec", "implementation", "launching")

@@ -200,9 +200,9 @@ PATTERNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Results are those of copies, to the last bit: outside `jax.jit`, each slice is a copy.
+    """Results equal those of copies to the last bit; outside `jax.jit`, each slice is a copy.
 
-    The gradient runs, too; its values are tested above.
+    The gradient runs as well; its values are tested above.
     """
     function, make = PATTERNS[name]
     operands = make()

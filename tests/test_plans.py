@@ -135,7 +135,7 @@ def test_a_wide_gate_has_no_kernel(x64):
 
 
 def test_the_kernel_of_a_norm_and_a_product_is_asked_for_by_name():
-    """By default the norm's kernels run, forward and backward."""
+    """By default, the norm's kernels run in both passes."""
     named = functools.partial(asked, "rms_norm_linear", ROWS)
     plan = named()
     assert plan == asked("rms_norm", ROWS)

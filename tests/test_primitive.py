@@ -30,7 +30,7 @@ def gradient(function):
 
 
 def kernels(function, *operands):
-    """How many Mosaic kernels `function` has when it is lowered for CUDA."""
+    """Return how many Mosaic kernels `function` has when it is lowered for CUDA."""
     lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
@@ -43,7 +43,7 @@ def test_lowered_for_cuda_a_call_is_a_kernel(function):
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_layers_have_the_passes_of_the_first(function):
-    """Of equal passes there is one object: what it takes and returns is not computed again."""
+    """Equal passes are one object, so their operands and results are computed once."""
     program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
     passes = [*calls_in(program.jaxpr)]
     assert len(passes) == 6
@@ -79,7 +79,7 @@ def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
 
 
 def test_gradients_for_each_example_are_kernels():
-    """Taken inside `jax.vmap`, too: those of parameters are those of groups of rows."""
+    """Per-example gradients inside `jax.vmap` use kernels: parameters become those of groups."""
 
     def loss(x, scale):
         return jnp.sum(jaxnorm.rms_norm(x, scale).astype(jnp.float32) ** 2)
@@ -93,7 +93,7 @@ def test_gradients_for_each_example_are_kernels():
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
 def test_an_axis_that_is_not_the_last_has_kernels(function):
-    """By name alone, where they need a transpose."""
+    """The kernels run by name only, because a transpose is needed."""
     x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
     for axis in (0, 1, (0, 2)):
         forced = functools.partial(function, axis=axis, implementation="mosaic")

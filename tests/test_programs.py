@@ -49,7 +49,7 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """The same bits in values of one primitive, of NumPy's arrays, too; gradients; uncompiled."""
+    """Outside jit, values have the same bits, also for NumPy arrays; gradients are compared."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))
@@ -91,7 +91,7 @@ def test_no_rows(name, rows):
     ],
 )
 def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
-    """Of an implementation; the default may take another where no backward is to come."""
+    """An implementation gives the same bits; the default may choose another without a backward."""
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)
     x = x.astype(dtype)
@@ -241,7 +241,7 @@ def test_lowering_for_a_gpu_from_any_host(name):
 
 @basic
 def test_work_placed_on_the_cpu(name):
-    """On a GPU host, too: the placement chooses the implementation, not the backend."""
+    """The placement of the arrays chooses the implementation, not the default backend."""
     cpu = jax.devices("cpu")[0]
     operands = [jax.device_put(a, cpu) for a in operands_of(name)]
     results = jax.jit(FUNCTIONS[name].ours)(*operands)

@@ -1,4 +1,4 @@
-"""What holds for every input: properties over generated shapes, axes and values."""
+"""Properties that hold for every input, over generated shapes, axes and values."""
 
 import jax.numpy as jnp
 import numpy as np

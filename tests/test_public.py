@@ -1,4 +1,4 @@
-"""What users see of the package: names, help, docstrings, types."""
+"""The package as users see it: names, help, docstrings, types."""
 
 import inspect
 import pydoc

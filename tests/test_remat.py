@@ -76,11 +76,11 @@ AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
 
 def saved(rows, named, numbers):
-    """What is saved without a policy, by policies that keep the output, and by one that does not.
+    """Return the saved arrays without a policy, and with policies that save the output or not.
 
     Args:
-      rows, named: arrays of all rows and columns, and those of them that have a name.
-      numbers: arrays of a number for each row.
+      rows, named: the arrays of all rows and columns, and those of them that have a name.
+      numbers: the arrays with a number for each row.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
     return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}
@@ -219,7 +219,7 @@ def test_what_is_saved(name, policy, saved):
     assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
 
 
-# Each function with two of the policies, in turn.
+# Each function runs with two of the policies, alternating.
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -362,7 +362,7 @@ DERIVATIVES = {
     ["rms_norm", "softmax", "linear_softmax_cross_entropy", "rms_norm_linear silu"],
 )
 def test_derivatives(name, derivative):
-    """Saved residuals have derivatives of their own, which second order takes.
+    """Saved residuals have derivatives too, which the second order uses.
 
     A second derivative sums over the terms of the first, of which there are rows * cols^2.
     """

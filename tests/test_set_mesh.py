@@ -1,7 +1,7 @@
 """Inside `jax.set_mesh`: arrays that name no mesh axis, and batches that one splits.
 
-Every framework sets a mesh, on one device, too. Arrays there are replicated, or not committed to
-any device, in which case their types say nothing of the mesh.
+Every framework sets a mesh, even on one device. Arrays are then replicated, or not committed to any
+device; types of the latter do not contain the mesh.
 """
 
 import functools
@@ -137,7 +137,7 @@ def test_what_is_not_compiled(name, over):
 @on_eight_devices
 @pytest.mark.parametrize("name", [*BASIC[-3:], "rms_norm", "softmax"])
 def test_xla_s_code(name):
-    """As it runs where there is no kernel."""
+    """XLA's code runs as it does where there is no kernel."""
     mesh = mesh_of("eight")
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
@@ -179,7 +179,7 @@ def test_a_mesh_without_devices():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BASIC)
 def test_kernels_on_a_mesh_of_gpus(name, place):
-    """Of one GPU, or of as many as there are."""
+    """The mesh has one GPU, or all that there are."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
@@ -239,8 +239,8 @@ def of_whole_arrays(function, batch):
     return analyse(transform(function), x, w)
 
 
-# Losses and log-probabilities are one primitive, of one batching rule: the other functions of it
-# meet each batch with one layout of the weight, in turn.
+# Losses and log-probabilities are one primitive with one batching rule. So the other functions meet
+# each batch with one layout of the weight, alternating.
 WEIGHTS_OVER = [P("data"), P("data", None, "model"), P("data", "model")]
 IN_SHARDS = [
     pytest.param(function, batch, over, id=f"{function.__name__}-{batch}-{over}")

@@ -66,7 +66,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 def test_every_pair_of_explicit_specs(x_spec, params):
-    """However x and the parameters lie on a mesh of two axes, gradients lie as what they are of."""
+    """For any sharding on a mesh of two axes, gradients are sharded like their arrays."""
     mesh = {"data": 4, "seq": 2}
     case = Case("", mesh, x_spec, params)
     shape = (8, 8, 16)

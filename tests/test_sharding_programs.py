@@ -209,7 +209,7 @@ def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_pa
 
 
 def test_a_mesh_without_devices():
-    """What may run no kernel here can be lowered for a mesh that is only a shape."""
+    """A program without kernels can be lowered for a mesh that is only a shape."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))

@@ -179,7 +179,7 @@ def test_where(name, axis, kind, implementation):
 
 
 def test_log_softmax_mask_is_not_guessed_from_the_output():
-    """A genuine -inf logit has a gradient of its own; a masked one has none."""
+    """A genuine -inf logit has a gradient, a masked one has none."""
     x = jnp.asarray([0.0, -jnp.inf, 1.0])
     for where, expected in [(None, 1.0), (jnp.asarray([True, False, True]), 0.0)]:
         _, vjp = jax.vjp(lambda x, where=where: jaxnorm.log_softmax(x, where=where), x)

@@ -1,7 +1,7 @@
-"""Runs the Triton kernels on the CPU, in Triton's interpreter, wherever JAX calls them.
+"""Run the Triton kernels on the CPU, in Triton's interpreter, wherever JAX calls them.
 
-Run pytest with TRITON_INTERPRET=1: Triton asks for it when it is imported. The interpreter sees
-values; `triton/test_compile.py` looks at what becomes of the kernels on a GPU.
+Run pytest with TRITON_INTERPRET=1, which Triton reads when it is imported. The interpreter checks
+values; `triton/test_compile.py` checks the kernels as compiled for a GPU.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxnorm_kernels.triton import launch
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """What the interpreter asks of a tensor on a device, of a numpy array: its own storage."""
+    """A numpy array with the interface of a device tensor that the interpreter uses."""
 
     array: np.ndarray
 
@@ -62,7 +62,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, ...], **call: Any):
-    """Stands in for `launch.run`."""
+    """Replace `launch.run`."""
     arguments = {key: value for key, value in call.items() if key in kernel.arg_names}
     refs = {key: value for key, value in arguments.items() if isinstance(value, jax.Ref)}
     arrays = {key: value for key, value in arguments.items() if isinstance(value, jax.Array)}

@@ -130,9 +130,10 @@ class Call:
         return self.replaced(spec=self.spec.first)
 
     def tangent(self, wrt: Sequence[str], *, takes_h: bool = False) -> "Call":
-        """Return the tangent along `wrt`, of all results of a forward or as a backward's transpose.
+        """Return the call of the tangent along `wrt`.
 
-        `takes_h`: the tangent of a plain norm also returns h's tangent, which is x's.
+        For a forward, it returns the tangents of all results. For a backward, it is the transpose.
+        With `takes_h`, the tangent of a plain norm also returns h's tangent, which is x's.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":

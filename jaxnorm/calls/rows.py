@@ -209,7 +209,7 @@ class RowView:
         return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """Return the two-dimensional view of an array, or the one-dimensional view of others.
+        """View an array as ``(rows, cols)``, a statistic as ``(rows,)``, a parameter by columns.
 
         A mask or a bias of logits becomes ``(n, cols)`` or ``(n, 1)``, as `shared` describes it. If
         `strided`, arrays become ``(outer, cols, inner)`` instead, and a parameter of the inner axis

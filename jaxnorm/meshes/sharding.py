@@ -78,7 +78,7 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """Return the type of x with another shape and dtype, and its axes split as `split` names."""
+    """Return x's type with another shape and dtype; `split` names the mesh axes of each axis."""
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 

@@ -31,7 +31,7 @@ GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:
-    """Yield the users of a value, also those of its casts and of its other names."""
+    """Yield the users of a value, including the users of its casts and renamed copies."""
     for user in value.users:
         yield user
         if user.made_by in NAMING or user.made_by == "convert_element_type":
@@ -99,7 +99,7 @@ def is_product(value: Value) -> bool:
 
 @functools.cache
 def is_spread(value: Value) -> bool:
-    """Return True if a value is made of smaller arrays alone: numbers of rows, or of columns."""
+    """Return True if a value is broadcast from smaller arrays, such as a number per row."""
     value = origin(value)
     if value.made_by == "broadcast_in_dim":
         return True
@@ -124,7 +124,7 @@ def is_reduced(value: Value, limit: int) -> bool:
 
 
 def ancestors(value: Value, limit: int) -> Iterable[Value]:
-    """Return a value and what it is made of; an array of `limit` elements is not followed."""
+    """Return a value and its ancestors, not following arrays of `limit` elements or more."""
 
     def made_of(v: Value) -> Sequence[Value]:
         is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"

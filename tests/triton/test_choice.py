@@ -139,7 +139,7 @@ def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Makes it look as if these versions were installed; None is for what is not."""
+    """Pretend that these versions are installed; None stands for a missing package."""
     kept = {m: sys.modules.pop(m) for m in [*sys.modules] if m.startswith("jaxnorm_kernels.triton")}
 
     def install(triton=None, jax_triton=None):

@@ -1,7 +1,7 @@
-"""The kernels compile for Ampere, Ada and Hopper without one at hand, as the tables schedule them.
+"""The kernels compile for Ampere, Ada and Hopper without such a GPU, as the tables schedule them.
 
-Triton's own compiler makes the machine code, so that registers and shared memory are those of the
-GPU. What JAX makes of it is seen where JAX's CUDA plugin is installed, which needs no GPU either.
+Triton's own compiler makes the machine code, so registers and shared memory are those of the GPU.
+JAX's part is tested if its CUDA plugin is installed, which needs no GPU either.
 """
 
 import functools
@@ -166,7 +166,7 @@ def test_calls_lower_for_cuda(cols, backward):
 
 @pytest.mark.cuda_plugin
 def test_a_dead_call_is_dropped():
-    """Its rule for that is JAX's own where JAX cannot call jax-triton's."""
+    """JAX's own rule applies if JAX cannot call jax-triton's."""
     x = jax.ShapeDtypeStruct((6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")
     assert kernels_in(lambda x: (softmax(x), 2 * x)[1], x) == 0

@@ -1,1 +1,1 @@
-"""RMSNorm and the product after it, in one kernel."""
+"""RMSNorm and the matmul after it, in one kernel."""
