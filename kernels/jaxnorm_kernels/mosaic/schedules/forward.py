@@ -30,7 +30,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     power_of_2,
     vector_width,
 )
-from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.logits import (
+    causal_unit,
+    has_places,
+    run_of_rows,
+    threads_of_runs,
+)
 from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, alignment_view, widest_vector
 from jaxnorm_kernels.mosaic.rows.pipelined import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
@@ -167,6 +172,10 @@ class ForwardRule:
 # time (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
+# Units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 % less time than
+# in units of 32 vectors of 16 bytes, over 512 of float32 4 % less (H100).
+_CAUSAL_PARTS = 8
+
 # Of a tile: the threads of a row read up to so much of it, the rest of its last unit twice.
 _MOST_READ = 9 / 8
 
@@ -230,6 +239,7 @@ def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
 def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     threads = _threads(spec.cols, vector)
     if has_places(spec):
+        threads, vector = causal_unit(spec, threads, vector, _CAUSAL_PARTS)
         threads, vector = threads_of_runs(spec, threads, vector)
     step = WARPGROUP_THREADS // threads
     row_bytes = spec.cols * column_bytes(spec)

@@ -9,7 +9,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
 )
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.logits import (
+    causal_unit,
+    has_places,
+    run_of_rows,
+    threads_of_runs,
+)
 from jaxnorm_kernels.mosaic.rows.partitions import alignment_view
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
@@ -28,6 +33,10 @@ _MOST_SPLIT_BLOCKS = 8
 _WARPGROUP_VECTORS = 4 * WARP
 # Columns up to which a warp has a causal row, in units of a vector for each of its threads.
 _CAUSAL_TILE = 2048
+# Units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took 15, 8 and 3 %
+# less time than in units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and 3 % less
+# (H100).
+_CAUSAL_PARTS = 16
 # What a thread has of each input, at most: its registers, and how many loads it waits for.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
@@ -79,6 +88,7 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
     if spec.cols > most:
         return None
     threads = next(n for n in (WARP, 16, 8, 4, 2) if n * vector <= spec.cols)
+    threads, vector = causal_unit(spec, threads, vector, _CAUSAL_PARTS)
     threads, vector = threads_of_runs(spec, threads, vector)
     rows = WARPGROUP_THREADS // threads
     if run_of_rows(spec) % rows == 0:
