@@ -19,8 +19,7 @@ from jaxnorm.models.linen_attention import dot_product_attention
 from jaxnorm.models.linen_calls import called, normalised, why_flax
 from jaxnorm.models.linen_conversion import Seen, Stored
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm_kernels.linear_spec import Activation
-from jaxnorm_kernels.specs import Name, NormActivation, Save
+from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -177,7 +176,7 @@ class RMSNormDense(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
     scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
-    activation: Activation | None = None
+    activation: LinearActivation | None = None
     implementation: Name | None = None
     scale_offset: float = 0.0
 

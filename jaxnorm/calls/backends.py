@@ -10,8 +10,7 @@ import jax
 
 from jaxnorm_kernels import devices
 from jaxnorm_kernels.implementation import Implementation
-from jaxnorm_kernels.linear_spec import LinearSpec
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Direction, Spec
 
 # Module of each implementation, imported on first use: importing a kernel backend takes time.
 _MODULES = {
@@ -148,15 +147,22 @@ def is_default_on(name: str, capability: int) -> bool:
     return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
-def forced(function: str, spec: Spec | LinearSpec, name: str) -> Choice:
+def forced(function: str, spec: Spec, name: str) -> Choice:
     """Choose `name`; ValueError with its reason if it cannot run a call of this spec."""
     refusal = implementation(name).why_unsupported(spec)
+    refuse(function, name, spec.direction, (spec.rows, spec.cols), refusal)
+    return Choice(name, "asked for by name")
+
+
+def refuse(
+    function: str, name: str, direction: Direction, shape: tuple[int, int], refusal: str | None
+) -> None:
+    """Raise ValueError with the reason, if there is one, why `name` cannot run a pass."""
     if refusal is not None:
         raise ValueError(
-            f"{function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
-            f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
+            f"{function}: implementation={name!r} cannot run the {_PASSES[direction]} of "
+            f"({shape[0]}, {shape[1]}): {refusal}; leave implementation out to let jaxnorm choose"
         )
-    return Choice(name, "asked for by name")
 
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:

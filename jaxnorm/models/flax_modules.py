@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_linear import rms_norm_linear
-from jaxnorm_kernels.linear_spec import Activation
-from jaxnorm_kernels.specs import Name, NormActivation, Save
+from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
@@ -135,7 +134,7 @@ def norm_and_dense(
     parameters: Mapping[str, Any],
     x: Any,
     residual: Any,
-    activation: Activation | None,
+    activation: LinearActivation | None,
     dtype: Any,
 ) -> Any:
     """Return y or, with a residual, (y, h); `module` has the fields of the norm.

@@ -1,7 +1,6 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
@@ -10,22 +9,12 @@ from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.columns import is_unaligned, row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.refusals import (
-    BETTER_FUSED,
-    NO_PRODUCT,
-    NO_ROWS,
-    LinearTable,
-    Table,
-    first,
-    first_of_linear,
-)
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
-# Rows of 16 bytes, and tiles of 8 of them, are what asynchronous copies of a product's tiles take.
-_MULTIPLE = 8
 
 _TOO_OLD: Table = (
     (
@@ -106,21 +95,6 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# By name alone: measured on an H100 (`python -m benchmarks.run linear`), the product's kernel takes
-# 1.03 to 1.3 times as long as XLA's norm and product, but 0.95 for 8192 x 2048 by 3072.
-_CANNOT_MULTIPLY: LinearTable = (
-    (
-        "its product kernel is made of the matrix instructions of compute capability 9.0 (Hopper)",
-        lambda s: local_capability() not in (90, None),
-    ),
-    *NO_PRODUCT,
-    (
-        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}",
-        lambda s: any(size % _MULTIPLE for size in (s.rows, s.cols, s.features)),
-    ),
-    (f"its kernels number rows in 32 bits, up to {_MAX_ROWS}", lambda s: s.rows > _MAX_ROWS),
-)
-
 # Compute capabilities where its kernels are the default because all of them compile, with few words
 # of spills (`tests/mosaic/test_blackwell.py`): B200.
 _NOT_TIMED = (100,)
@@ -168,10 +142,8 @@ def takes_inner(spec: Spec) -> bool:
     return strip_schedule.refusal(spec) is None
 
 
-def why_unsupported(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec) -> str | None:
     """None, or why this call cannot run here."""
-    if isinstance(spec, LinearSpec):
-        return first_of_linear(_CANNOT_MULTIPLY, spec)
     if spec.inner > 1:
         return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
     return first(_CANNOT, spec)
