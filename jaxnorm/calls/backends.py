@@ -147,13 +147,6 @@ def is_default_on(name: str, capability: int) -> bool:
     return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
-def forced(function: str, spec: Spec, name: str) -> Choice:
-    """Choose `name`; ValueError with its reason if it cannot run a call of this spec."""
-    refusal = implementation(name).why_unsupported(spec)
-    refuse(function, name, spec.direction, (spec.rows, spec.cols), refusal)
-    return Choice(name, "asked for by name")
-
-
 def refuse(
     function: str, name: str, direction: Direction, shape: tuple[int, int], refusal: str | None
 ) -> None:

@@ -301,6 +301,15 @@ class Call:
         takes_it = in_rows.norm.scattered or backends.implementation(name).takes_inner(strided)
         return strided if takes_it else in_rows
 
+    @_once
+    def forced(self, name: str) -> backends.Choice:
+        """Choose the implementation `name`; ValueError with the reason if it cannot run it."""
+        spec = self.as_seen_by(name)
+        refusal = backends.implementation(name).why_unsupported(spec)
+        shape = spec.rows, spec.cols
+        backends.refuse(self.function, name, self.direction, shape, refusal)
+        return backends.Choice(name, "asked for by name")
+
     @functools.cached_property
     def _in_rows(self) -> Spec:
         """The spec of the two-dimensional view."""
@@ -358,17 +367,12 @@ class Call:
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
         """Give a kernel's arrays separate buffers, so that none is part of a larger array."""
-        if name == "xla":
+        if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
         return [
-            a if self._is_in_place(n, a) else launching.own_buffer(a)
+            a if n in self._in_place and a.nbytes > _COPIED_BYTES else launching.own_buffer(a)
             for n, a in zip(names, arrays, strict=True)
         ]
-
-    def _is_in_place(self, name: str, array: jax.Array) -> bool:
-        if self.primitives is not None and self.spec.is_loss:
-            return True
-        return name in self._in_place and array.nbytes > _COPIED_BYTES
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation = backends.implementation(name)

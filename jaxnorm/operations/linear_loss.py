@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.calls import backends
 from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive
 from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
 from jaxnorm.operations.loss import check_numbers, softcap
@@ -264,7 +263,7 @@ def _check_implementation(
     call = linear_loss_call.call_of(
         head, (rows, classes), dtype, has_positions=head.has_where, mask=mask
     )
-    backends.forced(call.function, call.as_seen_by(name), name)
+    call.forced(name)
 
 
 _LOG_PROB: Function = "linear_log_prob_and_entropy"

@@ -148,7 +148,7 @@ def of_rows(
             if has_weights
             else checks.boolean(function, "where", where)
         )
-        mask, weights = _masks(function, array, RowView(shape, axes))
+        mask, weights = _masks(function, array, RowView.of(shape, axes))
     if in_order != axes:  # Labels count along the axes as given, as optax's do.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
@@ -187,7 +187,7 @@ def loss_call(
     logit_softcap: float | None = None,
 ) -> Call:
     """Check the arguments and return the forward call; `mask` is a shape."""
-    view = RowView(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
+    view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)
     smoothing = checks.number(function, "label_smoothing", label_smoothing, minimum=0, maximum=1)
     if smoothing and mask is not None:

@@ -38,16 +38,16 @@ def norm_call(
     `NormOptions` that only this operation has.
     """
     axes = checks.axes(function, axis, x.shape)
-    view = RowView(x.shape, axes)
+    view = RowView.of(x.shape, axes)
     shapes = {name: a.shape for name, a in given.items() if OPERANDS[name] in PARAMETERS}
     for name, own in shapes.items():
         checks.check_parameter(function, _PUBLIC_NAMES.get(name, name), own, view)
     by_kind = {
-        kind: jnp.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
+        kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
     # In a view, `()` means: the parameter has exactly the normalised axes.
-    view = RowView(
+    view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
     checks.one_of(function, "save", save, checks.SAVE_MODES)

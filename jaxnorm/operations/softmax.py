@@ -180,7 +180,7 @@ def softmax_call(
         bias = checks.broadcastable(function, "bias", bias, x.shape)
     axes = checks.axes(function, axis, x.shape)
     mask_shape, bias_shape = (() if a is None else a.shape for a in (mask, bias))
-    view = RowView(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
+    view = RowView.of(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
     checks.implementation(function, implementation)
     causal = checks.flag(function, "causal", causal)
     if causal:

@@ -82,7 +82,7 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
         name = call.implementation
         backends.placed(call.function, name, platforms)
         # The rows are known only here: under `jax.vmap`, a backward has more than when called.
-        backends.forced(call.function, call.as_seen_by(name), name)
+        call.forced(name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
         return "xla"  # An exported program outlives this version's kernels.
@@ -330,6 +330,5 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Run a user's call; raise ValueError if the named implementation cannot run it."""
     if call.implementation is not None:
-        name = call.implementation
-        backends.forced(call.function, call.as_seen_by(name), name)
+        call.forced(call.implementation)
     return bind(call, *arrays)

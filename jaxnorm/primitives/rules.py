@@ -359,9 +359,11 @@ def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[A
     JAX runs a rule later than the call: when it lowers, differentiates or batches. By then the
     caller may have left `jax.enable_x64`, and `astype(float64)` would give float32.
     """
-    if jax.config.jax_enable_x64 or not any(map(_is_wide, arrays)):
+    if jax.config.jax_enable_x64:
         return contextlib.nullcontext()
-    return jax.enable_x64(True)
+    dtypes = [getattr(getattr(a, "aval", a), "dtype", None) for a in arrays]
+    is_wide = 8 in [getattr(dtype, "itemsize", 0) for dtype in dtypes]
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
 def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
@@ -377,8 +379,3 @@ def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
 
 def _is_symbolic(a: Any) -> bool:
     return isinstance(a, ad.Zero) or ad.is_undefined_primal(a)
-
-
-def _is_wide(a: Any) -> bool:
-    dtype = getattr(getattr(a, "aval", a), "dtype", None)
-    return getattr(dtype, "itemsize", 0) == 8

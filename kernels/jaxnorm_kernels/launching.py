@@ -25,9 +25,8 @@ from jax import lax
 ALIGNMENT = 256
 
 
-def own_buffer(array: jax.Array) -> jax.Array:
-    """Return an operand or a result of a kernel in a separate buffer."""
-    return lax.optimization_barrier(array)
+#: Return an operand or a result of a kernel in a separate buffer.
+own_buffer = lax.optimization_barrier
 
 
 @contextlib.contextmanager

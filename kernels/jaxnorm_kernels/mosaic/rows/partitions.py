@@ -11,6 +11,7 @@ at its *edges*, are skipped too, and not stored.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -234,22 +235,22 @@ class Partition:
         if not self.units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
         """Of the body."""
         return self.cols // (self.slices * self.unit)
 
-    @property
+    @functools.cached_property
     def body_width(self) -> int:
         """Columns of the body."""
         return self.units * self.unit
 
-    @property
+    @functools.cached_property
     def has_tail(self) -> bool:
         """Whether the bodies leave columns over."""
         return self.cols % (self.slices * self.unit) != 0
 
-    @property
+    @functools.cached_property
     def tail_width(self) -> int:
         """Columns of a tail: of a window, with vectors that may be narrower."""
         rest = self.cols % (self.slices * self.unit)

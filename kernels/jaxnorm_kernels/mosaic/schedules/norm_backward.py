@@ -51,11 +51,12 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    def time(blocks: int) -> int:
-        """In steps: blocks that do not run at a time follow each other; each fills its stages."""
-        return -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
-
-    return min(range(1, min(steps, most) + 1), key=time)
+    # In steps: blocks that do not run at a time follow each other; each fills its stages.
+    times = [
+        -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
+        for blocks in range(1, min(steps, most) + 1)
+    ]
+    return 1 + times.index(min(times))
 
 
 # Of a ring, columns of a thread: up to 12 while the GPU has clusters for it, because many small
