@@ -19,7 +19,7 @@ from specs import build_spec
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm_kernels import devices, xla
+from jaxnorm_kernels import launching, xla
 from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.mosaic import support
 
@@ -332,7 +332,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setattr(backends, "_PREFERRED", preferred)
     number = capability and round(10 * float(capability))
-    monkeypatch.setattr(devices, "local_capability", lambda: number)
+    monkeypatch.setattr(launching, "local_capability", lambda: number)
     for cols in (7, 8):  # one for which the stand-in is not preferred, and one for which it is
         jaxnorm.implementation_for("rms_norm", (4, cols), "float32", platform="cuda")
     jaxnorm.implementation_for("rms_norm", (4, 8), "float32", platform="cpu")
@@ -421,11 +421,11 @@ def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
     if capability is not None:
         device.compute_capability = capability
     with monkeypatch.context() as patch:
-        patch.setattr(devices.jax, "local_devices", lambda: [device])
-        devices.local_capability.cache_clear()
-        assert devices.local_capability() == expected
+        patch.setattr(launching.jax, "local_devices", lambda: [device])
+        launching.local_capability.cache_clear()
+        assert launching.local_capability() == expected
     # Cached: what follows asks no device.
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
-    devices.local_capability.cache_clear()
+    launching.local_capability.cache_clear()
     assert (plan.forward.name == "mosaic") == (expected in (90, 100, None))
     assert ("not timed" in plan.forward.reason) == (expected == 100)

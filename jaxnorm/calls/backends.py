@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxnorm_kernels import devices
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.specs import Direction, Spec
 
@@ -125,7 +125,7 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 
     Kernels that are not a GPU's default, such as Triton's on Hopper, need no warning.
     """
-    capability = devices.local_capability() if platform == "cuda" else None
+    capability = launching.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
         return
     if not (is_default_on(name, capability) or is_preferred):

@@ -24,7 +24,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
 from jaxnorm.operations.norm import norm_call
-from jaxnorm.primitives import eager, remat, row_operations
+from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.specs import LinearActivation, Name
 
@@ -318,7 +318,7 @@ def _(
     primals: Sequence[jax.Array],
     tangents: Sequence[Any],
 ) -> Any:
-    _, dy = products.jvp(functools.partial(_composed, norm, layer, names), primals, tangents)
+    _, dy = rules.jvp(functools.partial(_composed, norm, layer, names), primals, tangents)
     return _by_kernel(norm, layer, names, *primals), dy
 
 

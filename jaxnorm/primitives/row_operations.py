@@ -28,7 +28,7 @@ from jaxnorm.calls import backends, private_jax
 from jaxnorm.calls.call import Arrays, Call, Run
 from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import auto_axes, sharding
-from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
+from jaxnorm.meshes.sharding import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind

@@ -14,13 +14,14 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxnorm.calls import private_jax
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import auto_axes, sharding
-from jaxnorm.meshes.shards import Factors, Shards
+from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.primitives import eager, remat
 from jaxnorm_kernels.specs import Direction
 
@@ -181,17 +182,10 @@ class Rules[P: Pass](abc.ABC):
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
         """Return the results of a pass, and their tangents differentiated in plain JAX."""
-        at = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-        def function(*arrays: jax.Array) -> list[jax.Array]:
-            operands = list(primals)
-            for i, a in zip(at, arrays):
-                operands[i] = a
-            return self.anywhere(self.differentiated, call, *operands)
-
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
-            _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
+            plain = functools.partial(self.anywhere, self.differentiated, call)
+            _, tangents_out = jvp(plain, primals, tangents)
         return results, tangents_out
 
     def tangents_of(
@@ -319,6 +313,19 @@ def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
     """Return the tangents, or cotangents, that are neither symbolic zeros nor None."""
     return {n: t for n, t in tangents if t is not None and not isinstance(t, ad.Zero)}
+
+
+def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Return `jax.jvp` along the tangents that are not symbolic zeros."""
+    at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
+
+    def function(*arrays: jax.Array) -> Any:
+        operands = list(primals)
+        for i, a in zip(at, arrays):
+            operands[i] = a
+        return f(*operands)
+
+    return jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
 
 
 def zero_like(a: jax.Array) -> ad.Zero:

@@ -1,6 +1,6 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
-from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 #: Blocks of a cluster. 16 is more than every GPU with clusters promises, and what Hopper and B200
