@@ -33,9 +33,9 @@ _MOST_SPLIT_BLOCKS = 8
 _WARPGROUP_VECTORS = 4 * WARP
 # Columns up to which a warp has a causal row, in units of a vector for each of its threads.
 _CAUSAL_TILE = 2048
-# Units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took 15, 8 and 3 %
-# less time than in units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and 3 % less
-# (H100).
+# Units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took 15, 8 and
+# 3 % less time than in units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and 3 %
+# less (H100).
 _CAUSAL_PARTS = 16
 # What a thread has of each input, at most: its registers, and how many loads it waits for.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
