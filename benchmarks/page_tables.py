@@ -13,7 +13,7 @@ LARGE = 100e6  # bytes: twice an H200's cache
 
 
 def who(measured: Figures) -> str:
-    """Which providers were measured, and which of them stands for jaxnorm."""
+    """Return a sentence that names the measured providers, and which of them stands for jaxnorm."""
     there = {name for answers in measured.values() for name in answers}
     labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
     if "jaxnorm" in there:
@@ -32,7 +32,7 @@ def who(measured: Figures) -> str:
 
 
 def kernels(measured: Figures) -> str:
-    """For each operation and direction: the share of the roof, and how many times XLA's speed."""
+    """Return the share of the roof and the speed over XLA's, for each operation and direction."""
     columns = [(dtype, shape) for dtype in text.DTYPES for shape in MAIN]
 
     def cell(op: str, direction: str, dtype: str, shape: workloads.Shape) -> str:
@@ -54,7 +54,7 @@ def kernels(measured: Figures) -> str:
 
 
 def comparisons(*suites: Figures) -> str:
-    """A row for each peer, and two columns for each of `suites`: how jaxnorm compares with it."""
+    """Return a row per peer, with two columns for each of `suites`: jaxnorm compared with it."""
     rows = []
     for name, provider in PROVIDERS.items():
         compared = [figures.comparison(measured, name) for measured in suites]
@@ -65,7 +65,7 @@ def comparisons(*suites: Figures) -> str:
 
 
 def where_ahead(found: Iterable[Ahead]) -> str:
-    """One sentence: on which arrays kernels of other libraries are ahead."""
+    """Return one sentence that says on which arrays kernels of other libraries are ahead."""
     by_cell: dict[figures.Question, float] = {}
     for each in found:
         if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
@@ -87,7 +87,7 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
 
 
 def step_times(rows: Sequence[Row]) -> str:
-    """Milliseconds of steps: a column for each variant, and how much that is of plain jnp's."""
+    """Return milliseconds of steps: a column for each variant, with the ratio to plain jnp's."""
 
     def cell(row: Row, plain: Row) -> str:
         time = f"{float(row['ms']):.1f}"
@@ -97,7 +97,7 @@ def step_times(rows: Sequence[Row]) -> str:
 
 
 def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
-    """Temp gigabytes of steps and the largest batch that fits: a column for each variant."""
+    """Return gigabytes of temp memory and the largest batch that fits, by step and variant."""
     batches = {asked: row["batch_in_80gb"] for asked, row in figures.steps(fitting).items()}
 
     def cell(row: Row, plain: Row) -> str:
@@ -123,7 +123,7 @@ def _by_variant(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
 
 
 def by_product(measured: Figures) -> str:
-    """TFLOP/s of a norm with its product: a table for each dtype and direction."""
+    """Return TFLOP/s of a norm with its matmul: a table for each dtype and direction."""
     asked = dict.fromkeys(
         (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
     )

@@ -1,8 +1,8 @@
-"""GB/s against N: a panel for each operation and direction, a line for each provider.
+"""Plots of results: GB/s against N, with a panel per operation and direction, a line per provider.
 
-Odd lengths, which no vector width divides, are hollow markers beside the lines. Of products TFLOP/s
-against their size, and of those of models. Of training steps, for each model bars of time and
-memory, and the losses.
+Odd lengths, which no vector width divides, are hollow markers next to the lines. For matmuls, the
+plots show TFLOP/s against their size, and for the matmuls of models. For training steps, they show
+bars of time and memory, and the losses, for each model.
 """
 
 import itertools
@@ -24,8 +24,8 @@ from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
 
-# Okabe and Ito's palette, which survives colour blindness, and a marker for each, which survives
-# a black and white printer.
+# The palette of Okabe and Ito, which is safe for colour blindness, and a marker for each, which is
+# safe for black and white printing.
 STYLES = {
     "jaxnorm": ("#000000", "o"),
     "mosaic": ("#0072B2", "s"),
@@ -55,7 +55,7 @@ Answers = dict[Any, dict[str, Figure]]  # by N, or a name, and provider
 
 
 def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
-    """Writes a PNG of kernel times in one dtype."""
+    """Write a PNG of kernel times in one dtype."""
     panels = [
         [
             (f"{op} {text.DIRECTIONS[way]}", figures.along_n(measured, op, way, dtype, dtype))
@@ -68,7 +68,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
 
 
 def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
-    """Writes a PNG of products in one dtype: squares, and beside them those of models."""
+    """Write a PNG of matmuls in one dtype: squares, and beside them those of models."""
     panels = [
         [
             (f"{op} {text.DIRECTIONS[way]}", along(measured, op, way, dtype))
@@ -82,7 +82,7 @@ def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
 
 
 def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
-    """Writes a PNG of training steps in one dtype."""
+    """Write a PNG of training steps in one dtype."""
     models = [name for name in MODELS if any(row["model"] == name for row in rows)]
     figure, grid = plt.subplots(
         len(models), 3, figsize=(11, 3.0 * len(models)), layout="constrained", squeeze=False
@@ -110,7 +110,7 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
-    """Groups by how layers are stacked and by remat, a bar for each variant."""
+    """Draw a bar for each variant, in groups by how layers are stacked and by rematerialisation."""
     variants = text.variants(rows)
     there = {(row["layers"], row["remat"]) for row in rows}
     groups = [group for group in itertools.product(LAYERS, REMATS) if group in there]
@@ -141,7 +141,7 @@ def _plot(
     y_label: str = "GB/s, least bytes",
     roof: str = COPY,
 ) -> None:
-    """Panels with titles, whose columns have an x axis each; all have one y axis."""
+    """Draw panels with titles. The x axis is shared by a column, the y axis by all."""
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),
@@ -156,7 +156,7 @@ def _plot(
         for axes, (name, answers) in zip(axes_row, panel_row):
             axes.set_title(name, fontsize=10)
             _panel(axes, answers, roof)
-    grid.flat[0].set_ylim(bottom=0)  # of all: they share the axis
+    grid.flat[0].set_ylim(bottom=0)  # for all panels, which share the axis
     for axes, x_label in zip(grid[-1], x_labels):
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
@@ -173,11 +173,11 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # their order, whoever lacks one
+        axes.xaxis.update_units(names)  # in their order, even if a provider lacks one
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)
-    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm over the others
+    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm on top of the others
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
         points = [(n, each[provider].speed) for n, each in answers.items() if provider in each]
         _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})

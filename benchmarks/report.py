@@ -1,4 +1,4 @@
-"""Rebuilds plots and tables, and those of README.md and docs/results.md, from committed CSV files.
+"""Rebuild plots and tables, and those of README.md and docs/results.md, from committed CSV files.
 
 python -m benchmarks.report                 all of benchmarks/results/, and both pages
 python -m benchmarks.report some/folder     one folder of results, and the pages if they show it
@@ -19,7 +19,7 @@ from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, p
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-# In the README and the docs: of a suite, what the first of these has.
+# The folders for the README and the docs: each suite comes from the first folder that has it.
 SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
@@ -31,9 +31,9 @@ REPORT = "report.md"
 
 
 class Results:
-    """The rows that count, suite by suite, and the figures of the timed ones.
+    """The rows that count, suite by suite, and the figures of the timed suites.
 
-    Of a suite that several folders have, those of the first.
+    If several folders have a suite, the first one counts.
     """
 
     def __init__(self, folder: Path, *others: Path) -> None:
@@ -53,7 +53,7 @@ class Results:
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
 
     def plot(self, suite: str) -> Path:
-        """The file of a suite's plot, beside its CSV."""
+        """Return the file of a suite's plot, beside its CSV."""
         return self.folders[suite] / f"{suite}_{PLOT_DTYPE}.png"
 
     @property
@@ -69,7 +69,7 @@ class Results:
 
 
 def readme_section(found: Results) -> str:
-    """What stands between the README's markers: one table of speed, one of memory, one plot."""
+    """Return the text between the README's markers: a table of speed, one of memory, and a plot."""
     steps = [row for row in found.rows["training"] if row["layers"] == LAYERS[0]]
     fitting = found.rows["capacity"]
     if not steps:
@@ -96,7 +96,7 @@ def _image(found: Results, suite: str, page: Path) -> str:
 
 
 def page_section(found: Results) -> str:
-    """What stands between the markers of the docs' page: all suites, for the main shapes."""
+    """Return the text between the markers of docs/results.md: all suites, for the main shapes."""
     here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
         paragraph(text.provenance(found.rows["kernels"]), page_tables.who(found.kernels)),
@@ -124,21 +124,21 @@ def page_section(found: Results) -> str:
 
 
 def _captioned(found: Results, name: str) -> list[str]:
-    """Caption, plot where it belongs there, and table of a suite."""
+    """Return the caption, the plot (if it belongs there) and the table of a suite."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name == "linear" else []
     return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
 
 
 def paragraph(*sentences: str) -> str:
-    """Sentences as lines of a page's width."""
+    """Wrap sentences to a page's width."""
     return textwrap.fill(
         " ".join(sentences), PAGE_WIDTH, break_long_words=False, break_on_hyphens=False
     )
 
 
 def full_report(found: Results) -> str:
-    """Every provider's figures, and every cell where a peer is ahead or failed, as Markdown."""
+    """Return, as Markdown, all figures, and every cell where a peer is ahead or failed."""
     parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
@@ -191,7 +191,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
-# Of a suite: what its plots show, and what draws them.
+# For each suite, what its plots show, and the function that draws them.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("GB/s against N", plots.kernels),
     "linear": ("TFLOP/s against M, N and K", plots.linear),
@@ -228,7 +228,7 @@ _FOOTNOTES = {
 
 
 def with_section(file: Path, section: str) -> str:
-    """The text of `file` with the section between its markers; ValueError where it has none."""
+    """Return the text of `file` with a new section between its markers, or raise ValueError."""
     before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -237,7 +237,7 @@ def with_section(file: Path, section: str) -> str:
 
 
 def committed() -> list[Path]:
-    """The folders of committed results."""
+    """Return the folders of committed results."""
     return sorted({file.parent for file in RESULTS.glob("*/*.csv")})
 
 

@@ -1,7 +1,7 @@
-"""Schedules of a norm and the product after it.
+"""Schedules of a norm and the matmul after it.
 
-How wide a tile is, how many are in shared memory, and how many columns of tiles follow each other
-before the next rows do. With the norm's scale and, as `product`, without.
+They vary the width of a tile, the tiles in shared memory, and the columns of tiles that are
+computed before the next rows. They are timed with the norm's scale and (as `product`) without.
 """
 
 import dataclasses

@@ -1,21 +1,21 @@
-"""RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
+"""RMSNorm and the matmul after it, with Hopper's matrix instructions (wgmma).
 
-With G = scale + scale_offset, row by row:
+With G = scale + scale_offset, row by row::
 
-    w = G weight                         rounded to the product's dtype, beforehand
+    w = G weight                         rounded to the matmul's dtype, beforehand
     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
-The sum of squares comes from the tiles of x that the product reads, so it is known when the
-product is done, and the normalised array is never written. In float16 w is c G weight, with a
-power of 2 that makes c G 1 at most, and rstd / c takes it back.
+The sum of squares is computed from the tiles of x that the matmul reads, so it is complete when the
+matmul is. The normalised array is never stored. In float16, w is c G weight, where c is a power of
+2 that makes c G at most 1, and rstd / c compensates for it.
 
-A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
-ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a
-time, and meanwhile adds up the squares of what it multiplies.
+A block computes one tile of y after the other. Its third warpgroup copies tiles of x and weight to
+a ring in shared memory. The two others each multiply half of a tile's rows, two steps at a time,
+and add the squares of x in between.
 
-G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
-those of cuBLAS' product alone:
+Multiplying by G inside the kernel costs more than a separate pass over weight. Times for 8192 rows
+of bfloat16 on an H100, relative to cuBLAS' matmul alone::
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
@@ -24,8 +24,8 @@ those of cuBLAS' product alone:
     or G to x in shared memory               1.30           1.32           1.39
     XLA's norm, and cuBLAS                   1.18           1.09           1.05
 
-In registers no product may be under way when x is written to them, or ptxas has all of them wait;
-in shared memory, reads and writes of x compete with what the matrix instructions read.
+With x in registers, no matmul may be in flight while x is written to them, or ptxas serialises all
+of them. In shared memory, reads and writes of x compete with those of the matrix instructions.
 """
 
 import dataclasses
@@ -50,18 +50,18 @@ from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
 from jaxnorm_kernels.specs import LinearActivation
 
 # -------------------------------------------------------------------------------------------------
-# How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
+# How the kernel runs: the tiles of y, and what a block holds.
 #
-# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten products).
+# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten matmuls).
 
 
 #: Warpgroups that multiply. Another one copies.
 MULTIPLY = 2
-#: Rows of a tile of y that one of them multiplies at a time: a wgmma's.
+#: Rows of a tile of y that a warpgroup multiplies at a time: the size of a wgmma.
 ROWS = 64
-#: Columns of a tile of x: those of 16 bits fill a row of the widest swizzle.
+#: Columns of a tile of x. With 16 bits, they fill a row of the widest swizzle.
 DEPTH = 64
-#: Bytes of y's rows in one store, and how many stores of a warpgroup are under way.
+#: Bytes of y's rows per store, and the stores of a warpgroup in flight.
 STORED_BYTES, STORES = 64, 2
 
 
@@ -70,10 +70,11 @@ class ProductSchedule:
     """One way to run the kernel.
 
     Attributes:
-      features: columns of a tile of y. It has 128 rows.
+      features: columns of a tile of y, which has 128 rows.
       stages: tiles of x and weight in shared memory.
-      group: columns of tiles that follow each other before the next rows do: as many read the same
-        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
+      group: tiles next to each other that are computed before the next rows. They read the same
+        rows of x, and the next rows then read the same columns of weight, while both are in the L2
+        cache.
     """
 
     features: int
@@ -82,7 +83,7 @@ class ProductSchedule:
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """The rows of a tile."""
         return MULTIPLY * ROWS
 
     def tiles(self, rows: int, features: int) -> tuple[int, int]:
@@ -90,10 +91,10 @@ class ProductSchedule:
         return -(-rows // self.rows), -(-features // self.features)
 
 
-# The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
-# 1.09 times as long. Groups of 4, 16 or 32 take up to 1.11 times as long where weight exceeds L2.
+# The larger a tile, the less is loaded per matmul. A wgmma has at most 256 columns; 192 take 1.09
+# times as long. Groups of 4, 16 or 32 take up to 1.11 times as long if weight exceeds the L2 cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
-# Half of it, where there are not enough of the others for all multiprocessors.
+# Half the size, if there are fewer wide tiles than multiprocessors.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
@@ -104,10 +105,11 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# The columns of the narrowest swizzle; columns that are no multiple get zeros, in copies.
+# The columns of the narrowest swizzle. Arrays are padded with zeros to a multiple of them.
 _SWIZZLED = 16
 
-# For a thread; of 65536, with as many for each of two warpgroups and few for the one that copies.
+# Registers per thread, out of 65536: as many as possible for the two warpgroups that multiply, and
+# few for the one that copies.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
@@ -228,7 +230,7 @@ def _scaled_weight(
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
-    """With zeros up to a multiple of the columns of the narrowest swizzle."""
+    """Pad an array with zeros to a multiple of the columns of the narrowest swizzle."""
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
         widths[0] = (0, 0)
@@ -241,7 +243,7 @@ def _shared(
     """Return the shared memory and the barriers of a block."""
     stages = schedule.stages
     shared = {
-        # The matrix instructions read both in one order.
+        # The matrix instructions require the same swizzle for both.
         "x": _swizzled((stages, schedule.rows, DEPTH), operands["x"], operands["weight"]),
         "weight": _swizzled((stages, DEPTH, schedule.features), operands["weight"], operands["x"]),
         "stored": _swizzled((MULTIPLY, STORES, ROWS, STORED_BYTES // y.dtype.itemsize), y),
@@ -256,15 +258,15 @@ def _shared(
 
 
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
-    """Shared memory for tiles of the first array, in the order that the matrix instructions read.
+    """Return shared memory for tiles of the first array, in the order of the matrix instructions.
 
-    The widest swizzle, of those that divide the rows of all.
+    It has the widest swizzle that divides the rows of all arrays.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
         128, *(n * dtype.itemsize for n in (shape[-1], *(a.shape[-1] for a in arrays)))
     )
-    transforms: Any = plgpu  # Its classes seem abstract to mypy.
+    transforms: Any = plgpu  # mypy takes its classes for abstract ones.
     tiled = transforms.TilingTransform((8, swizzle // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiled, transforms.SwizzleTransform(swizzle)))
 
@@ -300,7 +302,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- copies
 
     def copy(self) -> None:
-        """Fills the ring."""
+        """Fill the ring of stages."""
         plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
         self.each_tile(self._copy_tile)
 
@@ -323,7 +325,7 @@ class _ProductKernel:
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
         if "bias" in shared:
-            # Last: the one before is used when the tile before is done, which is by now.
+            # The bias comes last. The previous one is free when the previous tile is finished.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -334,7 +336,7 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- product
 
     def multiply(self) -> None:
-        """Makes the warpgroup's rows of each tile."""
+        """Compute the warpgroup's rows of each tile."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -364,27 +366,27 @@ class _ProductKernel:
         return lax.rem(step, self.schedule.stages)
 
     def _product(self, step: Any, sums: Ref) -> None:
-        """Begins to add that of a tile to the sums."""
+        """Start the matmul of a step, which adds to `sums`."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         weight = self.shared["weight"].at[self._stage(step)]
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Of the warpgroup's rows of a tile of x, ``(64, 8)``: sums of columns of one thread.
+        """Return the squares of the warpgroup's rows of x, summed per thread: ``(64, 8)``.
 
-        Between threads they are added up once, in the end.
+        The sums of the threads are added once, at the end.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """The warpgroup's, of a tile."""
+        """Return the warpgroup's rows of a tile of x."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Once the product of a tile is done, which has used all of it."""
+        """Release the stage of a step whose matmul is finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
@@ -407,7 +409,7 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # The store before the last one has read what this one overwrites.
+            # The store before the last one has read the buffer that this one overwrites.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

@@ -1,4 +1,4 @@
-"""What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
+"""Calls that the kernels cannot run, or that the default leaves to XLA: tables of sentences."""
 
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
@@ -12,7 +12,7 @@ from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Rows are numbered in int32, and the last block may start a tile further.
+# Rows are numbered in int32. The last block may start up to a tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 
@@ -95,8 +95,8 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities where its kernels are the default because all of them compile, with few words
-# of spills (`tests/mosaic/test_blackwell.py`): B200.
+# Compute capabilities on which these kernels are the default without having been timed: they all
+# compile with few words of spills (`tests/mosaic/test_blackwell.py`). This is the B200.
 _NOT_TIMED = (100,)
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
@@ -133,29 +133,32 @@ _LEFT_TO_XLA: Table = (
 
 
 def platforms() -> tuple[str, ...]:
-    """Where it can run."""
+    """Return the platforms on which the kernels can run."""
     return ("cuda", "cpu") if is_interpreted() else ("cuda",)
 
 
 def takes_inner(spec: Spec) -> bool:
-    """Whether the kernels over an axis that is not the last take this call, without a transpose."""
+    """Return True if the kernels for an axis that is not the last can run this call.
+
+    These kernels need no transpose.
+    """
     return strip_schedule.refusal(spec) is None
 
 
 def why_unsupported(spec: Spec) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return None, or the reason why this call cannot run on this GPU."""
     if spec.inner > 1:
         return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """None, or why the default leaves this call to xla."""
+    """Return None, or the reason why the default leaves this call to XLA."""
     return first(_LEFT_TO_XLA, spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """What is unknown about these kernels on the GPU at hand; None for nothing."""
+    """Return what is unverified about these kernels on the local GPU, or None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -163,29 +166,30 @@ def caveat(spec: Spec) -> str | None:
 
 
 def _is_held(spec: Spec) -> bool:
-    """Whether registers and shared memory have room for the rows of a call."""
+    """Return True if a block's registers and shared memory have room for the rows of a call."""
     if spec.is_loss:
-        return True  # In a loop.
+        return True  # It loops over parts of a row.
     if spec.norm.rotated:
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
-        return True  # In a kernel for each norm, if need be.
+        return True  # If the fused kernel does not fit, each norm has its own kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 
 
 def _has_windows(spec: Spec) -> bool:
-    """Whether a softmax's backward holds unaligned rows in windows."""
+    """Return True if a softmax's backward holds unaligned rows in alignment views."""
     schedule = softmax_schedule(spec)
     return schedule is not None and schedule.window is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each.
+    """Return True for the backward of a single norm, which uses the rows of `norm_schedule`.
 
-    But a sum of a scaled x has rows of its own beside the norm's.
+    A norm with a plain residual addition is excluded: each of its norms is checked separately. A
+    scaled sum is included, because it reads rows beside the norm's.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

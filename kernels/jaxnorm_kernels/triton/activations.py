@@ -1,4 +1,4 @@
-"""Activations of a gate or a norm, and their derivatives, of one sigmoid: those of `jax.nn`.
+"""Activations of a gate or a norm, as in `jax.nn`, and their derivatives, from one sigmoid.
 
     sigmoid       s(g)              s (1 - s)
     silu          g s(g)            s + g s (1 - s)
@@ -6,7 +6,7 @@
     relu          max(g, 0)         1 for g > 0, else 0
     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 
-gelu is the approximation by tanh, since (1 + tanh(v)) / 2 = s(2 v).
+gelu is the tanh approximation, since (1 + tanh(v)) / 2 = s(2 v).
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ _GELU, _GELU_CUBE = tl.constexpr(math.sqrt(8 / math.pi)), tl.constexpr(0.044715)
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """What a kernel with a gate is compiled for.
+    """The compile-time parameters of a gate.
 
     Attributes:
-      activation: its name.
-      comes_first: it is a factor of x, not of x's norm.
+      activation: the name of its activation.
+      comes_first: True if the gate is a factor of x, False if it is a factor of x's norm.
     """
 
     activation: str
@@ -35,7 +35,7 @@ class Gate:
 
 
 def of(spec: Spec) -> Gate | None:
-    """That of a call; None for none."""
+    """Return the gate of a call, or None."""
     if spec.norm.gate_dtype is None or spec.norm.activation is None:
         return None
     return Gate(spec.norm.activation, not spec.norm.norm_before_gate)
@@ -43,7 +43,7 @@ def of(spec: Spec) -> Gate | None:
 
 @triton.jit
 def activated(g, activation: tl.constexpr):
-    """The activation of a tile, and its derivative."""
+    """Return the activation of a tile, and its derivative."""
     if activation == "relu":
         a = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(g > 0.0, 1.0, 0.0)
@@ -67,7 +67,7 @@ def activated(g, activation: tl.constexpr):
 
 @triton.jit
 def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
-    """`x`; times the activation of a gate that comes where this is asked for, if there is one."""
+    """Multiply `x` by the activation of the gate, if there is one and it comes at this place."""
     if gate is not None and gate.comes_first == comes_first:
         a, _ = activated(load_tile(gate_ptr, tile), gate.activation)
         x *= a

@@ -1,7 +1,7 @@
-"""Operands that are broadcast among the rows of x: a mask or a bias of logits, a rotation's tables.
+"""Operands that are broadcast over the rows of x: a mask or bias of logits, tables of a rotation.
 
-A kernel reads their rows as they are, where `Shared` says: the number of a row of x has a digit for
-each axis, and the operand's rows have some of them.
+A kernel loads their rows without expanding them; `Shared` describes the broadcast. The index of a
+row of x has a digit for each axis, and the index of the operand's row has a subset of these digits.
 """
 
 import dataclasses
@@ -11,20 +11,20 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-#: How to renumber: for each axis the divisor that its digit has in one number, its size, and the
-#: factor that it has in another.
+#: How to convert an index: for each axis, the divisor of its digit in the given index, its size,
+#: and the factor of the digit in the result.
 Digits = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Where the rows of x find theirs in such an operand.
+    """How to find the row of such an operand that belongs to a row of x.
 
     Attributes:
-      has_columns: it is ``(n, cols)``; else ``(n, 1)``.
-      row: from a row of x to its row.
-      of_row, of_nth: from its row, and from a number among the rows of x that share that one, to
-        what they add to the number of a row of x.
+      has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
+      row: converts a row of x to the operand's row.
+      of_row, of_nth: the inverse. The row of x is the sum of the converted row of the operand and
+        the converted number of x's row among those that share it.
     """
 
     has_columns: bool
@@ -34,7 +34,7 @@ class Operand:
 
 
 def of(shared: Shared | None) -> Operand:
-    """That of a call."""
+    """Return the description of an operand of a call."""
     assert shared is not None  # or `why_unsupported` refuses it
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
@@ -48,7 +48,7 @@ def of(shared: Shared | None) -> Operand:
 
 @triton.jit
 def renumbered(number, digits: tl.constexpr):
-    """The number that has these digits of `number`."""
+    """Return the number that consists of these digits of `number`."""
     result = number * 0
     for i in tl.static_range(len(digits) // 3):
         result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]

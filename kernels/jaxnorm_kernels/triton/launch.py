@@ -43,7 +43,7 @@ _LEAST_SMEM = 99 * 1024
 
 @functools.cache
 def local_gpu() -> Gpu:
-    """Return the local GPU; an A100 if there is none."""
+    """Return the local GPU, or an A100 without a GPU."""
     device = jax.local_devices()[0]
     capability = local_capability()
     if capability is None:
