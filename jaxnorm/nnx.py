@@ -98,7 +98,7 @@ class LayerNorm(nnx.LayerNorm):
       (8, 512)
     """
 
-    @flax_modules.arguments_of(nnx.LayerNorm)
+    @conversion.arguments_of(nnx.LayerNorm)
     def __init__(
         self,
         num_features: int,
@@ -145,7 +145,7 @@ class RMSNorm(nnx.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    @flax_modules.arguments_of(nnx.RMSNorm)
+    @conversion.arguments_of(nnx.RMSNorm)
     def __init__(
         self,
         num_features: int,
@@ -195,7 +195,7 @@ class GroupNorm(nnx.GroupNorm):
 
     activation: NormActivation | None = None  # the default of converted modules
 
-    @flax_modules.arguments_of(nnx.GroupNorm)
+    @conversion.arguments_of(nnx.GroupNorm)
     def __init__(
         self,
         num_features: int,

@@ -14,7 +14,7 @@ from reference import SAFETY, assert_within, exact, unit_roundoff
 from specs import build_spec
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
-from jaxnorm_kernels.xla.cross_entropy import label_sums, lane_size
+from jaxnorm_kernels.xla.label_sums import label_sums, lane_size
 
 pytestmark = [
     pytest.mark.oldest_jax,

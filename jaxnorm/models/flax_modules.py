@@ -4,7 +4,6 @@ It must be imported before Flax, because it raises a helpful error if Flax is no
 """
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -44,23 +43,6 @@ def set_fields(module: Any, added: Added) -> None:
     """Set the fields that Flax's module does not have."""
     for name, value in added._asdict().items():
         setattr(module, name, value)
-
-
-def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Show the arguments of `base` in the signature of an ``__init__`` that passes them on.
-
-    The decorated method takes arguments of `base` as ``**fields``. `inspect.signature` and ``help``
-    then list all of them by name, with the defaults of the Flax that is installed.
-    """
-
-    def with_signature(init: Callable[P, None]) -> Callable[P, None]:
-        shown = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
-        own = inspect.signature(init).parameters
-        shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
-        vars(init)["__signature__"] = inspect.Signature([*shown.values()])
-        return init
-
-    return with_signature
 
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:

@@ -47,8 +47,6 @@ With t the tangent of x, the tangent of y is t_l - sum(p t), that of H is -sum(p
 Both results are 0 in a row without an entry, and NaN if the label is not one of its columns.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -59,7 +57,16 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards, row_any, row_max, row_sums
+from jaxnorm_kernels.xla.label_sums import (
+    at_column,
+    exponentials_but_label,
+    f_times,
+    g,
+    label_sums,
+    shares_exponentials,
+    times_slope,
+)
+from jaxnorm_kernels.xla.reductions import over_shards, row_any, row_max, row_sums
 
 _INT32_MAX = 2**31 - 1
 
@@ -284,129 +291,3 @@ FORMULAS: dict[Op, Formulas] = {
         log_prob_and_entropy_fwd, log_prob_and_entropy_bwd, log_prob_and_entropy_tan
     ),
 }
-
-
-# ------------------------------------------------------------------------- sums of label's columns
-
-
-def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """Return tanh(a x / c) in the arithmetic dtype; without a cap, x in its own dtype."""
-    if spec.loss.logit_softcap is None:
-        return x
-    return jnp.tanh(
-        x.astype(spec.compute_dtype) * (spec.logits.logits_scale / spec.loss.logit_softcap)
-    )
-
-
-def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
-    """Return the difference of two z, given that of g."""
-    return difference if spec.logit_factor == 1 else spec.logit_factor * difference
-
-
-def times_slope(d: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
-    """Multiply d by dz / dx, which gives a tangent of z or a cotangent of x."""
-    if spec.logits.logits_scale != 1:
-        d = spec.logits.logits_scale * d
-    return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
-
-
-# Elements of a lane, preferably _LANE: with fewer, the library's sums are slow; with more, the
-# gather is. _LANES is the minimum number of lanes.
-_SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
-
-
-def label_sums(
-    x: jax.Array, kept: jax.Array, m: jax.Array, label: jax.Array, at_label: jax.Array, spec: Spec
-) -> list[jax.Array]:
-    """Return for each row: others of `kept`; x and `kept` at the label; sum(x - m) if smoothed.
-
-    Args:
-      x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a
-        conversion that several sums share. `kept` is x, or -inf where masked.
-      m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
-      label: a column, or -1 for none; the row's results are then arbitrary.
-      at_label: True at that column.
-    """
-    masked, wide = kept is not x, spec.compute_dtype
-    picked = [x, kept] if masked else [x]
-
-    def even(x: jax.Array, m: jax.Array) -> list[jax.Array]:
-        return [x.astype(wide) - m] if spec.loss.label_smoothing else []
-
-    def compared() -> list[jax.Array]:
-        """Return the terms of each sum."""
-        terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, spec)))
-        return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
-
-    def in_one() -> list[jax.Array]:
-        return fused_row_sums(compared(), spec)
-
-    def in_parts() -> list[jax.Array]:
-        index = jnp.maximum(label, 0)
-        lane = lane_size(x.shape[-1]) if _is_last_and_whole(spec) else None
-        if spec.has_stats and shares_exponentials(spec):
-            others = jnp.sum(exponentials_but_label(kept, m, index, spec), -1, keepdims=True)
-        elif lane is not None:
-            others = _others(kept, m, index, lane, spec)
-        else:
-            return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
-        return [
-            others,
-            *(at_column(v, index).astype(wide) for v in picked),
-            # The barrier keeps XLA from storing x - m, which the backward also computes.
-            *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
-        ]
-
-    others, x_l, *rest = over_shards(lax.platform_dependent(cpu=in_parts, default=in_one), spec)
-    return [others, x_l, *rest] if masked else [others, x_l, x_l, *rest]
-
-
-def shares_exponentials(spec: Spec) -> bool:
-    """Return True if, on a CPU, forward and backward share one array of exponentials.
-
-    They do not if positions are masked, because their derivatives must be 0 even if logits are NaN.
-    """
-    is_as_wide = spec.x_dtype == spec.compute_dtype
-    return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
-
-
-def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:
-    """Return exp(x - m), and 0 in each row's column `label`."""
-    e = jnp.exp(f_times(x - m, spec))
-    # jnp.put_along_axis does not support a symbolic number of rows.
-    rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
-    return e.at[(*rows, label)].set(0, mode="promise_in_bounds")
-
-
-def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """Return each row's element of x in a given column."""
-    return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
-
-
-def _is_last_and_whole(spec: Spec) -> bool:
-    return spec.axes == (-1,) and not spec.cols_over
-
-
-def _others(x: jax.Array, m: jax.Array, label: jax.Array, lane: int, spec: Spec) -> jax.Array:
-    lanes = x.shape[-1] // lane
-    rows = x.reshape(*x.shape[:-1], lane, lanes)
-    own = lax.rem(label, jnp.int32(lanes))
-    index = lax.broadcasted_iota(jnp.int32, (*x.shape[:-1], lanes), x.ndim - 1)
-    m_lane = jnp.where(index == own, jnp.inf, m)
-    depth = f_times(rows.astype(m.dtype) - m_lane[..., None, :], spec)
-    total = jnp.sum(jnp.exp(depth), (-2, -1))[..., None]
-    part = jnp.take_along_axis(rows, own[..., None], -1, mode="promise_in_bounds")[..., 0]
-    place = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1)
-    is_label = place == lax.div(label, jnp.int32(lanes))
-    terms = jnp.where(is_label, 0, jnp.exp(f_times(part.astype(m.dtype) - m, spec)))
-    return total + jnp.sum(terms, -1, keepdims=True)
-
-
-@functools.cache
-def lane_size(cols: int) -> int | None:
-    """Return the divisor of `cols` nearest to `_LANE`; None if none fits or `cols` is symbolic."""
-    if not isinstance(cols, int):
-        return None
-    longest = min(_LONGEST, cols // _LANES)
-    sizes = [k for k in range(_SHORTEST, longest + 1) if cols % k == 0]
-    return min(sizes, key=lambda k: abs(math.log(k / _LANE)), default=None)
