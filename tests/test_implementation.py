@@ -69,7 +69,7 @@ class Stub(types.ModuleType):
 def stub(monkeypatch):
     """The stand-in, registered; calling the fixture makes it the default of some platforms."""
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
-    monkeypatch.setitem(backends._MODULES, "stub", "jaxnorm_kernels_stub")
+    monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
     yield lambda *platforms: monkeypatch.setattr(
         backends, "_CANDIDATES", dict.fromkeys(platforms, ("stub",))
@@ -221,7 +221,7 @@ def test_implementation_for(stub):
 
 def test_the_environment_names_the_default(stub, monkeypatch):
     """It is tried first, runs what it can, and comes before no other than in the ordinary order."""
-    monkeypatch.setitem(backends._MODULES, "second", "jaxnorm_kernels_stub")
+    monkeypatch.setitem(backends.MODULES, "second", "jaxnorm_kernels_stub")
     stub()
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("second", "stub")})
 
@@ -256,7 +256,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
 
 def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
     stub(HERE)
-    monkeypatch.setitem(backends._MODULES, "gone", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setitem(backends.MODULES, "gone", "jaxnorm_kernels.no_such_backend")
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("gone", "stub")})
     monkeypatch.setattr(backends, "_PREFERRED", "gone")
     reason = jaxnorm.implementation_for("rms_norm", (4, 8), "float32").forward.reason
@@ -276,7 +276,7 @@ def broken(monkeypatch, tmp_path):
         module = f"jaxnorm_broken_{name}"
         code = f"with open({str(counts)!r}, 'a') as f:\n    f.write('{name} ')\nraise {error}\n"
         (tmp_path / f"{module}.py").write_text(code)
-        monkeypatch.setitem(backends._MODULES, name, module)
+        monkeypatch.setitem(backends.MODULES, name, module)
         return lambda: counts.read_text().split() if counts.exists() else []
 
     yield make
@@ -328,7 +328,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
         if name in fails:
             broken(name)
         else:
-            monkeypatch.setitem(backends._MODULES, name, "jaxnorm_kernels_stub")
+            monkeypatch.setitem(backends.MODULES, name, "jaxnorm_kernels_stub")
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setattr(backends, "_PREFERRED", preferred)
     number = capability and round(10 * float(capability))

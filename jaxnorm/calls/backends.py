@@ -12,8 +12,8 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.specs import Direction, Spec
 
-# Module of each implementation, imported on first use: importing a kernel backend takes time.
-_MODULES = {
+#: Module of each implementation, imported on first use: importing a kernel backend takes time.
+MODULES = {
     "xla": "jaxnorm_kernels.xla",
     "mosaic": "jaxnorm_kernels.mosaic",
     "triton": "jaxnorm_kernels.triton",
@@ -44,10 +44,10 @@ VARIABLE = "JAXNORM_IMPLEMENTATION"
 def _from_environment() -> str | None:
     """Return the value of the environment variable; None if it is empty or not set."""
     name = os.environ.get(VARIABLE) or None
-    if name is not None and name not in _MODULES:
+    if name is not None and name not in MODULES:
         raise ValueError(
             f"jaxnorm: the environment has {VARIABLE}={name!r}; expected one of "
-            f"{', '.join(map(repr, _MODULES))}; unset it to let jaxnorm choose"
+            f"{', '.join(map(repr, MODULES))}; unset it to let jaxnorm choose"
         )
     return name
 
@@ -66,11 +66,6 @@ class Choice:
         return f"{self.name} ({self.reason})"
 
 
-def names() -> tuple[str, ...]:
-    """Return the valid values of ``implementation=``, besides None."""
-    return tuple(_MODULES)
-
-
 def preferred() -> str | None:
     """Return the implementation named by the environment; it runs every call that it supports."""
     return _PREFERRED
@@ -78,7 +73,7 @@ def preferred() -> str | None:
 
 def order(platform: str) -> tuple[str, ...]:
     """Return all names: first those that the default tries, in order, then the others."""
-    return tuple(dict.fromkeys([*_candidates(platform), "xla", *_MODULES]))
+    return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
@@ -191,7 +186,7 @@ def absence(name: str, platform: str) -> str | None:
 
 def implementation(name: str) -> Implementation:
     """Import the implementation `name`. If that fails, it raises ImportError, now and later."""
-    path = _MODULES[name]
+    path = MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])
     try:

@@ -95,12 +95,13 @@ class Call:
     def direction(self) -> Direction:
         return self.spec.direction
 
-    @property
+    @functools.cached_property
     def wrt(self) -> tuple[str, ...]:
         return self.spec.wrt
 
     # ------------------------------------------------------------------------- other passes
 
+    @_once
     def with_stats(self) -> "Call":
         """Return the forward with all results and the statistics among its outputs."""
         return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
@@ -125,7 +126,8 @@ class Call:
         """Return the norm of x, whose output is added to the residual."""
         return self.replaced(spec=self.spec.first)
 
-    def tangent(self, wrt: Sequence[str], *, takes_h: bool = False) -> "Call":
+    @_once
+    def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
         """Return the tangent along `wrt`, of all results of a forward or as a backward's transpose.
 
         `takes_h`: the tangent of a plain norm also returns h's tangent, which is x's.
@@ -137,24 +139,25 @@ class Call:
             outputs = (*spec.operation.results, *h, *stats)
         elif spec.operation.may_add_dh and "x" not in wrt:
             outputs = tuple(name for name in outputs if name != "h")
-        return self.replaced(direction="tan", outputs=outputs, wrt=tuple(wrt))
+        return self.replaced(direction="tan", outputs=outputs, wrt=wrt)
 
+    @_once
     def backward(
         self,
-        wrt: Sequence[str],
-        outputs: Sequence[str] | None = None,
+        wrt: tuple[str, ...],
+        outputs: tuple[str, ...] | None = None,
         *,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
         """Return the backward that takes the cotangents of `outputs`; by default, of all but h."""
         if outputs is None:
-            outputs = [name for name in self.spec.operation.results if name != "h"]
+            outputs = tuple(name for name in self.spec.operation.results if name != "h")
         changes: dict[str, Any] = {}
         if self.spec.is_loss:
             changes["gradient_dtype"] = gradient_dtype
         if self.spec.is_softmax and "logits_bias" not in wrt:
             changes["logits_bias_dtype"] = None
-        return self.replaced(direction="bwd", outputs=tuple(outputs), wrt=tuple(wrt), **changes)
+        return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
         """Return the backward of a plain norm without the extra cotangent of x."""
@@ -164,8 +167,8 @@ class Call:
         """Return the backward that the gradient of all outputs of a forward runs."""
         call = self.first() if self.spec.operation.derivative else self
         # cos and sin are constants: their gradients are not requested.
-        wrt = [*filter(_is_not_table, call.differentiable)]
-        return call.backward(wrt, [*call.spec.operation.results])
+        wrt = tuple(filter(_is_not_table, call.differentiable))
+        return call.backward(wrt, (*call.spec.operation.results,))
 
     @_once
     def on(self, view: RowView) -> "Call":

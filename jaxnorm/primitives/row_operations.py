@@ -213,7 +213,9 @@ class _RowRules(Rules[Call]):
             absent.update(statistics)
         outputs = [name for name in call.returns if name not in absent]
         linear = [ad.instantiate_zeros(by_name[name]) for name in outputs]
-        return dict(zip(names, self.bind(call.backward(names, outputs), *residuals, *linear)))
+        return dict(
+            zip(names, self.bind(call.backward((*names,), (*outputs,)), *residuals, *linear))
+        )
 
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
@@ -225,14 +227,14 @@ class _RowRules(Rules[Call]):
             return by_name
         if "branch_scale" in operation.operands:
             wrt = [name for name in names if name in operation.through_h]
-            results = self.bind(call.backward(wrt, ["h"]), *residuals, dh) if wrt else []
+            results = self.bind(call.backward((*wrt,), ("h",)), *residuals, dh) if wrt else []
             return by_name | dict(zip(wrt, results))
         if operation.starts_from_x:
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
             arrays["saved"] = arrays["x"]
             inner = [name for name in names if name in ("x", "scale")]
             of_first = [arrays[name] for name in first.residual_names]
-            results = self.bind(first.backward(inner), *of_first, dh) if inner else []
+            results = self.bind(first.backward((*inner,)), *of_first, dh) if inner else []
             by_name.update(zip(inner, results))
         elif "x" in names:
             by_name["x"] = dh.astype(call.spec.x_dtype)

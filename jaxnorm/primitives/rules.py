@@ -56,9 +56,9 @@ class Pass(Protocol):
     @property
     def returns(self) -> tuple[str, ...]: ...
 
-    def tangent(self, wrt: Sequence[str]) -> Self: ...
+    def tangent(self, wrt: tuple[str, ...]) -> Self: ...
 
-    def backward(self, wrt: Sequence[str]) -> Self: ...
+    def backward(self, wrt: tuple[str, ...]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
         """Return the pass without the unused results that can be left out."""
@@ -154,7 +154,9 @@ class Rules[P: Pass](abc.ABC):
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
-        operands = sharding.vary_alike(leaves)
+        # Only in `jax.shard_map`, where a mesh is set, may arrays vary over different mesh axes.
+        is_outside = jax.sharding.get_abstract_mesh().empty
+        operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
         return results
 
@@ -193,7 +195,7 @@ class Rules[P: Pass](abc.ABC):
     ) -> list[jax.Array | None]:
         """Run the tangent pass of a call. Zero tangents are None, in `tangents` and results."""
         nonzeros = nonzero(tangents.items())
-        tangent = call.tangent([*nonzeros])
+        tangent = call.tangent((*nonzeros,))
         if not nonzeros:
             return [None] * len(tangent.returns)
         return [*self.bind(tangent, *residuals, *nonzeros.values())]
@@ -207,7 +209,7 @@ class Rules[P: Pass](abc.ABC):
             by_name = self.transposed_tangent(call, residuals, cotangents, wanted)
         else:
             nonzeros = nonzero(zip(call.wrt, cotangents))
-            tangent = call.tangent([*nonzeros])
+            tangent = call.tangent((*nonzeros,))
             results = self.bind(tangent, *residuals, *nonzeros.values())
             by_name = dict(zip(tangent.returns, results))
         of_linear = [by_name.get(name) if name in wanted else None for name in names]
@@ -220,7 +222,7 @@ class Rules[P: Pass](abc.ABC):
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
         arrays = map(ad.instantiate_zeros, cotangents)
-        return dict(zip(names, self.bind(call.backward(names), *residuals, *arrays)))
+        return dict(zip(names, self.bind(call.backward((*names,)), *residuals, *arrays)))
 
     def drop_unused(self, used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         """Eliminate dead code: drop an unused call, or its unused results."""
