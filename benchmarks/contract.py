@@ -15,7 +15,6 @@ from benchmarks.linear import LinearWorkload
 from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
@@ -173,24 +172,13 @@ class LinearKernelWorkload(LinearWorkload):
     def cols(self) -> int:
         return self.sizes[1]
 
-    @property
-    def spec(self) -> LinearSpec:
-        rows, cols, features = self.sizes
-        dtype = jnp.dtype(self.dtype)
-        return LinearSpec(
-            *(rows, cols, features),
-            *(dtype, dtype, dtype, dtype),
-            scale_dtype=np.dtype(np.float32) if self.parameter_shapes else None,
-            epsilon=1e-6,
-        )
-
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return the implementation's function of `operands`; for xla, the composition."""
-        spec = self.spec
+        """The implementation's function over what `operands` gives; of xla, the composition."""
         if implementation is xla:
             return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
-        product = implementation.rms_norm_linear_fwd
-        return lambda x, weight, scale=None: product(x, weight, scale, None, spec=spec)
+        return functools.partial(
+            implementation.rms_norm_linear_fwd, dtype=jnp.dtype(self.dtype), epsilon=1e-6
+        )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
         """Return random operands, because a GPU's clock depends on them."""

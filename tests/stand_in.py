@@ -86,7 +86,7 @@ def as_default(module: StandIn) -> Iterator[StandIn]:
     """Register the module as ``"stand_in"``, the default implementation on this platform."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
-        patch.setitem(backends._MODULES, "stand_in", module.__name__)
+        patch.setitem(backends.MODULES, "stand_in", module.__name__)
         platform = backends.local_platform()
         patch.setattr(backends, "_CANDIDATES", {platform: ("stand_in",)})
         jax.clear_caches()

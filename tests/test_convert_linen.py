@@ -20,7 +20,7 @@ from convert_cases import (
 from reference import SAFETY, unit_roundoff
 
 import jaxnorm.linen
-from jaxnorm.models import linen_conversion
+from jaxnorm.models import linen_calls
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -260,7 +260,7 @@ def test_norms_that_params_lack_are_named(caplog):
 @pytest.fixture
 def nothing_before(monkeypatch):
     """Contexts of this process have seen nothing yet."""
-    monkeypatch.setattr(linen_conversion, "_seen_before", {})
+    monkeypatch.setattr(linen_calls, "_seen_before", {})
 
 
 @pytest.mark.usefixtures("nothing_before")

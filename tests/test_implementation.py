@@ -19,7 +19,7 @@ from specs import build_spec
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm_kernels import devices, xla
+from jaxnorm_kernels import launching, xla
 from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.mosaic import support
 
@@ -69,7 +69,7 @@ class Stub(types.ModuleType):
 def stub(monkeypatch):
     """Register the stand-in; calling the fixture makes it the default of some platforms."""
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
-    monkeypatch.setitem(backends._MODULES, "stub", "jaxnorm_kernels_stub")
+    monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
     yield lambda *platforms: monkeypatch.setattr(
         backends, "_CANDIDATES", dict.fromkeys(platforms, ("stub",))
@@ -222,7 +222,7 @@ def test_implementation_for(stub):
 
 def test_the_environment_names_the_default(stub, monkeypatch):
     """The named implementation is tried first and runs what it can; all others keep their order."""
-    monkeypatch.setitem(backends._MODULES, "second", "jaxnorm_kernels_stub")
+    monkeypatch.setitem(backends.MODULES, "second", "jaxnorm_kernels_stub")
     stub()
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("second", "stub")})
 
@@ -257,7 +257,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
 
 def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
     stub(HERE)
-    monkeypatch.setitem(backends._MODULES, "gone", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setitem(backends.MODULES, "gone", "jaxnorm_kernels.no_such_backend")
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("gone", "stub")})
     monkeypatch.setattr(backends, "_PREFERRED", "gone")
     reason = jaxnorm.implementation_for("rms_norm", (4, 8), "float32").forward.reason
@@ -277,7 +277,7 @@ def broken(monkeypatch, tmp_path):
         module = f"jaxnorm_broken_{name}"
         code = f"with open({str(counts)!r}, 'a') as f:\n    f.write('{name} ')\nraise {error}\n"
         (tmp_path / f"{module}.py").write_text(code)
-        monkeypatch.setitem(backends._MODULES, name, module)
+        monkeypatch.setitem(backends.MODULES, name, module)
         return lambda: counts.read_text().split() if counts.exists() else []
 
     yield make
@@ -329,11 +329,11 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
         if name in fails:
             broken(name)
         else:
-            monkeypatch.setitem(backends._MODULES, name, "jaxnorm_kernels_stub")
+            monkeypatch.setitem(backends.MODULES, name, "jaxnorm_kernels_stub")
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setattr(backends, "_PREFERRED", preferred)
     number = capability and round(10 * float(capability))
-    monkeypatch.setattr(devices, "local_capability", lambda: number)
+    monkeypatch.setattr(launching, "local_capability", lambda: number)
     for cols in (7, 8):  # one for which the stand-in is not preferred, and one for which it is
         jaxnorm.implementation_for("rms_norm", (4, cols), "float32", platform="cuda")
     jaxnorm.implementation_for("rms_norm", (4, 8), "float32", platform="cpu")
@@ -422,11 +422,11 @@ def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
     if capability is not None:
         device.compute_capability = capability
     with monkeypatch.context() as patch:
-        patch.setattr(devices.jax, "local_devices", lambda: [device])
-        devices.local_capability.cache_clear()
-        assert devices.local_capability() == expected
+        patch.setattr(launching.jax, "local_devices", lambda: [device])
+        launching.local_capability.cache_clear()
+        assert launching.local_capability() == expected
     # The result is cached: the following calls ask no device.
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
-    devices.local_capability.cache_clear()
+    launching.local_capability.cache_clear()
     assert (plan.forward.name == "mosaic") == (expected in (90, 100, None))
     assert ("not timed" in plan.forward.reason) == (expected == 100)

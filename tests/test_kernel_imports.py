@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parent.parent / "kernels"
-OPERATIONS = ("norm", "softmax", "cross_entropy", "linear")
+OPERATIONS = ("norm", "softmax", "cross_entropy")
 PRIVATE = ("jax._src", "jaxlib", "jax.experimental.mosaic")
 
 

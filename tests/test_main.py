@@ -49,7 +49,7 @@ def test_report(flax):
 
 def test_what_runs_names_the_reasons(monkeypatch):
     monkeypatch.setattr(backends, "local_platform", lambda: "cuda")
-    monkeypatch.setitem(backends._MODULES, "triton", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setitem(backends.MODULES, "triton", "jaxnorm_kernels.no_such_backend")
     here = dict(machine._implementations())
     assert list(here) == ["mosaic", "triton", "xla"]
     assert here["mosaic"] == "can run on cuda"
@@ -191,7 +191,7 @@ def kernels(monkeypatch):
     """Make an implementation the default here, with four checks and timings of small arrays."""
     module = Kernels("kernels_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(backends._MODULES, "kernels", module.__name__)
+    monkeypatch.setitem(backends.MODULES, "kernels", module.__name__)
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("kernels",)})
     few_cases(monkeypatch)
     monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # which would not have this module

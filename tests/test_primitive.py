@@ -147,7 +147,7 @@ def test_another_gpu_runs_no_mosaic(monkeypatch):
 
 
 def test_a_jaxlib_without_the_backend_runs_xla(monkeypatch):
-    monkeypatch.setitem(backends._MODULES, "mosaic", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setitem(backends.MODULES, "mosaic", "jaxnorm_kernels.no_such_backend")
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
     assert plan.forward.name == "xla"
     assert "cannot be imported: No module named" in plan.forward.reason

@@ -16,7 +16,7 @@ from benchmarks.losses import LOSSES
 from benchmarks.workloads import OPERATIONS
 from jaxnorm.calls import backends
 from jaxnorm.tools import machine, wall_time
-from jaxnorm_kernels import devices, timings
+from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.timings import TIMINGS, Timing
 
@@ -90,7 +90,7 @@ def test_the_default_is_what_was_fast_enough(timing, reason, monkeypatch):
     [(80, "no Triton", True), (80, None, False), (90, "no Triton", False), (None, "", False)],
 )
 def test_the_report_says_what_the_extra_would_give(capability, absence, says, monkeypatch):
-    monkeypatch.setattr(devices, "local_capability", lambda: capability)
+    monkeypatch.setattr(launching, "local_capability", lambda: capability)
     monkeypatch.setattr(backends, "absence", lambda name, platform: absence)
     said = machine._advice()
     assert (said is not None) == says

@@ -3,9 +3,8 @@
 import functools
 from collections.abc import Iterator, Mapping
 
-from jaxnorm.tools import elementwise
-from jaxnorm.tools.advice import Advice, Program
-from jaxnorm.tools.kept_arrays import STACKED, Value, origin, reached
+from jaxnorm.tools import kept_arrays
+from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, reached
 
 
 def linear_layers(program: Program) -> Iterator[Advice]:
@@ -19,7 +18,7 @@ def linear_layers(program: Program) -> Iterator[Advice]:
     Any elementwise function is an activation. The weight may be trained, frozen or a constant.
     """
     for value in program.values:
-        factors = elementwise.rows_and_weight(value)
+        factors = kept_arrays.rows_and_weight(value)
         advice = None if factors is None else _of_matmul(value, origin(factors[0]), program)
         if advice is not None:
             yield advice
@@ -70,10 +69,10 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if value.size != h.size or elementwise.is_spread(value):
-            is_alone &= not elementwise.is_reduced(value, h.size)
-        elif value.made_by in elementwise.ELEMENTWISE and not elementwise.is_product(value):
-            is_nonlinear |= value.made_by in elementwise.NONLINEAR
+        if value.size != h.size or kept_arrays.is_spread(value):
+            is_alone &= not kept_arrays.is_reduced(value, h.size)
+        elif value.made_by in kept_arrays.ELEMENTWISE and not kept_arrays.is_product(value):
+            is_nonlinear |= value.made_by in kept_arrays.NONLINEAR
             stack += value.operands
         else:
             sources[id(value)] = value
@@ -84,11 +83,11 @@ def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
     """Return True if only this matmul uses the arrays between the sources and h."""
 
     def before(value: Value) -> list[Value]:
-        made_of = (v for v in map(origin, value.operands) if not elementwise.is_spread(v))
+        made_of = (v for v in map(origin, value.operands) if not kept_arrays.is_spread(v))
         return [v for v in made_of if id(v) not in sources and v.size == h.size]
 
     def fits(user: Value) -> bool:
-        return user.made_by in elementwise.ELEMENTWISE and _is_between(user, sources)
+        return user.made_by in kept_arrays.ELEMENTWISE and _is_between(user, sources)
 
     inside = reached([h], before).values()
     inside_or_after = reached(inside, lambda v: filter(fits, v.users))

@@ -16,20 +16,50 @@ from reference import assert_within, exact
 
 import jaxnorm
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.linear_spec import LinearSpec
+from jaxnorm_kernels.mosaic import linear as kernel
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.linear import product as kernel
-from jaxnorm_kernels.mosaic.linear.product import ProductSchedule, choose
+from jaxnorm_kernels.mosaic.linear import ProductSchedule, choose
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 SMALL = ProductSchedule(features=128, stages=2, group=2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A call of the kernel: sizes, dtypes (None for an operand that is absent) and options."""
+
+    rows: int
+    cols: int
+    features: int
+    x_dtype: np.dtype
+    weight_dtype: np.dtype
+    product_dtype: np.dtype
+    y_dtype: np.dtype
+    scale_dtype: np.dtype | None = None
+    bias_dtype: np.dtype | None = None
+    epsilon: float = 0.0
+    scale_offset: float = 0.0
+    activation: str | None = None
+    precision: str | None = None
+
+    def __call__(self, *arrays, **schedule):
+        options = {n: getattr(self, n) for n in ("epsilon", "scale_offset", "activation")}
+        return mosaic.rms_norm_linear_fwd(*arrays, dtype=self.y_dtype, **options, **schedule)
+
+    @property
+    def refusal(self):
+        names = ("x", "weight", "scale", "bias", "y")
+        dtypes = {name: getattr(self, f"{name}_dtype") for name in names}
+        present = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+        sizes = self.rows, self.cols, self.features
+        return kernel.why_unsupported(sizes, self.product_dtype, present, self.precision)
+
+
 def make_spec(rows, cols, features, dtype=BF16, **options):
     """Return a spec with one dtype for x, weight and y, unless `options` say otherwise."""
     options = {"weight_dtype": dtype, "y_dtype": dtype, "epsilon": 1e-6, **options}
-    return LinearSpec(rows, cols, features, x_dtype=dtype, product_dtype=dtype, **options)
+    return Linear(rows, cols, features, x_dtype=dtype, product_dtype=dtype, **options)
 
 
 def arrays_of(spec, seed=0):
@@ -63,7 +93,7 @@ def run(spec, *arrays, schedule=None):
 
     @jax.jit
     def function(*arrays):
-        return mosaic.rms_norm_linear_fwd(*arrays, spec, schedule=schedule)
+        return spec(*arrays, schedule=schedule)
 
     return function(*arrays)
 
@@ -166,8 +196,8 @@ def test_numbers_that_float16_has_not(power, dtype):
 def test_small_schedule_where_tiles_are_few():
     """Blocks have half the tile only if there are too few tiles for all multiprocessors."""
     few, many = make_spec(1024, 4096, 4096), make_spec(8192, 4096, 4096)
-    assert choose(few, HOPPER).features == 128
-    assert choose(many, HOPPER).features == 256
+    assert choose(few.rows, few.features, HOPPER).features == 128
+    assert choose(many.rows, many.features, HOPPER).features == 256
 
 
 # ---------------------------------------------------------------------------------- the function
@@ -269,14 +299,14 @@ def test_program(scale):
 )
 def test_what_it_cannot_do(change, reason):
     spec = make_spec(16, 64, 128, scale_dtype=F32)
-    assert mosaic.why_unsupported(spec) is None
-    assert reason in mosaic.why_unsupported(dataclasses.replace(spec, **change))
+    assert spec.refusal is None
+    assert reason in dataclasses.replace(spec, **change).refusal
 
 
 @pytest.mark.parametrize("capability", [80, 100, 120])
 def test_gpus_without_its_instructions(capability, monkeypatch):
-    monkeypatch.setattr(mosaic.support, "local_capability", lambda: capability)
-    assert "compute capability 9.0 (Hopper)" in mosaic.why_unsupported(make_spec(16, 64, 128))
+    monkeypatch.setattr(kernel, "local_capability", lambda: capability)
+    assert "compute capability 9.0 (Hopper)" in make_spec(16, 64, 128).refusal
 
 
 # ----------------------------------------------------------------------------- lowered, compiled
@@ -314,7 +344,7 @@ def types_of(spec):
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_lowering(spec):
     def function(*arrays):
-        return mosaic.rms_norm_linear_fwd(*arrays, spec)
+        return spec(*arrays)
 
     text = jax.jit(function).trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
@@ -326,7 +356,7 @@ def test_registers(spec, compiler):
     """No registers are spilled, and matmuls overlap with the preparation of others."""
 
     def function(*arrays):
-        return mosaic.rms_norm_linear_fwd(*arrays, spec)
+        return spec(*arrays)
 
     (kernel,) = compiler.compile(function, types_of(spec))
     assert not kernel.spilled

@@ -13,7 +13,6 @@ from specs import build_spec, changed
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import Shared
 
@@ -77,14 +76,6 @@ def test_supports(change, reason):
     spec = CALLS[OPERATIONS[change.get("op", "norm")].family]
     refusal = load_alone("triton", "support").why_unsupported(changed(spec, **change))
     assert refusal is None if reason is None else reason in refusal
-
-
-LINEAR = LinearSpec(4, 128, 64, BF16, BF16, BF16, BF16, F32, F32, activation="gelu")
-
-
-def test_has_no_product():
-    support = load_alone("triton", "support")
-    assert "no kernel of a norm and a product: XLA's" in support.why_unsupported(LINEAR)
 
 
 def test_needs_ampere(monkeypatch):

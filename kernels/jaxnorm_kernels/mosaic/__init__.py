@@ -8,7 +8,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import kl_divergence_bwd, kl_divergence_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
-from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
+from jaxnorm_kernels.mosaic.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import (
     norm_bwd,
     norm_gated_bwd,

@@ -1,7 +1,6 @@
 """Calls that the kernels cannot run, or that the default leaves to XLA: tables of sentences."""
 
-from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.linear_spec import LinearSpec
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
@@ -10,23 +9,12 @@ from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.columns import row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.refusals import (
-    BETTER_FUSED,
-    NO_PRODUCT,
-    NO_ROWS,
-    LinearTable,
-    Table,
-    first,
-    first_of_linear,
-)
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32. The last block may start up to a tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
-# Asynchronous copies of the matmul's tiles need rows of a multiple of 16 bytes, and 8 rows per
-# tile.
-_MULTIPLE = 8
 
 _TOO_OLD: Table = (
     (
@@ -103,22 +91,6 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# The matmul kernel runs only if it is requested by name. Measured on an H100 (`python -m
-# benchmarks.run linear`), it takes 1.03 to 1.3 times as long as XLA's norm and matmul, but 0.95 for
-# 8192 x 2048 by 3072.
-_CANNOT_MULTIPLY: LinearTable = (
-    (
-        "its product kernel is made of the matrix instructions of compute capability 9.0 (Hopper)",
-        lambda s: local_capability() not in (90, None),
-    ),
-    *NO_PRODUCT,
-    (
-        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}",
-        lambda s: any(size % _MULTIPLE for size in (s.rows, s.cols, s.features)),
-    ),
-    (f"its kernels number rows in 32 bits, up to {_MAX_ROWS}", lambda s: s.rows > _MAX_ROWS),
-)
-
 # Compute capabilities on which these kernels are the default without having been timed: they all
 # compile with few words of spills (`tests/mosaic/test_blackwell.py`). This is the B200.
 _NOT_TIMED = (100,)
@@ -169,10 +141,8 @@ def takes_inner(spec: Spec) -> bool:
     return strip_schedule.refusal(spec) is None
 
 
-def why_unsupported(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec) -> str | None:
     """Return None, or the reason why this call cannot run on this GPU."""
-    if isinstance(spec, LinearSpec):
-        return first_of_linear(_CANNOT_MULTIPLY, spec)
     if spec.inner > 1:
         return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
     return first(_CANNOT, spec)

@@ -10,7 +10,7 @@ import jax_triton
 from jax import lax
 
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.triton import extra
 
 # PTX 8.7, which CUDA 12.8 accepts: Triton would emit PTX for the newest CUDA that it supports. FP

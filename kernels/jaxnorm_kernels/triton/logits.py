@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import broadcast
-from jaxnorm_kernels.triton.broadcast import Operand, renumbered
-from jaxnorm_kernels.triton.tiles import tile_at, zeros
+from jaxnorm_kernels.triton import tiles
+from jaxnorm_kernels.triton.tiles import Operand, renumbered, tile_at, zeros
 
 # With a predicate for each element, each element would be loaded separately. So this many elements
 # share a predicate: 16 bytes of the narrowest array, a mask.
@@ -55,8 +54,8 @@ def of(spec: Spec) -> Logits:
         log=spec.op == "log_softmax",
         scale=spec.logits.logits_scale,
         queries=spec.softmax.queries if spec.softmax.causal else 0,
-        mask=broadcast.of(spec.logits.mask_rows) if spec.reads_mask else None,
-        bias=broadcast.of(spec.softmax.logits_bias_rows) if has_bias else None,
+        mask=tiles.operand_of(spec.logits.mask_rows) if spec.reads_mask else None,
+        bias=tiles.operand_of(spec.softmax.logits_bias_rows) if has_bias else None,
         drops=spec.softmax.causal or spec.reads_mask,
         drops_zeros=spec.logits.has_mask and not spec.reads_mask,
         renormalises=spec.direction == "bwd" and spec.renormalises,

@@ -42,13 +42,14 @@ from jaxnorm_kernels import gradients
 from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import activations, norm_parameters
+from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.activations import activated, gated
 from jaxnorm_kernels.triton.norm_parameters import (
+    activated,
     effective_bias,
     gain,
     gain_and_inverse,
+    gated,
     group_rows,
     of_groups,
 )
@@ -87,7 +88,7 @@ def norm_bwd(
         "bias_rows": group_rows(bias, spec),
         "norm": norm_parameters.of(spec.last),
         "gate_ptr": gate,
-        "gate": activations.of(spec),
+        "gate": norm_parameters.gate_of(spec),
     }
     c2, c1 = None, None
     if schedule.is_looped(spec):

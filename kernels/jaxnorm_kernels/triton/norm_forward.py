@@ -29,10 +29,16 @@ import triton.language as tl
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import activations, norm_parameters
+from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.activations import activated, gated
-from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, group_rows, of_groups
+from jaxnorm_kernels.triton.norm_parameters import (
+    activated,
+    gain,
+    gain_and_bias,
+    gated,
+    group_rows,
+    of_groups,
+)
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import (
     columns_at,
@@ -52,7 +58,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     residual, branch_scale = operands.residual, operands.branch_scale
     schedule = schedule or schedules.choose(spec)
     kernel = norm_fwd_in_registers
-    options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": activations.of(spec)}
+    options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": norm_parameters.gate_of(spec)}
     if schedule.is_looped(spec):
         kernel = norm_fwd_looped
     elif schedule.stages > 1 and _may_persist(spec):

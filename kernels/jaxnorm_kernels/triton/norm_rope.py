@@ -34,9 +34,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import broadcast, norm_parameters
+from jaxnorm_kernels.triton import norm_parameters, tiles
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.broadcast import Digits, renumbered
 from jaxnorm_kernels.triton.norm_backward import parameter_gradients
 from jaxnorm_kernels.triton.norm_parameters import (
     Norm,
@@ -45,7 +44,7 @@ from jaxnorm_kernels.triton.norm_parameters import (
     of_groups,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import clipped, columns_at, of_rows
+from jaxnorm_kernels.triton.tiles import Digits, clipped, columns_at, of_rows, renumbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Rotation:
             cols=spec.cols,
             pairs=spec.norm.rotated // 2,
             interleaved=spec.norm.interleaved,
-            table_row=broadcast.of(table).row,
+            table_row=tiles.operand_of(table).row,
             tile_shares=shares or table.rows == 1,
         )
 

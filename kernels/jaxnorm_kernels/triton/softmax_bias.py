@@ -17,7 +17,6 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
-from jaxnorm_kernels.triton.broadcast import renumbered
 from jaxnorm_kernels.triton.logits import (
     cotangent_of_logits,
     drop_zeros,
@@ -29,7 +28,7 @@ from jaxnorm_kernels.triton.logits import (
     total_of,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import columns_at, zeros
+from jaxnorm_kernels.triton.tiles import columns_at, renumbered, zeros
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ import dataclasses
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.specs import Shared
+
 # A block may contain only -inf. Relative to this maximum its exponentials are 0; relative to its
 # own maximum, -inf, they would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -116,3 +118,50 @@ def clipped(x, limit: tl.constexpr):
 def rounded_like(x, ptr):
     """Round `x` to the dtype of a pointer's elements, and return it in float32."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
+
+
+# ------------------------------------------------------------- operands that are broadcast to rows
+
+
+#: How to convert an index: for each axis, the divisor of its digit in the given index, its size,
+#: and the factor of the digit in the result.
+Digits = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """How to find the row of such an operand that belongs to a row of x.
+
+    Attributes:
+      has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
+      row: converts a row of x to the operand's row.
+      of_row, of_nth: the inverse. The row of x is the sum of the converted row of the operand and
+        the converted number of x's row among those that share it.
+    """
+
+    has_columns: bool
+    row: Digits
+    of_row: Digits
+    of_nth: Digits
+
+
+def operand_of(shared: Shared | None) -> Operand:
+    """Return the description of an operand of a call."""
+    assert shared is not None  # or `why_unsupported` refuses it
+    row: Digits = ()
+    parts: dict[bool, Digits] = {True: (), False: ()}
+    of_x, inside = 1, {True: 1, False: 1}
+    for size, has_axis in reversed(shared.segments):
+        row += (of_x, size, inside[True]) if has_axis else ()
+        parts[has_axis] += (inside[has_axis], size, of_x)
+        of_x, inside[has_axis] = of_x * size, inside[has_axis] * size
+    return Operand(shared.has_columns, row, of_row=parts[True], of_nth=parts[False])
+
+
+@triton.jit
+def renumbered(number, digits: tl.constexpr):
+    """Return the number that consists of these digits of `number`."""
+    result = number * 0
+    for i in tl.static_range(len(digits) // 3):
+        result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]
+    return result

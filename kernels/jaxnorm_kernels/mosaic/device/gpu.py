@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 #: Numbers of blocks in a cluster. Not every GPU with clusters supports 16; Hopper and B200 do.

@@ -46,7 +46,11 @@ def i32(value: int) -> Any:
 
 
 def _operator(operation: Callable[[Any, Any], Any]) -> Callable[["Word", "Word | int"], "Word"]:
-    return lambda a, b: Word(operation(a.value, b.value if isinstance(b, Word) else i32(b)))
+    def apply(a: "Word", b: "Word | int") -> "Word":
+        kind = ir.IntegerType.get_signless(32)
+        return Word(operation(a.value, b.value if isinstance(b, Word) else utils.c(b, kind)))
+
+    return apply
 
 
 @dataclasses.dataclass(frozen=True)

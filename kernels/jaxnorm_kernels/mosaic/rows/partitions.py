@@ -8,6 +8,7 @@ are *stale*: reductions skip them, and they are stored twice with the same value
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -76,17 +77,17 @@ class Partition:
         if not self.units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
         """The units of the body."""
         return self.cols // (self.slices * self.unit)
 
-    @property
+    @functools.cached_property
     def body_width(self) -> int:
         """The columns of the body."""
         return self.units * self.unit
 
-    @property
+    @functools.cached_property
     def has_tail(self) -> bool:
         """True if the bodies do not cover the whole row."""
         return self.cols % (self.slices * self.unit) != 0

@@ -51,11 +51,12 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    def time(blocks: int) -> int:
-        """Return the time in steps: each round of blocks takes its steps and fills its stages."""
-        return -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
-
-    return min(range(1, min(steps, most) + 1), key=time)
+    # The time in steps: each round of blocks takes its steps and fills its stages.
+    times = [
+        -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
+        for blocks in range(1, min(steps, most) + 1)
+    ]
+    return 1 + times.index(min(times))
 
 
 # Columns per thread in a ring. Up to 12, if the GPU has large enough clusters, because many small

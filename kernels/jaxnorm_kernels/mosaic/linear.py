@@ -31,7 +31,7 @@ of them. In shared memory, reads and writes of x compete with those of the matri
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,11 +41,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.linear_spec import Activation, LinearSpec
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
+from jaxnorm_kernels.specs import LinearActivation
 
 # -------------------------------------------------------------------------------------------------
 # How the kernel runs: the tiles of y, and what a block holds.
@@ -84,9 +86,9 @@ class ProductSchedule:
         """The rows of a tile."""
         return MULTIPLY * ROWS
 
-    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
-        """Return the numbers of tiles of y along its rows and columns."""
-        return -(-spec.rows // self.rows), -(-spec.features // self.features)
+    def tiles(self, rows: int, features: int) -> tuple[int, int]:
+        """Return how many tiles y has along its rows, and along its columns."""
+        return -(-rows // self.rows), -(-features // self.features)
 
 
 # The larger a tile, the less is loaded per matmul. A wgmma has at most 256 columns; 192 take 1.09
@@ -96,15 +98,9 @@ _WIDE = ProductSchedule(features=256, stages=4, group=8)
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
-def choose(spec: LinearSpec, gpu: Gpu | None = None) -> ProductSchedule:
-    """Return the schedule of a call."""
-    rows, columns = _WIDE.tiles(spec)
-    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
-
-
-def stored_columns(spec: LinearSpec) -> int:
-    """Return the columns of y per store."""
-    return STORED_BYTES // spec.y_dtype.itemsize
+def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
+    """Return the schedule for a y of this shape."""
+    return _WIDE if math.prod(_WIDE.tiles(rows, features)) >= (gpu or local_gpu()).sms else _NARROW
 
 
 _F32 = np.dtype(np.float32)
@@ -117,28 +113,90 @@ _SWIZZLED = 16
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
+# A copy moves rows of 16 bytes, in tiles of 8 rows.
+_MULTIPLE = 8
+# Rows have int32 indices, and the last tile may start a tile further.
+_MAX_ROWS = 2**31 - 2**16
+
+# 16-bit matmuls satisfy a precision such as "float32" anyway, since products of 16-bit numbers are
+# exact and summed in float32. A name in upper case requests a particular algorithm.
+_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
+
+
+def why_unsupported(
+    sizes: tuple[int, int, int],
+    dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
+    precision: str | None = None,
+) -> str | None:
+    """Return why the kernel cannot run a call, or None.
+
+    Args:
+      sizes: rows and columns of x, and columns of weight.
+      dtype: dtype of the matmul's operands.
+      dtypes: dtypes of x, weight, y and, if present, scale and bias.
+      precision: as ``jax.default_matmul_precision``.
+    """
+    if local_capability() not in (90, None):
+        return (
+            "its product kernel is made of the matrix instructions of compute capability 9.0 "
+            "(Hopper)"
+        )
+    if not all(isinstance(size, int) for size in sizes):
+        return "its kernels need sizes that are known when the call is traced, not symbolic ones"
+    reasons = {
+        "its kernels compute in float32, and float64 arrays ask for more": any(
+            each.itemsize > 4 for each in dtypes.values()
+        ),
+        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits": (
+            dtype.name not in _ALGORITHMS
+        ),
+        "its product kernel reads x as it multiplies it, in the product's dtype": (
+            dtypes["x"] != dtype
+        ),
+        "there is nothing to compute in an array of size 0": 0 in sizes,
+        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
+        "jax_default_matmul_precision names another": (
+            (precision or "").isupper() and precision != _ALGORITHMS.get(dtype.name)
+        ),
+        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}": any(
+            size % _MULTIPLE for size in sizes
+        ),
+        f"its kernels number rows in 32 bits, up to {_MAX_ROWS}": sizes[0] > _MAX_ROWS,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
 def rms_norm_linear_fwd(
     x: jax.Array,
     weight: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: LinearSpec,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
+    dtype: np.dtype,
+    epsilon: float,
+    scale_offset: float = 0.0,
+    activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """Return y. `schedule` overrides `choose`."""
-    schedule = schedule or choose(spec)
-    weight, power = _scaled_weight(weight, scale, spec)
+    """Return y in `dtype`; `schedule` overrides the chosen one.
+
+    x is ``(rows, cols)`` in the dtype of the matmul, weight ``(cols, features)``, scale ``(cols,)``
+    and bias ``(features,)``.
+    """
+    sizes = *x.shape, weight.shape[1]
+    rows, _, features = sizes
+    schedule = schedule or choose(rows, features)
+    weight, power = _scaled_weight(weight, scale, scale_offset, x.dtype)
     by_name = {"x": x, "weight": weight, "bias": bias, "power": power}
     operands = {name: _padded(a, name) for name, a in by_name.items() if a is not None}
-    output = jax.ShapeDtypeStruct((spec.rows, operands["weight"].shape[1]), spec.y_dtype)
-    rows, columns = schedule.tiles(spec)
-    shared = _shared(spec, schedule, operands, output)
+    output = jax.ShapeDtypeStruct((rows, operands["weight"].shape[1]), dtype)
+    shared = _shared(schedule, operands, output)
 
     def body(*refs: Ref) -> None:
         arrays = dict(zip((*operands, "y"), refs))
         scratch = dict(zip(shared, refs[len(arrays) :]))
-        kernel = _ProductKernel(spec, schedule, arrays, scratch)
+        kernel = _ProductKernel(sizes, epsilon, activation, schedule, arrays, scratch)
         index = lax.axis_index(WARPGROUP)
         pl.when(index == MULTIPLY)(kernel.copy)
         pl.when(index < MULTIPLY)(kernel.multiply)
@@ -148,28 +206,27 @@ def rms_norm_linear_fwd(
         [*operands.values()],
         name="jaxnorm_rms_norm_linear_fwd",
         outputs=[(output.shape, output.dtype)],
-        blocks=min(rows * columns, local_gpu().sms),
+        blocks=min(math.prod(schedule.tiles(rows, features)), local_gpu().sms),
         warpgroups=MULTIPLY + 1,
         scratch=[*shared.values()],
     )
-    return y[:, : spec.features]
+    return y[:, :features]
 
 
 def _scaled_weight(
-    weight: jax.Array, scale: jax.Array | None, spec: LinearSpec
+    weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return c G weight in the matmul's dtype and, if c is not 1, 1 / c as ``(1,)``.
+    """Return c G weight in `dtype` and, unless c is 1, 1 / c as ``(1,)``.
 
-    1 / c is a power of 2 above the largest |G|. float16 has a small range, which G weight may
-    exceed.
+    1 / c is a power of 2 above the largest |G|, because G weight may overflow float16.
     """
     if scale is None:
-        return weight.astype(spec.product_dtype), None
-    g, power = scale.astype(_F32) + spec.scale_offset, None
-    if spec.product_dtype == np.float16:
+        return weight.astype(dtype), None
+    g, power = scale.astype(_F32) + scale_offset, None
+    if dtype == np.float16:
         _, exponent = jnp.frexp(jnp.max(jnp.abs(g), keepdims=True))
         g, power = jnp.ldexp(g, -exponent), jnp.ldexp(jnp.ones((), g.dtype), exponent)
-    return (weight.astype(g.dtype) * g[:, None]).astype(spec.product_dtype), power
+    return (weight.astype(g.dtype) * g[:, None]).astype(dtype), power
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
@@ -181,18 +238,15 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 
 
 def _shared(
-    spec: LinearSpec,
-    schedule: ProductSchedule,
-    operands: dict[str, jax.Array],
-    y: jax.ShapeDtypeStruct,
+    schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return the shared memory and barriers of a block."""
+    """Return the shared memory and the barriers of a block."""
     stages = schedule.stages
     shared = {
         # The matrix instructions require the same swizzle for both.
         "x": _swizzled((stages, schedule.rows, DEPTH), operands["x"], operands["weight"]),
         "weight": _swizzled((stages, DEPTH, schedule.features), operands["weight"], operands["x"]),
-        "stored": _swizzled((MULTIPLY, STORES, ROWS, stored_columns(spec)), y),
+        "stored": _swizzled((MULTIPLY, STORES, ROWS, STORED_BYTES // y.dtype.itemsize), y),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=MULTIPLY, num_barriers=stages),
     }
@@ -219,21 +273,23 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """The program of a block; `arrays` are in global memory, `shared` in shared memory, by name."""
+    """The program of a block; `arrays` in memory and `shared` memory by their names."""
 
-    spec: LinearSpec
+    sizes: tuple[int, int, int]
+    epsilon: float
+    activation: LinearActivation | None
     schedule: ProductSchedule
     arrays: dict[str, Ref]
     shared: dict[str, Any]
 
     @property
     def steps(self) -> int:
-        """The number of tiles of x for a tile of y."""
-        return -(-self.spec.cols // DEPTH)
+        """Tiles of x for a tile of y."""
+        return -(-self.sizes[1] // DEPTH)
 
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
-        """Call ``body(t, row, column)`` for each tile of the block, with its first indices."""
-        rows, columns = self.schedule.tiles(self.spec)
+        """Calls ``body(t, row, column)`` for each tile of the block, with where it begins."""
+        rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
         mine = lax.div(rows * columns - first + blocks - 1, blocks)
 
@@ -300,8 +356,8 @@ class _ProductKernel:
             squares = lax.fori_loop(1, self.steps, step, self._squares(first))
             plgpu.wgmma_wait(0)
             self._release(first + self.steps - 1)
-            mean = jnp.sum(squares, axis=1) * (1 / self.spec.cols)
-            self._finish(row, column, lax.rsqrt(mean + self.spec.epsilon), sums[...])
+            mean = jnp.sum(squares, axis=1) * (1 / self.sizes[1])
+            self._finish(row, column, lax.rsqrt(mean + self.epsilon), sums[...])
 
         accumulator = plgpu.ACC((ROWS, self.schedule.features), jnp.float32)
         pl.run_scoped(with_sums, accumulator)
@@ -338,14 +394,14 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- results
 
     def _finish(self, row: Any, column: Any, rstd: jax.Array, sums: jax.Array) -> None:
-        """Compute y from the sums of a tile, and store it."""
-        spec, shared, index = self.spec, self.shared, lax.axis_index(WARPGROUP)
+        """Stores what becomes of the tile's sums."""
+        shared, index = self.shared, lax.axis_index(WARPGROUP)
         rows = pl.ds(row + index * ROWS, ROWS)
         if "bias" in shared:
             plgpu.barrier_wait(shared["bias_full"])
         if "power" in self.arrays:
             rstd = rstd * load(self.arrays["power"].at[0], None)
-        width = stored_columns(spec)
+        *_, width = shared["stored"].shape
         for i, start in enumerate(range(0, self.schedule.features, width)):
             part = sums[:, start : start + width]
             z = part * lax.broadcast_in_dim(rstd, part.shape, (0,))
@@ -356,7 +412,8 @@ class _ProductKernel:
             # The store before the last one has read the buffer that this one overwrites.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
-            part[...] = activated(z, spec.activation).astype(spec.y_dtype)
+            y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]
+            part[...] = y.astype(part.dtype)
             plgpu.commit_smem()
             place = (rows, pl.ds(column + start, width))
             plgpu.copy_smem_to_gmem(part, self.arrays["y"].at[place])
@@ -364,25 +421,3 @@ class _ProductKernel:
             if is_interpreted():
                 release_used()
             plgpu.barrier_arrive(shared["bias_empty"])
-
-
-def activated(z: jax.Array, activation: Activation | None) -> jax.Array:
-    """Apply the activation of `jax.nn`, in float32."""
-    return z if activation is None else _ACTIVATIONS[activation](z)
-
-
-def _silu(z: jax.Array) -> jax.Array:
-    return z / (1 + jnp.exp(-z))
-
-
-def _gelu(z: jax.Array) -> jax.Array:
-    inner = np.sqrt(2 / np.pi).astype(np.float32) * (z + 0.044715 * (z * z * z))
-    return 0.5 * z * (1 + jnp.tanh(inner))
-
-
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "relu": lambda z: jnp.maximum(z, 0),
-    "leaky_relu": lambda z: jnp.where(z >= 0, z, 0.01 * z),
-    "gelu": _gelu,
-    "silu": _silu,
-}

@@ -1,1 +1,0 @@
-"""RMSNorm and the matmul after it, in one kernel."""
