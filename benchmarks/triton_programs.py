@@ -174,6 +174,8 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
             (launch, "run", run),
             (Call, "kernel", of_call),
             (triton, "IMPLEMENTATION", of_xla),
+            (triton, "forward", of_xla.forward),
+            (triton, "backward", of_xla.backward),
         ),
     ):
         yield

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from benchmarks import contract
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import xla
-from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.rows.logits import run_of_rows
 from jaxnorm_kernels.mosaic.schedules import forward, softmax_backward
 from jaxnorm_kernels.specs import Spec
@@ -61,17 +61,18 @@ def workloads() -> Iterator[CausalWorkload]:
 
 
 def schedules(workload: CausalWorkload) -> list[Any]:
-    """The table's first; then others with smaller units."""
+    """The table's first; then others with larger and smaller units."""
     spec = workload.spec
     choose = forward.choose if workload.direction == "fwd" else softmax_backward.softmax_schedule
     chosen = choose(spec)
     if chosen is None or chosen.threads is None:
         return []
     tried = [chosen]
+    widest = VECTOR_BYTES // spec.y_dtype.itemsize
     for threads in (32, 16, 8):
-        for vector in (chosen.vector, chosen.vector // 2):
+        for vector in (widest, widest // 2):
             rows = WARPGROUP_THREADS // threads
-            fits = math.gcd(run_of_rows(spec), rows) == rows and vector > 0
+            fits = math.gcd(run_of_rows(spec), rows) == rows
             if fits and workload.cols <= _VALUES * threads:
                 tried.append(dataclasses.replace(chosen, threads=threads, vector=vector, rows=rows))
     return list(dict.fromkeys(tried))

@@ -145,14 +145,13 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "log_softmax's backward reads 16-bit rows of odd length in no periods by single elements",
+        "log_softmax's backward reads 16-bit rows of odd length by single elements",
         lambda s: (
             s.direction == "bwd"
             and s.op == "log_softmax"
             and s.y_dtype.itemsize == 2
             and row_vector(s) == 1
             and s.cols > 8192
-            and not _has_windows(s)
         ),
     ),
 )
@@ -202,12 +201,6 @@ def _is_held(spec: Spec) -> bool:
         return True  # In a kernel for each norm, if need be.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
-
-
-def _has_windows(spec: Spec) -> bool:
-    """Whether a softmax's backward holds unaligned rows in windows."""
-    schedule = softmax_schedule(spec)
-    return schedule is not None and schedule.window is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:

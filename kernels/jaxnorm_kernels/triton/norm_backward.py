@@ -164,8 +164,8 @@ def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
     """d, of dy; d G; the terms of c2; and xh: elements of a tile."""
     g, inverse, b = params
-    if norm.norm.activation is not None:
-        _, slope = activated((saved - mean) * rstd * g + b, norm.norm.activation)
+    if norm.activation is not None:
+        _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
         d = zero_beyond(d * slope, first_col, tiling)  # where a slope may be anything
     dg = d * g
     if norm.from_output:
@@ -284,7 +284,7 @@ def _norm_bwd(
         dscale, dbias = dscales, dbiases
         if c2_ptr is not None:
             c2, c1 = of_rows(c2_ptr, row, rows), of_rows(c1_ptr, row, rows)
-        elif norm.norm.subtract_mean:  # one exchange between the warps for both
+        elif norm.subtract_mean:  # one exchange between the warps for both
             c2, c1 = tl.reduce((terms, sums), 1, _add_pairs)
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
         else:
@@ -292,7 +292,7 @@ def _norm_bwd(
         dbranch_scales = ()
         for i in tl.static_range(pieces):
             dx = dgs[i] * rstd
-            if norm.norm.subtract_mean:
+            if norm.subtract_mean:
                 dx -= c1 * rstd
             dx -= xhs[i] * (c2 * rstd)
             tile = tile_at(first_row, first_col + i * block, rows, tiling)
@@ -361,5 +361,5 @@ def _norm_bwd_row_means(
         c2 += terms
         c1 += dg
     tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)
-    if norm.norm.subtract_mean:
+    if norm.subtract_mean:
         tl.store(c1_ptr + row, tl.sum(c1, axis=1) / cols, mask=row < rows)

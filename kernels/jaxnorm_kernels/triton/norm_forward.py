@@ -142,16 +142,16 @@ def norm_fwd_in_registers(
         for i in tl.static_range(len(loaded)):
             tile = tile_at(first_row, i * tiling.block, rows, tiling)
             x += (gated(loaded[i], gate_ptr, tile, gate, True),)
-    centred, rstd, mean = _normalized(x, norm.norm.epsilon, norm.norm.subtract_mean, tiling)
+    centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
     if op == "norm_add_norm":
         _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
         normed = ()
         for i in tl.static_range(len(x)):
             col = columns_at(i * tiling.block, tiling.block)
-            g = gain(scale, col, tiling.cols, norm.norm.scale_offset, 0.0)
+            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
             normed += (centred[i] * rstd[:, None] * g,)
         h = _sums(normed, residual_ptr, h_ptr, first_row, rows, tiling)
-        centred, rstd, mean = _normalized(h, norm.norm.epsilon, False, tiling)
+        centred, rstd, mean = _normalized(h, norm.epsilon, False, tiling)
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     for i in tl.static_range(len(x)):
@@ -208,7 +208,7 @@ def norm_fwd_persistent(
             for i in tl.static_range(pieces):
                 scaled += (x[i] * branch_scales[i],)
             x = _sums(scaled, residual_ptr, h_ptr, first_row, rows, tiling)
-        centred, rstd, mean = _normalized(x, norm.norm.epsilon, norm.norm.subtract_mean, tiling)
+        centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
         for i in tl.static_range(pieces):
             g, b = params[i]
             y = _after_norm(centred[i] * rstd[:, None] * g + b, norm)
@@ -277,7 +277,7 @@ def norm_fwd_looped(
         if op == "add_norm":
             x *= gain(branch_scale, tile[2], tiling.cols, 0.0, 0.0)
             x = _sum(x, residual_ptr, h_ptr, tile[1] + tile[2], tile[3])
-        if norm.norm.subtract_mean:
+        if norm.subtract_mean:
             before = tl.cast(first_col, tl.float32)
             size = tl.cast(tl.minimum(tiling.cols - first_col, tiling.block), tl.float32)
             weight = size / (before + size)
@@ -287,7 +287,7 @@ def norm_fwd_looped(
             square += shift * shift * before * weight
             mean += shift * weight
         square += tl.sum(x * x, axis=1)
-    rstd = tl.rsqrt(square / tiling.cols + norm.norm.epsilon)
+    rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
     if op == "norm_add_norm":
         _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
         square = tl.full([tiling.tile_rows], 0.0, tl.float32)
@@ -295,10 +295,10 @@ def norm_fwd_looped(
             _, start, col, exists = tile_at(first_row, first_col, rows, tiling)
             at = start + col
             x = tl.load(x_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
-            g = gain(scale, col, tiling.cols, norm.norm.scale_offset, 0.0)
+            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
             h = _sum(x * rstd[:, None] * g, residual_ptr, h_ptr, at, exists)
             square += tl.sum(h * h, axis=1)
-        rstd = tl.rsqrt(square / tiling.cols + norm.norm.epsilon)
+        rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
@@ -320,8 +320,8 @@ def norm_fwd_looped(
 @triton.jit
 def _after_norm(n, norm: tl.constexpr):
     """The activation of a norm, if there is one."""
-    if norm.norm.activation is not None:
-        n, _ = activated(n, norm.norm.activation)
+    if norm.activation is not None:
+        n, _ = activated(n, norm.activation)
     return n
 
 

@@ -85,7 +85,7 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
     """G and 1 / G for the columns of a tile."""
-    g = gain(scale, col, cols, norm.norm.scale_offset, norm.scale_floor)
+    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
     elif norm.scale_floor > 0.0:
@@ -110,7 +110,7 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
     """G and the bias of the columns of a tile. No scale is G = 1, no bias is 0."""
-    g = gain(scale, col, cols, norm.norm.scale_offset, norm.scale_floor)
+    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 

@@ -183,7 +183,7 @@ def _norm_rope_fwd(
     squares = ()
     for i in tl.static_range(len(x)):
         squares += (x[i] * x[i],)
-    rstd = tl.rsqrt(_row_sums(squares) / tiling.cols + norm.norm.epsilon)
+    rstd = tl.rsqrt(_row_sums(squares) / tiling.cols + norm.epsilon)
     n = ()
     for i in tl.static_range(len(x)):
         n += (x[i] * rstd[:, None] * g[i],)

@@ -1,9 +1,7 @@
 """What a schedule depends on: the GPU at hand, or an H100 or H200 where there is none."""
 
-import ctypes
 import dataclasses
 import functools
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,7 +69,7 @@ def _of_size(sms: int, like: Gpu) -> Gpu:
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: Not measured: clusters are in proportion to an H200's. Where there is a driver, it is asked.
+#: Not measured: clusters are in proportion to an H200's.
 B200 = _of_size(148, HOPPER)
 #: The same, with no clusters but those that every GPU with clusters has.
 RTX_5090 = dataclasses.replace(
@@ -109,83 +107,4 @@ def _local_gpu() -> Gpu:
     like = GPUS.get(local_capability() or 0, HOPPER)
     sms = min(device.core_count for device in devices)
     smem = min(getattr(d, "shared_memory_per_block_optin", like.smem) for d in devices)
-    try:
-        each = [active_clusters(device.local_hardware_id, smem) for device in devices]
-    except (OSError, RuntimeError):
-        # No CUDA driver that can tell: as the table has it, for as many multiprocessors.
-        each = [dict(_of_size(sms, like).clusters)]
-    common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
-    return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})
-
-
-def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
-    """`Gpu.clusters` of a CUDA device, for blocks with `smem` bytes of shared memory.
-
-    Raises:
-      OSError: there is no CUDA driver.
-      RuntimeError: a call of the driver failed.
-    """
-    driver = _Driver()
-    context, module, kernel = (ctypes.c_void_p() for _ in range(3))
-    count = ctypes.c_int()
-    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
-    driver.cuCtxPushCurrent_v2(context)
-    try:
-        driver.cuModuleLoadData(ctypes.byref(module), _EMPTY_KERNEL)
-        driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"empty")
-        driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, smem)
-        driver.cuFuncSetAttribute(kernel, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-        found = {}
-        for size in CLUSTER_SIZES:
-            launch, _attribute = _launch(size, smem)
-            driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, launch)
-            found[size] = count.value
-        driver.cuModuleUnload(module)
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-        driver.cuDevicePrimaryCtxRelease_v2(ordinal)
-    return {size: n for size, n in found.items() if n}
-
-
-# Of the CUDA driver API, cuda.h: CUfunction_attribute and CUlaunchAttributeID.
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-_CLUSTER_DIMENSION = 4
-
-_EMPTY_KERNEL = b"""
-.version 8.0
-.target sm_90
-.address_size 64
-.visible .entry empty() { ret; }
-"""
-
-
-class _Driver:
-    """The CUDA driver, which JAX has loaded: calls raise what goes wrong."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> None:
-            function = getattr(self._library, name, None)
-            if function is None:
-                raise RuntimeError(f"the CUDA driver is too old: it has no {name}")
-            if status := function(*args):
-                raise RuntimeError(f"{name}: CUDA error {status}")
-
-        return call
-
-
-def _launch(cluster: int, shared_bytes: int) -> tuple[Any, Any]:
-    """A CUlaunchConfig of clusters of so many blocks, and what it points to.
-
-    That is a CUlaunchAttribute: its id, and the first 3 words of a union.
-    """
-    attribute = ctypes.create_string_buffer(
-        struct.pack("i4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
-    )
-    grid, block = (cluster, 1, 1), (256, 1, 1)
-    sizes = (*grid, *block, shared_bytes)
-    packed = struct.pack("7I4x2QI4x", *sizes, 0, ctypes.addressof(attribute), 1)
-    return ctypes.create_string_buffer(packed), attribute
+    return dataclasses.replace(_of_size(sms, like), smem=smem)

@@ -27,7 +27,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.mgpu import (
     FragmentedArray,
-    arith,
     builtin,
     ir,
     llvm,
@@ -206,45 +205,6 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
                 _store(element, utils.getelementptr(base, [i], kind), mgpu.Word(i).is_below(size))
 
     write(ref, value.astype(ref.dtype), first + places)
-
-
-def store_inside(
-    ref: Ref,
-    start: Any,
-    value: jax.Array,
-    first: Any,
-    size: int,
-    places: jax.Array,
-    layout: Layout,
-) -> None:
-    """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
-
-    Only elements of an index in ``[0, size)`` are stored: the vectors of a thread that lie inside,
-    and of those that lie there in part their elements.
-    """
-    if is_interpreted():
-        store_some(ref, start, value, first, size)
-        return
-    target = ref.at[pl.ds(start, value.size)]
-    if value.ndim > 1:
-        target = target.reshape(*value.shape)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def write(context: Any, ref: Any, value: Any, index: Any) -> None:
-        kind = ir.MemRefType(ref.type).element_type
-        for register, address in moves(ref, value):
-            elements = register(value.registers)
-            indices = mgpu.elements_of(register(index.registers))
-            inside = [mgpu.Word(i).is_below(size) for i in (indices[0], indices[-1])]
-            is_whole = arith.andi(*inside)
-            with utils.when(is_whole):
-                llvm.store(elements, address)
-            with utils.when(arith.xori(*inside)):
-                for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
-                    at = utils.getelementptr(address, [k], kind)
-                    _store(element, at, mgpu.Word(i).is_below(size))
-
-    write(target, value.astype(ref.dtype), first + places)
 
 
 def store_vectors(

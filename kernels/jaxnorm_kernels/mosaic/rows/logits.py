@@ -72,6 +72,30 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
+# Causal rows of fewer columns keep their schedule: shorter ones were not timed.
+_LEAST_CAUSAL_COLS = 512
+# The narrowest load that a causal row is cut to.
+_LEAST_LOAD_BYTES = 8
+
+
+def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
+    """Threads and a vector that read a causal row in at least `parts` units, as far as that pays.
+
+    A row of a causal softmax reads whole units of `threads * vector` columns up to the diagonal: on
+    average half a unit more than it needs, of each array. Narrower loads come first, and then fewer
+    threads. Rows with a mask or a bias keep their unit.
+    """
+    if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
+        return threads, vector
+    least = max(1, _LEAST_LOAD_BYTES // spec.y_dtype.itemsize)
+    while threads * vector * parts > spec.cols and (vector > least or threads > 1):
+        if vector > least:
+            vector //= 2
+        else:
+            threads //= 2
+    return threads, vector
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """The rows of x that a block holds: all of one run.
@@ -132,7 +156,7 @@ class Place:
             return each_fragment(function, values)
 
         zeros = {
-            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout_of(shape))
+            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout)
             for shape in dict.fromkeys(v.shape for v in values)
         }
 
@@ -184,7 +208,7 @@ class Place:
         predicates for six of them.
         """
         shape = self.tile.shape(fragment.width)
-        layout = self.tile.layout_of(shape)
+        layout = self.tile.layout
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
         if is_row:  # one for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)

@@ -8,15 +8,10 @@ A *tile* says which threads hold a row. Three tiles cover the row lengths that f
 
 Which columns a warpgroup has of a row, in which fragments, `partitions` says. Rows overlap as
 fragments do: the last block starts early enough to be whole.
-
-Of unaligned rows a tile holds the windows (`partitions`), of which `cols` is the width. Each unit
-is a fragment of its own, so that only those at the edges, which may hold parts of other rows, are
-masked.
 """
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -44,7 +39,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, Fragment, Partition
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
@@ -98,51 +93,32 @@ class Tile:
     Attributes:
       vector: elements that a thread reads at once.
       apart: each unit is a fragment of its own, so that it need not be loaded.
-      window: of unaligned rows. A row's index is then that among the rows of its phase.
       index: for fragments of a shape the columns, where they are known.
     """
 
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
-    window: AlignmentView | None = dataclasses.field(default=None, kw_only=True)
     index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
         default_factory=dict, kw_only=True, compare=False
     )
 
     def placed(self) -> Self:
-        """This, in a kernel's body, with what is the same for all fragments: see `PlacedView`.
-
-        Where fragments begin is computed anew for each use all the same. Computed once it would
-        stay in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the
-        time.
-        """
-        if self.window is None and not self.apart:
+        """This, in a kernel's body, with what is the same for all fragments."""
+        if not self.apart:
             return self  # One or two fragments.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
-        index = {s: self.count_columns(s) for s in shapes}
-        window = None if self.window is None else self.window.placed().with_places(index)
-        return dataclasses.replace(self, window=window, index=index)
+        return dataclasses.replace(self, index={s: self.count_columns(s) for s in shapes})
 
     @property
     def unit(self) -> int:
         """Columns that the threads of a row read at once."""
         return WARPGROUP_THREADS * self.vector
 
-    @functools.cached_property
+    @property
     def layout(self) -> Layout:
-        """Of a fragment that is read with the whole vector."""
-        return self.layout_of_vectors(self.vector)
-
-    def layout_of_vectors(self, vector: int) -> Layout:
-        """Of a fragment that is read by so many elements."""
+        """Of a fragment."""
         raise NotImplementedError
-
-    def layout_of(self, shape: tuple[int, ...]) -> Layout:
-        """Of a fragment of this shape: the tail of a window may have narrower vectors."""
-        if self.window is None:
-            return self.layout
-        return self.layout_of_vectors(math.prod(shape) // WARPGROUP_THREADS)
 
     def shape(self, width: int) -> tuple[int, ...]:
         """Shape in registers of a fragment of `width` columns."""
@@ -170,22 +146,7 @@ class Tile:
 
     def blocks(self, rows: int) -> int:
         """Of the grid, for all rows."""
-        if self.window is None:
-            return self.blocks_of(rows)
-        return self.window.period * self.blocks_of(self.rows_of_phase(rows))
-
-    def blocks_of(self, rows: int) -> int:
-        """For these rows, of all or of a phase."""
         return -(-rows // self.rows)
-
-    def rows_of_phase(self, rows: int) -> int:
-        """Of all rows, those of one phase."""
-        return rows if self.window is None else rows // self.window.period
-
-    def block_of_phase(self) -> Any:
-        """This block, counted among those of its phase."""
-        block = lax.axis_index(BLOCK)
-        return block if self.window is None else self.window.place(block)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Scratch of a block: to exchange up to `stats` values, and for rows in these dtypes."""
@@ -194,7 +155,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
-        return self.block_of_phase() if group is None else group
+        return lax.axis_index(BLOCK) if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Index of the first row, or group of rows, that this block takes."""
@@ -230,7 +191,7 @@ class Tile:
 
     def partition(self, index: Any = 0) -> Partition:
         """What the warpgroup of this index has of a row."""
-        return Partition(self.cols, self._shares, self.unit, index, self.window)
+        return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
         """The columns of a row that this warpgroup has, fragment by fragment."""
@@ -241,7 +202,7 @@ class Tile:
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
-            load(ref.at[row, p.columns()], self.layout_of(self.shape(p.width)), self.shape(p.width))
+            load(ref.at[row, p.columns()], self.layout, self.shape(p.width))
             for p in self.fragments()
         ]
 
@@ -254,26 +215,7 @@ class Tile:
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
         """Writes the fragments of a row to the array `ref`, each element once or twice the same."""
         for p, value in zip(self.fragments(), values):
-            p.store(ref, row, value, self.layout_of(value.shape))
-
-    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Fragments:
-        """`x`, and `neutral` for what a window has of other rows: before a reduction.
-
-        Best as soon as it is loaded, and once: predicates that wait for a second use, or both
-        values, take registers.
-        """
-        if self.window is None:
-            return list(x)
-        before, cols = self.window.before(), self.window.cols
-
-        def is_inside(fragment: Fragment) -> jax.Array:
-            column = self.columns(self.shape(fragment.width)) + (fragment.start - before)
-            return (column >= 0) & (column < cols)
-
-        return [
-            jnp.where(is_inside(p), v, jnp.float32(neutral)) if p.edge else v
-            for p, v in zip(self.fragments(), x)
-        ]
+            p.store(ref, row, value, self.layout)
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
         """The largest element of each row."""
@@ -342,8 +284,9 @@ class RowTile(Tile):
     def unit(self) -> int:
         return self.threads * self.vector
 
-    def layout_of_vectors(self, vector: int) -> Layout:
-        return rows_layout(vector, self.threads, self.height)
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return rows_layout(self.vector, self.threads, self.height)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (self.height, width)
@@ -353,7 +296,7 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = self.block_of_phase() if group is None else group
+        group = lax.axis_index(BLOCK) if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     @property
@@ -390,8 +333,9 @@ class RowTile(Tile):
 class WarpgroupRow(Tile):
     """A row in a warpgroup."""
 
-    def layout_of_vectors(self, vector: int) -> Layout:
-        return warpgroup_layout(vector)
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return warpgroup_layout(self.vector)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (width,)
@@ -436,8 +380,9 @@ class SplitRow(Tile):
     cluster: int = 1
     exchanges: int = 1
 
-    def layout_of_vectors(self, vector: int) -> Layout:
-        return warps_layout(vector)
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return warps_layout(self.vector)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (WARPS, width // WARPS)
@@ -462,7 +407,7 @@ class SplitRow(Tile):
         return index
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
-        return flat_index(shape, self.layout_of(shape))
+        return flat_index(shape, self.layout)
 
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
