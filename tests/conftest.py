@@ -157,8 +157,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A test is skipped where an implementation refuses its call for a reason that it expects.
 
-    It names those reasons by `refused.expect`; any other refusal is a failure. Mosaic refuses norms
-    of rows that are no multiple of 16 bytes, wherever a test has them.
+    It names those reasons by `refused.expect`; any other refusal is a failure. Mosaic
+    refuses the backward of a norm whose rows are no multiple of 16 bytes, in every test.
     """
     try:
         return (yield)

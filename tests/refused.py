@@ -22,7 +22,7 @@ NARROW = "rows of 8 elements or more"
 FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
 GROUPS = "groups of rows"
 LONG = "hold no rows of this length"
-UNALIGNED = "norms take rows in multiples of 16 bytes"
+UNALIGNED = "norm backward takes rows in multiples of 16 bytes"
 SHORT_LOGITS = "take rows of 128 columns and more"
 CLASSES = "take no mask of classes"
 

@@ -85,6 +85,11 @@ def kernels_of(lowered):
     return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
 
+def with_gradient(name, shape):
+    """The kernels of a function and its gradient: norms of unaligned rows have no backward."""
+    return 1 if "norm" in name and shape[1] % 8 else 2
+
+
 def check_lowering(configuration, shape, dtype, *programs):
     """What runs does not depend on it: for CUDA kernels, for a CPU XLA's code."""
     x = jax.ShapeDtypeStruct(shape, dtype)
@@ -104,7 +109,8 @@ def check_lowering(configuration, shape, dtype, *programs):
 )
 def test_lowering(configuration, name, shape, dtype):
     forward = FUNCTIONS[name]
-    check_lowering(configuration, shape, dtype, (forward_and_gradient(forward), 2), (forward, 1))
+    both = forward_and_gradient(forward), with_gradient(name, shape)
+    check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
 # In turn, likewise.
@@ -113,7 +119,8 @@ def test_lowering(configuration, name, shape, dtype):
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],
 )
 def test_lowering_with_checks(configuration, name, shape, dtype):
-    check_lowering(configuration, shape, dtype, (forward_and_gradient(FUNCTIONS[name]), 2))
+    both = forward_and_gradient(FUNCTIONS[name]), with_gradient(name, shape)
+    check_lowering(configuration, shape, dtype, both)
 
 
 @functools.cache

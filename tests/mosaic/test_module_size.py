@@ -129,7 +129,7 @@ FUNCTIONS = {
 }
 
 # A line of each schedule, and those whose rows or vectors were many operations: rows of less than
-# a warp's vectors and a part, windows of unaligned rows, and units above a diagonal.
+# a warp's vectors and a part, unaligned rows, and units above a diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),

@@ -7,7 +7,7 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.columns import is_unaligned, row_vector
+from jaxnorm_kernels.mosaic.schedules.columns import row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import (
@@ -73,12 +73,8 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its norms take rows in multiples of 16 bytes",
-        lambda s: (
-            not is_copied(s)
-            if _norm_bwd(s)
-            else s.is_norm and not s.norm.rotated and is_unaligned(s)
-        ),
+        "its norm backward takes rows in multiples of 16 bytes",
+        lambda s: _norm_bwd(s) and not is_copied(s),
     ),
     (
         "its kernels add up no gradient of one value for a row where masked logits take part",

@@ -406,8 +406,6 @@ PLACED = (
 @kept
 def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
     """The schedule for `spec`: that of the first rule of the table that fits; None for no rule."""
-    if spec.is_norm and is_unaligned(spec):
-        return None
     table = PLACED if has_places(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)
