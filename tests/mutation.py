@@ -62,7 +62,14 @@ COVERING = {
         "mosaic/test_backward_interpret",
         "mosaic/test_strided",
     ],
+    "mosaic/norm/": [
+        "mosaic/test_interpret",
+        "mosaic/test_backward_interpret",
+        "mosaic/test_fused_norms",
+        "mosaic/test_rope",
+    ],
     "mosaic/": ["mosaic/test_interpret", "mosaic/test_backward_interpret", "mosaic/test_*"],
+    "triton/norm": ["triton/test_norms", "triton/test_schedules"],
     "triton/": ["triton/test_*"],
 }
 _OPPOSITES = {

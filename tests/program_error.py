@@ -144,6 +144,13 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
     name, params = equation.primitive.name, equation.params
     is_simple = not (name.startswith("jaxnorm.") or name in _LOOPS or {*params} & _INNER)
     if is_simple and not (_has_floats(equation.outvars) and _has_floats(equation.invars)):
+        from_floats = name == "convert_element_type" and _has_floats(equation.invars)
+        is_key = any(isinstance(o.value, jax.Array) for o in operands)
+        if name in _EXACT and not from_floats and not is_key:
+            (variable,) = equation.outvars
+            arrays = [o.value.astype(a.aval.dtype) for o, a in zip(operands, equation.invars)]
+            result = np.asarray(_EXACT[name](*arrays, **params))
+            return [exact(result.astype(variable.aval.dtype))]
         results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
         return [*map(exact, results)]
@@ -169,6 +176,35 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
             inner = params[key]
             return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
+
+
+def _broadcast(array: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
+    kept = dict(zip(broadcast_dimensions, array.shape))
+    return np.broadcast_to(array.reshape([kept.get(i, 1) for i in range(len(shape))]), shape)
+
+
+def _iota(*, shape: Any, dimension: int, **_: Any) -> np.ndarray:
+    return np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)
+
+
+# Of integers and booleans, or from or to them. JAX would compile each of these by itself.
+_EXACT: dict[str, Callable] = {
+    "broadcast_in_dim": _broadcast,
+    "iota": _iota,
+    "select_n": lambda which, *cases, **_: np.choose(which.astype(np.int64), cases),
+    "reshape": lambda a, *, new_sizes, **_: a.reshape(new_sizes),
+    "convert_element_type": lambda a, *, new_dtype, **_: a.astype(new_dtype),
+    "squeeze": lambda a, *, dimensions, **_: np.squeeze(a, dimensions),
+    **{
+        name: lambda *arrays, _function=function, **_: _function(*arrays)
+        for name, function in {
+            **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
+            **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
+            **{"gt": np.greater, "ge": np.greater_equal, "max": np.maximum, "min": np.minimum},
+            **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
+        }.items()
+    },
+}
 
 
 def _has_floats(atoms: Any) -> bool:

@@ -199,7 +199,7 @@ def test_the_list_of_files_is_that_of_the_operations_that_there_are():
         if words.search(path.read_text())
     }
     assert found == sources
-    assert len(sources) <= 15
+    assert len(sources) <= 12
 
 
 def test_every_operation_has_formulas_and_a_reference():
