@@ -44,7 +44,7 @@ def check(name, sizes, dtype, **options):
     def rows_kept(value=0.0):
         """Return the bits of the kept rows, in all results and in the gradient of x.
 
-        If the other rows of x are NaN, all their results are NaN, too.
+        If the other rows of x are NaN, so are all their results.
         """
         found = [np.asarray(a) for a in results(jnp.asarray(values, dtype))]
         if np.isnan(value).all():

@@ -115,7 +115,7 @@ def test_derivatives_made_with_64_bit_types_and_used_without(name):
 
 @each_with_rules
 def test_second_derivatives_of_what_was_made_with_64_bit_types(name):
-    """Rules of differentiation that were made with 64-bit types run without them, too."""
+    """Rules of differentiation that were made with 64-bit types also run without them."""
     with jax.enable_x64(True):
         function, operands = call_of(name, "float64")
         program = jax.make_jaxpr(scalar(function))(*operands)

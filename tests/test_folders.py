@@ -89,7 +89,7 @@ def table_of_files() -> str:
 
 
 def test_the_page_of_the_structure_lists_each_file():
-    """If this test fails, replace the page's table by the one that the failure shows."""
+    """If this test fails, replace the table of the page by the table that the failure shows."""
     page = (ROOT / "docs" / "structure.md").read_text()
     assert page.partition("## Files\n")[2].strip() == table_of_files()
 

@@ -64,7 +64,7 @@ def test_extremes(dtype, options, implementation):
 
 @refusable
 def test_small_entropies(implementation):
-    """Results are accurate to a few of their own roundings if 1 - p of the label is about 1e-6."""
+    """Relative errors are a few roundings, even if 1 - p of the label is about 1e-6."""
     gap = np.array([14, 16, 18, 20], np.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(gap), jnp.full(4, 3)
     log_prob, entropy = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation)

@@ -252,7 +252,7 @@ def test_masks_of_classes(of, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
 def test_confident_labels(options, implementation):
-    """A loss of 1e-6 is accurate to a few of its own roundings."""
+    """A loss of 1e-6 has a relative error of a few roundings."""
     certain = jnp.array([14, 16, 18, 20], jnp.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(certain), jnp.full(4, 3)
     loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)

@@ -45,7 +45,7 @@ def some(fields, names):
 
 
 class Composed(nn.Module):
-    """Flax's two modules, under the names that ours gives them."""
+    """Flax's two modules, with the names that our module gives them."""
 
     fields: dict
 
@@ -115,7 +115,7 @@ def test_states_of_nnx_load_both_ways():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_and_activations(dtype):
-    """(y, h) of the sum, in the dtypes of the modules that they stand for; gradients too."""
+    """The module returns (y, h) in the dtypes of the modules that it replaces."""
     x, r = data(dtype), data("float32", seed=1)
     linen = jaxnorm.linen.RMSNormDense(24, activation="gelu", scale_offset=0.5)
     variables = linen.init(jax.random.key(0), x)

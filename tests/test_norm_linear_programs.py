@@ -37,7 +37,7 @@ WITH_Z = functools.partial(
     ids=["plain", "residual", "activation", "save_policy", "a policy for z", "checkpoint"],
 )
 def test_what_is_kept(around, activation, residual, kept):
-    """Beside operands: of x's rows one array, never the normalised one."""
+    """Beside the operands, one array of x's size is saved, and never the normalised x."""
     arrays = operands(4, 16, 24)
 
     def block(x, residual_, weight, scale, bias):
@@ -58,7 +58,7 @@ def test_what_is_kept(around, activation, residual, kept):
 
 
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
-    """h's own cotangent goes into the kernel, as that of add_rms_norm does."""
+    """The kernel adds h's cotangent, as in the backward of add_rms_norm."""
     arrays = operands(4, 16, 16)
 
     def loss(x, residual, weight):
@@ -101,7 +101,7 @@ def test_memory_of_a_scan():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_unrolled_layers(dtype):
-    """XLA, which has forward and backward before it, does not keep the normalised array either."""
+    """XLA compiles forward and backward together, and does not save the normalised x either."""
 
     def stack(block, parameters, x):
         for scale, weight in parameters:
@@ -131,7 +131,7 @@ def test_memory_of_unrolled_layers(dtype):
 
 @pytest.mark.remat
 def test_what_is_not_used_is_not_made():
-    """A rematerialised forward makes z and no activation, or no product and no norm at all."""
+    """A rematerialised forward computes z without the activation, or neither matmul nor norm."""
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 
     def calls(activation, policy=None):
@@ -159,7 +159,7 @@ def test_what_is_not_used_is_not_made():
 @pytest.mark.remat
 @pytest.mark.parametrize("around", [lambda f: f, POLICY], ids=["plain", "save_policy"])
 def test_a_scan_keeps_h_once(around):
-    """Also where a policy keeps it by its name, beside whatever else takes it."""
+    """A scan saves h once, even if a policy saves it by name."""
     arrays = operands(4, 16, 24)
 
     def layers(x, weights):

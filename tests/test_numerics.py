@@ -14,7 +14,7 @@ from reference import Norm, exact, relative_error
 import jaxnorm
 
 ROWS, COLS = 256, 1024
-# Half a unit roundoff: the mean size of what the law calls u.
+# Half of the unit roundoff: the mean size of what the law calls u.
 U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 ROOM = 1.2
 # float32 sums of 1024 terms, measured 1e-7: a few units in the last place.
@@ -36,7 +36,7 @@ def five_percent_zeros():
 
 
 def gradients(dtype, scale, bias, *, save="output", p_dtype="float32", x=None, d=None):
-    """Relative errors of (dx, dscale) and their arrays, LayerNorm with a bias, else RMSNorm."""
+    """Return the relative errors of dx and dscale, and the arrays; LayerNorm if there is a bias."""
     x = rng(3).normal(size=(ROWS, COLS)) if x is None else x
     d = rng(4).normal(size=(ROWS, COLS)) if d is None else d
     x, d = jnp.asarray(x, dtype), jnp.asarray(d, dtype)
@@ -94,7 +94,7 @@ def test_layer_norm(scale, bias, dx_bound, dscale_bound):
 
 
 def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
-    """Information is gone from y: bounded, not exact, and foretold; save="input" is right."""
+    """y lost information: the error is bounded and predicted, and save="input" avoids it."""
     scale, bias = rng(7).uniform(-1e-2, 1e-2, COLS), rng(8).normal(size=COLS)
     dx, dscale, ref = gradients("bfloat16", scale, bias)
     assert relative_error(dx, ref.dx) < ROOM * 1.6e-2
@@ -108,7 +108,7 @@ def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scale_all_zero(dtype):
-    """y still carries x_hat: dscale is as right as ever, and dx vanishes."""
+    """y still holds x_hat: dscale is as accurate as ever, and dx is about 0."""
     dx, dscale, ref = gradients(dtype, np.zeros(COLS), None)
     assert np.abs(exact(dx)).max() < 2.0**-50
     assert relative_error(dscale, ref.dscale) < ROOM * {"float32": F32, "bfloat16": 1.6e-3}[dtype]
@@ -130,7 +130,7 @@ def test_floored_output_vanishes_in_a_matmul(dtype, value):
 @pytest.mark.parametrize("case", ["ordinary", "bias much larger", "tiny scale"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_law(dtype, case):
-    """check_params' formula predicts each column's error, within a factor that 256 rows justify."""
+    """check_params predicts each column's error, within a factor that 256 rows justify."""
     scale, bias = {
         "ordinary": (near_one(), rng(9).normal(size=COLS)),
         "bias much larger": (near_one() * 0.1, rng(9).normal(size=COLS)),
@@ -151,7 +151,7 @@ def test_the_law(dtype, case):
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """y's rounding may carry y / scale beyond sqrt(N), where no x_hat can be: it is clipped."""
+    """Rounding y may move y / scale above sqrt(N), the maximum of x_hat: it is clipped there."""
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):
@@ -166,7 +166,7 @@ def test_recovered_x_hat_keeps_its_bound():
 
 @pytest.mark.parametrize("subtract_mean", [True, False])
 def test_float32_parameters_with_bfloat16_output(subtract_mean):
-    """Forward and backward round the bias to y's dtype alike; XLA may not undo that under jit."""
+    """Forward and backward round the bias to y's dtype; XLA must keep this inside `jax.jit`."""
     x = jnp.asarray(rng(0).normal(size=(ROWS, COLS)), jnp.float32)
     d = jnp.asarray(rng(1).normal(size=(ROWS, COLS)), jnp.bfloat16)
     scale = jnp.asarray(near_one(), jnp.float32)
@@ -192,7 +192,7 @@ def test_float32_parameters_with_bfloat16_output(subtract_mean):
 
 
 def test_mean_ten_thousand():
-    """Two passes: the variance stays right where E[x^2] - E[x]^2 errs by thousands."""
+    """Two passes give an accurate variance, where E[x^2] - E[x]^2 errs by thousands."""
     x = 1e4 + rng(0).normal(size=(ROWS, COLS))
     y = jaxnorm.layer_norm(jnp.asarray(x, jnp.float32))
     x = exact(jnp.asarray(x, jnp.float32))
@@ -204,7 +204,7 @@ def test_mean_ten_thousand():
 
 
 def test_cotangent_parallel_to_x_hat():
-    """dx then is a small difference: its error is about u |c2| / |dx|, whatever the scale."""
+    """dx is a small difference of large terms: its relative error is about u |c2| / |dx|."""
     x, noise = rng(0).normal(size=(ROWS, COLS)), rng(1).normal(size=(ROWS, COLS))
     d = 0.9 * x + np.sqrt(1 - 0.9**2) * noise
     dx, _, ref = gradients("bfloat16", np.ones(COLS), None, x=x, d=d)
@@ -215,7 +215,7 @@ def test_cotangent_parallel_to_x_hat():
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zero_initialised_scale_trains(dtype, save):
-    """A scale that starts at 0 learns as fast from the output as from the input."""
+    """A scale that starts at 0 learns as fast if the output is saved as if the input is saved."""
     x = jnp.asarray(rng(0).normal(size=(64, 32)), dtype)
     target = jnp.asarray(rng(1).normal(size=32), jnp.float32)
 

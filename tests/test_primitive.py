@@ -1,4 +1,4 @@
-"""The default on CUDA: the kernels where they may run and pay, decided when a call is lowered."""
+"""Kernels are the default on CUDA if they support a call and are faster, decided at lowering."""
 
 import functools
 import re
@@ -51,14 +51,14 @@ def test_layers_have_the_passes_of_the_first(function):
 
 
 def kernel_shapes(function, *operands):
-    """The first result of each Mosaic kernel, as text."""
+    """Return the first result of each Mosaic kernel, as text."""
     lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return re.findall(r"custom_call @mosaic_gpu.*-> \(?tensor<([^>]*)>", lowered.as_text())
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
 def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
-    """The gradient taken outside: of per-example losses; of equinox norms, vmapped twice."""
+    """Gradients are taken outside of `jax.vmap`: of per-example losses and equinox's norms."""
 
     def loss(x, scale, bias):
         y = jaxnorm.layer_norm(x, scale, bias, implementation=implementation)
@@ -119,7 +119,7 @@ def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
 
 
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():
-    """A mask of a few columns, float64, a shape that XLA is faster at; none of them is an error."""
+    """XLA runs calls with a mask of a few columns, float64, or shapes for which it is faster."""
     few = jax.ShapeDtypeStruct((4096, 4), jnp.bfloat16)
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0

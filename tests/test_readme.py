@@ -1,4 +1,4 @@
-"""The Python blocks of the README and the docs run: a page's, in order, as one program."""
+"""The Python blocks of the README and the docs run: those of a page form one program."""
 
 import pkgutil
 import re
@@ -50,7 +50,7 @@ def test_the_examples_run(page):
 
 
 def test_the_pages_have_examples():
-    """The expression that finds them finds them."""
+    """The regular expression finds the examples of the pages."""
     without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
     without |= {"results", "structure", "testing"}
     assert {page.stem for page in PAGES if not blocks(page)} == without

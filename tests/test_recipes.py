@@ -50,7 +50,7 @@ ROUNDING = SAFETY * math.sqrt(256) * unit_roundoff("float32")
 
 
 def assert_close(ours, theirs):
-    """Within 64 roundings of the largest element: SAFETY sqrt(n) of them for 256 products."""
+    """Assert equality to 64 roundings of the largest element: SAFETY sqrt(n) for 256 products."""
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert a.dtype == b.dtype
         assert_within(a, exact(b), ROUNDING * np.abs(exact(b)).max())
@@ -75,7 +75,7 @@ def test_norms_with_a_gate(groups):
 
 
 def test_a_block_of_a_diffusion_transformer():
-    """Values, and gradients of all that it is conditioned on."""
+    """Compare values, and the gradients of all operands that condition the block."""
     names = [f"{name}_{i}" for i in (1, 2) for name in ("scale", "shift", "gate")]
     m = {name: 0.3 * normal(seed, 2, 1, WIDTH) for seed, name in enumerate(names)}
     x, weights = normal(7, 2, 16, WIDTH), normal(8, 2, WIDTH, WIDTH) / WIDTH**0.5
@@ -161,7 +161,7 @@ def test_gradient_accumulation():
 
 
 def answers(*shape):
-    """Tokens of sequences, and which are an answer's, of several lengths; a policy, one near it."""
+    """Return tokens of sequences, which of them are answers, a policy, and a policy near it."""
     tokens, lengths = labels_of(*shape, 16), jnp.arange(np.prod(shape)).reshape(*shape, 1)
     answer = (jnp.arange(16) >= 3) & (jnp.arange(16) < 6 + lengths)
     sizes = {"embedding": (VOCABULARY, WIDTH), "scale": (WIDTH,), "head": (WIDTH, VOCABULARY)}
@@ -338,7 +338,7 @@ def test_padding_makes_a_norm_batch_invariant():
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
 def test_a_vocabulary_that_is_split(axis_type):
-    """The weight's gradient lies as it does; logits that are split give the same losses."""
+    """The weight's gradient has the weight's sharding. Split logits have the same losses."""
     mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(axis_type,) * 2)
     x, head, labels = normal(0, 4, 8, WIDTH), normal(1, WIDTH, VOCABULARY), labels_of(4, 8)
 

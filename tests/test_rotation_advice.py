@@ -92,7 +92,7 @@ def taken_twice(x, scale, *tables):
 
 
 def summed(x, scale, cos, sin):
-    """Halves that change places: no rotation."""
+    """Return swapped halves: this is not a rotation."""
     a, b = jnp.split(plain(x, scale), 2, axis=-1)
     return jnp.concatenate([b, a], axis=-1)
 

@@ -45,7 +45,7 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Queries' heads in groups, as Tunix's Gemma and Qwen have them."""
+    """The queries' heads are in groups, as in Tunix's Gemma and Qwen."""
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
 

@@ -10,7 +10,7 @@ from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Spec
 
 F32 = np.dtype(np.float32)
-#: A field of each family, with a value that it may have.
+#: A field of each family, with one of its values.
 OF_ONE = {
     "norm": {
         "epsilon": 1e-6,

@@ -55,7 +55,7 @@ class Buffer:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the interpreter run all kernels until `monkeypatch` is undone."""
+    """Run all kernels in the interpreter until `monkeypatch` is undone."""
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", _cast)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
@@ -89,7 +89,7 @@ _cast_of_interpreter = InterpreterBuilder.cast_impl
 
 
 def _cast(self: Any, source: Any, to: Any) -> Any:
-    """Rounds float32 to the nearest bfloat16, as GPUs do; the interpreter's own cast cuts off."""
+    """Round float32 to the nearest bfloat16, as GPUs do; the interpreter's own cast truncates."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     match source.dtype.scalar, to.scalar:
         case tl.float32, tl.bfloat16:
@@ -100,7 +100,7 @@ def _cast(self: Any, source: Any, to: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-    """Multiplies bfloat16 as numbers; the interpreter's own product is one of their bits."""
+    """Multiply bfloat16 values as numbers; the interpreter itself would multiply their bits."""
     del options
     a, b = (_cast(self, factor, tl.float32).data for factor in (a, b))
     return TensorHandle(a @ b + total.data, total.dtype.scalar)

@@ -236,7 +236,7 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """The derivative equals that of the composition bit by bit, in both modes."""
+    """The derivative has the bits of the composition's derivative, in both modes."""
     spec = dataclasses.replace(GELU, rows=8)
     arrays = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)

@@ -44,7 +44,7 @@ def test_rule_compiles(gpu, direction, cols):
         spec = make_spec(direction, 8192, cols, dtype, **options, **positions)
         check(spec, GPUS[gpu])
         (kernel,) = compile_call(spec, GPUS[gpu])
-        # Where rows share a tile, part of the 16 values of a thread may spill.
+        # If rows share a tile, a part of the 16 values of a thread may spill.
         assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
 
 
@@ -84,7 +84,7 @@ def test_labels_compile(label_dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [32768, 50257])
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
-    """The forward's in asynchronous copies; of unaligned rows, those of all blocks inside."""
+    """The forward's loads are asynchronous copies; in unaligned rows, those of whole blocks."""
     forward, backward = (
         compile_call(make_spec(direction, 8192, cols, dtype), GPUS["sm_80"])[0]
         for direction in ("fwd", "bwd")
@@ -112,7 +112,10 @@ def test_parts_of_a_row_exchange_nothing_but_at_the_end():
 
 
 def test_the_logarithm_is_accurate_near_1():
-    """The hardware's is off by 2^-22 there, all of a small loss; no interpreter would show it."""
+    """The hardware's logarithm errs by 2^-22 near 1, which is all of a small loss.
+
+    No interpreter would show this.
+    """
     for dtype in (BF16, F32):
         (kernel,) = compile_call(make_spec("fwd", 8192, 4096, dtype), GPUS["sm_80"])
         assert "lg2.approx" not in kernel.ptx

@@ -52,7 +52,7 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F
         y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x_, bias)
         return y, *vjp(d_)
 
-    # The specification has what is dropped as 0; a kernel must not look at it.
+    # The specification has 0 in masked entries; a kernel must not read them.
     expected = analyse(lambda: run("xla", 0, 0))
     assert_analysed(run(scheduled, jnp.nan, jnp.inf), expected)
 
