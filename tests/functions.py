@@ -1,7 +1,7 @@
-"""The table of functions: calls of each public function, their operands, and plain JAX's formulas.
+"""The table of functions: calls of each public function, their operands, and plain JAX formulas.
 
-The suites of values, batches, programs, rematerialisation and meshes run over it: an operation is
-tested because it has an entry.
+The suites of values, batches, programs, rematerialisation and meshes run over this table. So a
+function is tested by all of them as soon as it has an entry.
 """
 
 import functools
@@ -57,7 +57,7 @@ SHAPES: dict[str, Callable[[Sizes], tuple[int, ...]]] = {
 
 
 def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # noqa: B008
-    """An operand in float64; labels and masks are NumPy's, which have no 64-bit types of a test."""
+    """Return an operand as a NumPy array: floats in float64, labels in int32, masks in bool."""
     shape = SHAPES[kind](sizes)
     if kind in ("labels", "candidates", "counts"):
         labels = (np.arange(np.prod(shape)) % sizes.features).reshape(shape).astype(np.int32)
@@ -402,14 +402,14 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: An entry of each public function, and of forms that are operations of their own.
+#: One entry of each public function, and of its forms that are separate operations.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
 BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # With their gradients it is XLA's.
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
 #: Entries that differ from another one in an option alone.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
-#: Public functions of which there is nothing to differentiate.
+#: Public functions that have no derivatives.
 OTHERS = {"check_params", "implementation_for", "memory_report"}
 
 
@@ -419,13 +419,13 @@ def public_functions() -> set[str]:
 
 
 def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
-    """The operands of an entry: floats of a dtype, labels and masks."""
+    """Return the operands of an entry: floats of one dtype, then labels and masks."""
     arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
     return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
 
 
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function of the operands that are floats, which come first."""
+    """Return the function of the floating-point operands, which come first."""
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
 

@@ -99,7 +99,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "options", "message"), WRONG)
 def test_options(name, options, message):
-    """Outside `jax.jit`, and inside, where the caller's code is traced."""
+    """Errors are raised outside `jax.jit`, and inside, where the caller's code is traced."""
     call = functools.partial(plain_call_of(name), **options)
     for run in (call, lambda: jax.jit(lambda: call())()):
         with pytest.raises(CAUSED, match=f"^{name}: .*{message}"):
@@ -138,7 +138,7 @@ def arrays_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_that_are_none(name):
-    """Lists, strings, and where an array must be given None; of other types than floats."""
+    """Arguments that must be arrays are lists, strings or None, or arrays of integers."""
     call = plain_call_of(name)
     for argument in arrays_of(name):
         like = call.keywords.get(argument, T(8))
@@ -175,7 +175,7 @@ def test_labels(name):
     "name", [n for n in NAMES if "implementation" in options_of(n) and "kl_div" not in n]
 )
 def test_a_kernel_on_a_cpu(name):
-    """Also where rows are long enough for one."""
+    """The error on a CPU is the same for rows that are long enough for a kernel."""
     arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
     arrays |= dict.fromkeys(("cos", "sin"), T((128, 128)))
     given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}

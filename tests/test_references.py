@@ -9,13 +9,12 @@ import ast
 import functools
 from pathlib import Path
 
-import gated_cases
+import functions
 import jax
 import jax.numpy as jnp
 import linear_loss_cases
 import log_prob_cases
 import loss_cases
-import norm_rope_cases
 import numpy as np
 import pytest
 import reference
@@ -76,6 +75,10 @@ def norm_add_norm(x, residual, scale, next_scale):
     return norm(h, next_scale), h
 
 
+def gated(x, gate, scale, norm_before_gate):
+    return functions.gated(x, gate, scale, norm_before_gate)
+
+
 def cross_entropy(logits, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1)[:, 0]
 
@@ -128,7 +131,7 @@ CASES = [
     *(
         (
             "norm_rope",
-            norm_rope_cases.plain,
+            functions.rope,
             {"x": X, "scale": PARAMETER, **tables},
             {"interleaved": interleaved},
         )
@@ -138,7 +141,7 @@ CASES = [
     *(
         (
             "norm_gated",
-            gated_cases.plain,
+            gated,
             {"x": X, "gate": X, "scale": PARAMETER},
             {"norm_before_gate": before},
         )

@@ -461,7 +461,7 @@ def implementation(function: str, name: str | None) -> None:
     """Raise unless `name` is None or an implementation that can be imported."""
     if name is None:
         return
-    one_of(function, "implementation", name, backends.names())
+    one_of(function, "implementation", name, (*backends.MODULES,))
     try:
         backends.implementation(name)
     except ImportError as error:

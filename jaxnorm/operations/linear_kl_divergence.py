@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.calls import backends
 from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
 from jaxnorm.operations.linear_loss import REDUCTIONS, check_shapes
 from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
@@ -182,5 +181,4 @@ def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
         teacher_dtype=teacher_dtype,
     )
     if head.implementation is not None:
-        name = head.implementation
-        backends.forced(call.function, call.as_seen_by(name), name)
+        call.forced(head.implementation)

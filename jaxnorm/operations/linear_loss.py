@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.calls import backends
 from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
 from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
 from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
@@ -297,7 +296,7 @@ def _check_implementation(
         mask=mask,
         candidates=1 if head.several else None,
     )
-    backends.forced(call.function, call.as_seen_by(name), name)
+    call.forced(name)
 
 
 _LOG_PROB: Function = "linear_log_prob_and_entropy"

@@ -322,7 +322,7 @@ def forward(call: Call, operands: Arrays) -> Arrays:
 
 def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
     """Return the tangents of the results along a tangent of the logits."""
-    call = call.tangent(["x"])
+    call = call.tangent(("x",))
     return _bind(call, [*(residuals[name] for name in call.residual_names), along])
 
 
@@ -334,7 +334,7 @@ def dlogits(
     Nothing reads the logits afterwards, so the gradient may overwrite them if the dtypes agree.
     """
     outputs = call.with_stats().returns[: len(cotangents)]
-    call = call.backward(["x"], outputs, gradient_dtype=dtype)
+    call = call.backward(("x",), outputs, gradient_dtype=dtype)
     return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
 
 
@@ -359,7 +359,7 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
     arrays = dict(zip(call.primals, primals)) | dict(zip(call.returns, outputs))
     arrays["saved"] = arrays["x"]
     residuals = [arrays[name] for name in call.residual_names]
-    return outputs, call.tangent(["x"]).xla(*residuals, tangents[0])
+    return outputs, call.tangent(("x",)).xla(*residuals, tangents[0])
 
 
 # Rows of a chunk. With smaller chunks, dW is loaded and stored more often than its matmul can hide:

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
-from jaxnorm.meshes.shards import Factors, Shards
+from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.operations import linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
-from jaxnorm.primitives.linear import linear
+from jaxnorm.primitives.recomputation import linear
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 
 _GRADIENT = "jaxnorm_linear_gradient"

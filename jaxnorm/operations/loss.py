@@ -201,9 +201,8 @@ def loss_call(
       candidates: number of labels of each position; None for one without an axis.
     """
     axes = checks.axes(function, axis, shape, of="logits")
-    view = RowView(
-        shape, axes, mask=mask or (), candidates=() if candidates is None else (candidates,)
-    )
+    of_candidates = () if candidates is None else (candidates,)
+    view = RowView.of(shape, axes, mask=mask or (), candidates=of_candidates)
     checks.implementation(function, implementation)
     smoothing = checks.number(function, "label_smoothing", label_smoothing, minimum=0, maximum=1)
     if smoothing and mask is not None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.specs import Spec, Stats
 
 # The default of arrays whose type excludes None because every call of their operation has them.
@@ -111,7 +110,7 @@ class Results(NamedTuple):
     entropy: jax.Array = _ABSENT
 
 
-def _none(*_: Spec | LinearSpec) -> None:
+def _none(*_: Spec) -> None:
     """Return None: there is nothing to say about any call."""
 
 
@@ -142,7 +141,7 @@ class Implementation(NamedTuple):
 
     forward: Callable[[Operands, Spec], Results]
     backward: Callable[[Residuals, Results, Spec], Operands]
-    why_unsupported: Callable[[Spec | LinearSpec], str | None] = _none
+    why_unsupported: Callable[[Spec], str | None] = _none
     why_not_default: Callable[[Spec], str | None] = _none
     takes_inner: Callable[[Spec], bool] = _takes_no_inner
     platforms: Callable[[], tuple[str, ...] | None] = _none

@@ -48,6 +48,7 @@ residuals, and each is the transpose of the other::
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -154,7 +155,7 @@ class Operation:
     out_name: str | None = None
     statistics_name: str | None = None
 
-    @property
+    @functools.cached_property
     def y_is_sum(self) -> bool:
         """True if y includes the residual and has its dtype."""
         return "residual" in self.operands and "h" not in self.results

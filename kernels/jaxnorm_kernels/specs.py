@@ -13,6 +13,8 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
+#: Activations that a linear layer after a norm may have.
+LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
 #: Activations that a plain norm may have after it.
 NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]

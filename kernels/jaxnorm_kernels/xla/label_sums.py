@@ -89,7 +89,7 @@ def label_sums(
     scale: Scale,
     spec: Spec,
 ) -> list[jax.Array]:
-    """Return for each row: others of `kept`; x and `kept` at the label; sum(x - m) if smoothed.
+    """Return each row's sum `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
 
     Args:
       x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a

@@ -1,10 +1,10 @@
-"""Rows in registers that wait for their turn in shared memory: tiles fed by the copy engine.
+"""Pipelined tiles: asynchronous copies load the next rows while a block reduces the current one.
 
-A block takes `tiles` rows, or groups of rows, one after the other. Asynchronous copies (TMA) queue
-them in shared memory, `slots` of them; a slot is filled again as soon as its rows are in registers.
-So memory stays busy through the reductions of a row, and what belongs to the columns stays in
-registers from row to row. The last blocks, which take the `tail`, take one each, so that all
-multiprocessors end at about the same time::
+A block processes `tiles` rows, or groups of rows, one after the other. Asynchronous copies (TMA)
+load them into `slots` of shared memory. A slot is refilled as soon as its rows are in registers. So
+the memory stays busy during reductions, and parameters of columns stay in registers from row to
+row. The blocks of the `tail` come last and take one row each, so that all multiprocessors finish at
+about the same time::
 
     rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
     block       0    |    1    |     2     |  3 |  4 |  5
@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import layouts
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
@@ -33,9 +33,10 @@ from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Step
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Tile):
-    """What makes a pipelined tile of a tile. Each warpgroup has a queue for its part of a row.
+    """The pipelined variant of a tile. Each warpgroup has a queue for its part of a row.
 
-    With `rereads`, a row stays in shared memory until it is done, and holds no registers meanwhile.
+    With `rereads`, a row stays in shared memory until it is finished, and takes no registers
+    between its uses.
     """
 
     slots: int = 2
@@ -43,32 +44,32 @@ class Pipelined(Tile):
     tail: int = 0
     rereads: bool = False
 
-    def blocks_of(self, rows: int) -> int:
+    def blocks(self, rows: int) -> int:
         whole = self.whole_blocks(rows)
-        return whole + super().blocks_of(rows) - whole * self.tiles
+        return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
-        """The blocks that take all their tiles. They come first; each of the others takes one."""
-        return max(0, super().blocks_of(rows) - self.tail) // self.tiles
+        """Return the number of blocks that process `tiles` rows; the others process one."""
+        return max(0, super().blocks(rows) - self.tail) // self.tiles
 
     def first(self, rows: int) -> Any:
-        """The first that this block takes, of all rows or groups of them."""
-        block, whole = self.block_of_phase(), self.whole_blocks(rows)
+        """Return the index of the first row, or group of rows, that this block processes."""
+        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes in shared memory of what is copied of a row, or group of rows, each at once."""
+        """Return the shapes in shared memory of the copies of one row, or group of rows."""
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """The copies, each of consecutive bytes, that bring a row of x into its slots."""
+        """Return the copies, each of consecutive bytes, that load a row of x into its slots."""
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """The fragments of what its slots have of a row, in its own dtype."""
+        """Load the fragments of a row from its slots, in its own dtype."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -88,12 +89,12 @@ class Pipelined(Tile):
         in_plain_order(*arrays)
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
         self.open(scratch)
-        rows = self.rows_of_phase(rows)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
-            whole = self.block_of_phase() < self.whole_blocks(rows)
-            # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
+            whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
+            # If the copies were unconditional, the compiler would hoist the wait for `params` above
+            # them.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
@@ -112,7 +113,7 @@ class Pipelined(Tile):
                             source,
                             target,
                             filled.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # rows of any length
                         )
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
@@ -143,7 +144,8 @@ class Pipelined(Tile):
             start()
             loaded = steps.params()
         else:
-            # What all rows wait for comes first: 0.94 of a copy for 0.92 (LayerNorm, 5120 columns).
+            # Parameters of columns come first, because all rows wait for them: 0.94 of a copy's
+            # bandwidth instead of 0.92 (LayerNorm, 5120 columns).
             loaded = steps.params()
             start()
         shared = steps.prepare(loaded)
@@ -153,29 +155,30 @@ class Pipelined(Tile):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedRow(Pipelined, SplitRow):
-    """A `SplitRow` at a time."""
+    """Pipelined rows that several warpgroups share, one at a time."""
 
     @functools.cached_property
     def exchange(self) -> Gather:
         return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        # Of each fragment: Mosaic reads a slice of columns only where its width divides the row.
+        # Each fragment has its own slot: Mosaic loads a slice of columns only if its width divides
+        # the row.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
-        return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
+        return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
         return [(x.at[index, p.columns()], slot) for p, slot in zip(self.fragments(), slots)]
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         shapes = [self.shape(p.width) for p in self.fragments()]
-        return [layouts.load(slot, self.layout_of(s), s) for slot, s in zip(slots, shapes)]
+        return [layouts.load(slot, self.layout, s) for slot, s in zip(slots, shapes)]
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedTile(Pipelined, RowTile):
-    """A `RowTile` at a time."""
+    """Pipelined groups of narrow rows, one group at a time."""
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         return [(self.height, self.cols)]
