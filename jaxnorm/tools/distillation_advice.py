@@ -134,21 +134,20 @@ def _of_logits(found: _Divergence, program: Program) -> Advice:
 
 def _of_linear(found: _Divergence, program: Program) -> Advice | None:
     """Return advice to use the divergence of two linear layers, if nothing else uses the logits."""
-    paths = [loss_advice.from_matmul(logits) for logits in (found.student, found.teacher)]
-    if paths[0] is None or paths[1] is None:
+    student, teacher = map(loss_advice.from_matmul, (found.student, found.teacher))
+    if student is None or teacher is None:
         return None
-    student, teacher = paths
     matmul = student[-1]
     region = {id(v): v for v in [*student, *teacher, *found.inside]}
     if not all(_is_inside(v, region) for v in region.values()):
         return None
     members, instead = program.saved_of(region.values()), 0
     for operand in matmul.operands:
-        goes = loss_advice.goes(operand, matmul, program)
-        if operand.is_active and goes is None:
+        no_longer = loss_advice.goes(operand, matmul, program)
+        if operand.is_active and no_longer is None:
             instead += operand.bytes * matmul.layers
-        elif goes is not None and not operand.is_active:
-            members.append(goes)
+        elif no_longer is not None and not operand.is_active:
+            members.append(no_longer)
     how = (
         f"replace the divergence {{at}} and both matmuls before it with jaxnorm.{_LINEAR}(x, "
         f"weight, teacher_x, teacher_weight{found.options}), with reverse=True for "

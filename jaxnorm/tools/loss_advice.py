@@ -280,11 +280,11 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
         if function != _FUNCTION:
             instead += 0 if _is_saved(operand, program) else operand.bytes * matmul.layers
             continue
-        saved = goes(operand, matmul, program)
-        if operand.is_active and saved is None:
+        no_longer = goes(operand, matmul, program)
+        if operand.is_active and no_longer is None:
             instead += operand.bytes * matmul.layers
-        elif saved is not None and not operand.is_active:
-            members.append(saved)
+        elif no_longer is not None and not operand.is_active:
+            members.append(no_longer)
     sliced = ", and slice the matmul's input" * any(map(_is_slice, inside))
     what = "loss" if function == _FUNCTION else "call"
     saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
