@@ -1,6 +1,7 @@
-"""What training steps have to reach: their time and memory over plain JAX's.
+"""Goals of training steps: their time and memory relative to plain JAX's.
 
-A bar is a ratio of two cells of the suite `training`, with layers scanned. Free of JAX.
+A bar is a limit on the ratio of two cells of the suite `training`, with layers scanned. This module
+does not import JAX.
 """
 
 import dataclasses
@@ -21,11 +22,11 @@ _REMATS: dict[Remat, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A figure of a step, over that of a step of plain JAX.
+    """A limit on a figure of a step, relative to the same figure of a step of plain JAX.
 
     Attributes:
-      most: what it may be.
-      remat, plain_remat: of either step.
+      most: the largest allowed ratio.
+      remat, plain_remat: the rematerialisation of the two steps.
     """
 
     model: str
@@ -36,7 +37,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The step, and that of plain JAX."""
+        """The step, and the step of plain JAX."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),
@@ -62,5 +63,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """What the bars compare, each once, in their order."""
+    """Yield the cells that the bars compare, each once, in their order."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

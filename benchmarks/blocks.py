@@ -1,10 +1,10 @@
-"""Blocks: a norm or a softmax with what a model does to the same rows before it and after it.
+"""Blocks: a norm or a softmax with what a model does to the same rows before and after it.
 
-A kernel is opaque to XLA, which cannot fuse it with its neighbours: so a kernel is judged in its
-block, beside plain compositions that a compiler fuses. A new block is an entry here, and a function
-in each adapter of `benchmarks/providers` that offers it.
+A kernel is opaque to XLA, which cannot fuse it with its neighbours. So a kernel is timed in its
+block, next to plain compositions that a compiler can fuse. A new block is an entry here, and a
+function in each adapter of `benchmarks/providers` that offers it.
 
-Free of JAX and torch, as `workloads` is.
+This module does not import JAX or torch, like `workloads`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
 
-# bfloat16 arrays of 50 MB to 128 MB.
+# These give bfloat16 arrays of 50 MB to 128 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
     (32768, 768),
     (32768, 1024),
@@ -28,20 +28,21 @@ ROWS_BY_COLS: tuple[Shape, ...] = (
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 DTYPES = ("bfloat16", "float32", "mixed")
 QUICK_COLS = 4096
-#: Of attention's logits: batch, heads, queries, keys.
+#: The shape of attention's logits: batch, heads, queries, keys.
 LOGITS: Shape = (4, 16, 2048, 2048)
-#: What attention multiplies them by: 1 / sqrt(64).
+#: The scale of attention's logits: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
-#: Of attention's heads: batch, length, heads, columns; of queries, of keys, and both of a layer.
+#: Shapes of attention's heads (batch, length, heads, columns): queries, keys, and both of a layer.
 HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
 )
-#: Operands that are float32, one for each pair of columns, and the same for all heads.
+#: Operands in float32 that have one number for each pair of columns, and are the same for all
+#: heads.
 TABLES = ("cos", "sin")
-#: Of gates: rows of heads, as gated delta nets have them, and of whole layers.
+#: Shapes of gated norms: rows of heads, as in gated delta nets, and of whole layers.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
-#: Of channels, that GroupNorm normalises.
+#: The number of groups of channels that GroupNorm normalises.
 CHANNEL_GROUPS = 32
 
 
@@ -50,17 +51,18 @@ class Block:
     """The arrays of one block. Its backward starts from `saved` and a cotangent of each result.
 
     Attributes:
-      results: y, and h where the block returns the residual stream, too.
-      saved: the least that the backward has to read beside the cotangents.
-      gradients: those of the row operands that are arrays of their own. That of an addend is the
-        cotangent of the sum: where dtypes agree it is an array that is there already.
-      parameters: the norms' scales and bias, by name.
-      operands: what it takes of x's shape; `where` is boolean.
-      broadcast: the axis of x, if there is one, along which an operand has size 1.
-      shapes: of x.
-      axis: that is normalised.
-      grouped: parameters have x's first axis, too, with all between of size 1: one for each sample.
-      mixed: is measured with a float32 residual stream (residual and h) beside 16-bit x and y.
+      results: y, and h if the block also returns the residual stream.
+      saved: the smallest set of arrays that the backward must read beside the cotangents.
+      gradients: the row operands whose gradients are separate arrays. The gradient of an addend is
+        the cotangent of the sum: if their dtypes agree, it is an existing array.
+      parameters: the norms' scales and biases, by name.
+      operands: the operands of x's shape; `where` is boolean.
+      broadcast: the axis along which an operand has size 1, if there is one.
+      shapes: the shapes of x.
+      axis: the normalised axis.
+      grouped: parameters also have x's first axis, one set for each sample; the axes between have
+        size 1.
+      mixed: also measured with a float32 residual stream (residual and h) and 16-bit x and y.
     """
 
     results: tuple[str, ...]
@@ -108,7 +110,7 @@ BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
     "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
     "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
-    # The same as a library's plain norm beside an addition, as it stands in models.
+    # The same with a library's plain norm and a separate addition, as models often write it.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.
@@ -120,7 +122,8 @@ BLOCKS: dict[str, Block] = {
         gradients=("x", "residual"),
         parameters=("scale", "next_scale"),
     ),
-    # y = norm(x) (1 + scale) + bias, with parameters of each sample: diffusion transformers' adaLN.
+    # y = norm(x) (1 + scale) + bias, with parameters for each sample: adaLN of diffusion
+    # transformers.
     "ada_layer_norm": Block(
         ("y",),
         saved=("y",),
@@ -130,7 +133,7 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
-    # h = residual + gate x, y = norm(h) (1 + scale) + bias: the step of such a model, adaLN-zero.
+    # h = residual + gate x, y = norm(h) (1 + scale) + bias: a step of such a model with adaLN-zero.
     "gated_add_layer_norm": Block(
         ("y", "h"),
         saved=("x", "y"),
@@ -139,8 +142,8 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (8, 4096, 1536)),
         grouped=True,
     ),
-    # y = softmax(scale x), of what a mask for all heads keeps; up to the diagonal; with a bias of
-    # each head's logits, such as a position's, for all samples.
+    # y = softmax(scale x) with one mask for all heads; causal; and with a bias of each head's
+    # logits, such as a position bias, for all samples.
     "masked_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "where"), broadcast={"where": 1}
     ),
@@ -148,16 +151,17 @@ BLOCKS: dict[str, Block] = {
     "biased_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "bias"), gradients=("x", "bias"), broadcast={"bias": 0}
     ),
-    # Over an axis whose elements are not neighbours: queries, and channels of images.
+    # The softmax axis is not the last: queries, and channels of images.
     "column_softmax": dataclasses.replace(_SOFTMAX, shapes=((8, 4096, 4096),), axis=-2),
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # Of images with channels last, over positions and the channels of each group; and silu of that,
-    # as in a diffusion model: from x, since an activation cannot be undone.
+    # GroupNorm of images with channels last, over positions and the channels of each group; and the
+    # same followed by silu, as in a diffusion model. With silu it saves x, because an activation
+    # cannot be inverted.
     "group_norm": _GROUP_NORM,
     "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
-    # y = rotation(norm(x), cos, sin): attention's queries and keys, with a table of each position.
+    # y = rotation(norm(x), cos, sin): attention's queries and keys, with a table row per position.
     "rms_norm_rope": dataclasses.replace(
         _SOFTMAX,
         parameters=("scale",),
@@ -173,7 +177,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction on one shape, x's. The dtype is of all arrays of this shape."""
+    """One block in one direction. The shape is x's; the dtype, that of arrays of this shape."""
 
     @property
     def block(self) -> Block:
@@ -188,7 +192,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype == "mixed"
 
     def dtype_of(self, name: str) -> str:
-        """Of the array of this name, and of its cotangent."""
+        """Return the dtype of the array of this name, and of its cotangent."""
         if name == "where":
             return "bool"
         if name in TABLES:
@@ -199,7 +203,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def x_dtype(self) -> str:
-        """Of what is normalised, by which a library may choose the dtype of its parameters."""
+        """The dtype of the normalised array; a library may derive its parameters' dtype from it."""
         return self.dtype_of("h" if "h" in self.block.results else "x")
 
     @property
@@ -207,7 +211,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype_of("y")
 
     def shape_of(self, name: str) -> Shape:
-        """Of the array of this name, but for parameters."""
+        """Return the shape of the array of this name, if it is not a parameter."""
         if name in TABLES:
             length, _, cols = self.sizes[-3:]
             return (length, 1, cols // 2)
@@ -230,7 +234,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """Which row operands have a gradient that is an array of its own."""
+        """The indices of the row operands whose gradients are separate arrays."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 
@@ -240,7 +244,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """Least traffic: each array of rows once in the forward, and once in the backward."""
+        """The least traffic: each array of rows once in the forward, and once in the backward."""
         block = self.block
         arrays = [*block.operands, *block.results]
         if self.direction == "fwd+bwd":

@@ -1,4 +1,4 @@
-"""How a call is timed, whichever side it is on: cold buffers, medians over single calls."""
+"""How both sides time a call: on buffers outside the cache, as a median over single calls."""
 
 import dataclasses
 import math
@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-L2_BYTES = 60e6  # of an H200; what a call touches is used again only after 5 times as much
+L2_BYTES = 60e6  # of an H200; buffers are reused only after 5 times as much
 MAX_BUFFERS = 64
-# That a copy moves at most, to fit beside operands: of more, its time is in proportion.
+# The most bytes that a copy moves, so that it fits beside the operands; for more, its time is
+# scaled.
 COPY_BYTES = 8e9
 REPEATS = 20
 
@@ -19,19 +20,19 @@ class Timing:
     """Medians over the calls, in microseconds."""
 
     us: float  # all kernels of a call
-    main_us: float  # its longest kernel
+    main_us: float  # the longest kernel of a call
     kernels: int | None = None  # of a call; unknown on a CPU
 
     def times(self, factor: float) -> "Timing":
-        """Of what takes so many times as long."""
+        """Return the timing of something that takes `factor` times as long."""
         return Timing(factor * self.us, factor * self.main_us, self.kernels)
 
     def gbps(self, size: int) -> float:
-        """GB/s of a call that moves `size` bytes."""
+        """Return the GB/s of a call that moves `size` bytes."""
         return size / self.us / 1e3
 
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Of a call: GB/s and its share of a copy, or where products set its time TFLOP/s."""
+        """Return GB/s and the share of a copy's speed, or TFLOP/s if matmuls dominate."""
         return {
             "us": self.us,
             "main_us": self.main_us,
@@ -43,23 +44,23 @@ class Timing:
 
 
 def buffers_for(size: int) -> int:
-    """How many sets of operands to rotate, for calls that touch `size` bytes."""
+    """Return how many sets of operands to rotate, for calls that touch `size` bytes."""
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
 
 
 def words_for(size: int) -> tuple[int, float]:
-    """How many 32-bit words to copy, and what makes of it the time of `size` bytes moved."""
+    """Return the 32-bit words to copy, and the factor from that copy to one of `size` bytes."""
     words = max(1, min(size, int(COPY_BYTES)) // 8)
     return words, max(1.0, size / COPY_BYTES)
 
 
 def calls_for(operands: Sequence[Any]) -> int:
-    """How many calls are timed: all operands, and enough for a median."""
+    """Return how many calls are timed: all operands, and enough for a median."""
     return max(REPEATS, len(operands))
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
-    """Timing of `calls` equal calls, from the times of their kernels in the order they ran."""
+    """Return the timing of `calls` equal calls, from the times of their kernels in order."""
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")
@@ -72,7 +73,7 @@ def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
 
 
 def wall_us(call: Callable[[int], None], calls: int) -> float:
-    """Median time of ``call(i)`` from the host: it has to return when its result is there."""
+    """Return the median wall-clock time of ``call(i)``, which must wait for its result."""
     times = []
     for i in range(calls):
         start = time.perf_counter()

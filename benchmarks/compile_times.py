@@ -1,13 +1,14 @@
-"""Seconds from a call to a program that runs: to trace, to lower and to compile it.
+"""Seconds from a call to a program that can run: to trace, lower and compile it.
 
-What `jax.jit` does at the first call of a width: forward and backward in one program, of 8192 rows
-(of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
-differ more than their GPU times do. Every public function is among the operations: `post_norm` is
-`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and
-`gated_add_layer_norm` is `add_layer_norm` with a gate. `gpt2-small scan` and the like are whole
-training steps, with plain JAX's functions, with jaxnorm's norms, and with all of jaxnorm.
+This is the work of `jax.jit` at the first call of a width: forward and backward in one program,
+with 8192 rows (blocks have as many rows in all, `causal_softmax` is square). Kernels are lowered in
+Python, so these times differ more between widths than the GPU times do. Every public function is
+among the operations: `post_norm` is `rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`,
+`gated_rms_norm` is `rms_norm_gated`, and `gated_add_layer_norm` is `add_layer_norm` with a gate.
+`gpt2-small scan` and similar names are whole training steps: with plain JAX's functions, with
+jaxnorm's norms, and with all of jaxnorm.
 
-Free of JAX and torch, as `workloads` is: `first_calls` measures.
+This module does not import JAX or torch, like `workloads`; `first_calls` measures.
 """
 
 import dataclasses
@@ -21,19 +22,19 @@ from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import MODELS, PLAIN, Layers, TrainingCell
 from benchmarks.workloads import Direction, Shape, Workload
 
-#: A width for each line of the schedules' tables and the ends of it: narrow, aligned and not.
+#: Widths that cover each line of the schedule tables and its limits: narrow, aligned and unaligned.
 WIDTHS = (
     *(8, 16, 24, 40, 56, 64, 72, 96, 120, 128, 200, 256, 384, 768),
     *(1000, 1023, 1024, 3000, 4095, 4096, 5120, 8192, 12288, 16384),
     *(32768, 50257, 65536, 131072),
 )
 QUICK = (24, 1024, 4095, 50257)
-#: Providers whose programs are timed: what a call gets by default, and plain jnp.
+#: The providers whose programs are timed: the default of a call, and plain jnp.
 PROVIDERS = ("jaxnorm", "jnp")
-#: Seconds that no program is to take.
+#: The limit in seconds for any program.
 LIMIT_S = 4.0
 ROWS = 8192
-#: Training steps: a model, how its layers are stacked, and sequences of a step.
+#: Training steps: a model, how its layers are stacked, and the sequences of a step.
 STEPS: dict[str, tuple[str, Layers, int]] = {
     "gpt2-small scan": ("gpt2-small", "scan", 4),
     "gpt2-small unrolled": ("gpt2-small", "unrolled", 4),
@@ -41,7 +42,7 @@ STEPS: dict[str, tuple[str, Layers, int]] = {
 }
 STEP_VARIANTS = (PLAIN, "jaxnorm-norms", "jaxnorm-products")
 
-# Of x, by the width; of products, of x and weight. Operations that are not here are (ROWS, width).
+# The shape of x by the width; for matmuls, of x and weight. Others use (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
     "gated_add_layer_norm": lambda cols: (16, 512, cols),
@@ -64,17 +65,17 @@ COLUMNS_ARE_MULTIPLES_OF = {
     "group_norm_silu": CHANNEL_GROUPS,
     "rms_norm_rope": 2,
 }
-# Compositions of other functions here; and a product alone.
+# Compositions of other functions in this list, and a plain matmul.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
 OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
-# That may take float32 rows, or such a residual stream, beside a 16-bit result.
+# Operations that also support float32 rows, or a float32 residual stream, with a 16-bit result.
 _MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" in block.results))
 
 
 def shaped_workload(
     op: str, direction: Direction, shape: str, dtype: str
 ) -> BlockWorkload | LossWorkload | LinearWorkload:
-    """A block, a loss or a product, by its name."""
+    """Return the workload of a block, a loss or a matmul, by its name."""
     if op in BLOCKS:
         return BlockWorkload(op, direction, shape, dtype)
     return (LinearWorkload if op in LINEAR else LossWorkload)(op, direction, shape, dtype)
@@ -82,9 +83,9 @@ def shaped_workload(
 
 @dataclasses.dataclass(frozen=True)
 class CompileCell:
-    """One operation, forward and backward, on x of one shape; "mixed" as in `workloads.DTYPES`.
+    """One operation, forward and backward, on one shape of x; for "mixed" see `workloads.DTYPES`.
 
-    Or one of STEPS, whose shape is that of its tokens and whose provider is a variant.
+    If `op` is in STEPS, the shape is that of its tokens and the provider is a variant.
     """
 
     op: str
@@ -96,7 +97,7 @@ class CompileCell:
 
     @property
     def step(self) -> TrainingCell | None:
-        """The training step; None for a single operation."""
+        """The training step, or None for a single operation."""
         if self.op not in STEPS:
             return None
         model, layers, batch = STEPS[self.op]
@@ -117,7 +118,7 @@ class CompileCell:
 def cells(
     providers: Sequence[str], ops: Sequence[str], dtypes: Sequence[str], widths: Sequence[int]
 ) -> Iterator[CompileCell]:
-    """Those asked for, which both providers offer; plain jnp in bfloat16 alone."""
+    """Yield the selected cells that the providers offer; plain jnp in bfloat16 only."""
     for op in (op for op in OPS if op in ops):
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:
@@ -130,7 +131,7 @@ def cells(
 
 
 def steps(providers: Sequence[str], ops: Sequence[str]) -> Iterator[CompileCell]:
-    """Training steps of the models among `ops`, of each variant whose provider is asked for."""
+    """Yield training steps of the models among `ops`, for each variant of the providers."""
     for name, (model, _, batch) in STEPS.items():
         for variant in STEP_VARIANTS:
             if model in ops and variant.split("-")[0] in providers:

@@ -1,4 +1,4 @@
-"""A workload as the implementations see it: a function of their contract, and its operands."""
+"""Workloads as calls of an implementation: functions of its interface, and their operands."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from benchmarks.linear import LinearWorkload
 from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
+#: The number of arrays of x's shape that a pass loads or stores, in x's and in y's dtype. A
+#: backward starts from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
     ("add_norm", "bwd"): (2, 2),  # dh, dx; y, dy
@@ -30,11 +30,11 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
 
 
 def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
-    """A pass of the contract over positional operands, in the order of the table of operations.
+    """Run a pass of an implementation on positional operands, in the order of the operations table.
 
-    Those of a forward, which returns its results and then, in a tuple, the statistics; or, of a
-    backward, residuals (with the statistics in a tuple) and cotangents, which returns gradients.
-    None stands for what there is not.
+    A forward takes operands, and returns results and then a tuple of statistics. A backward takes
+    residuals (with the statistics in a tuple) and cotangents, and returns gradients. None stands
+    for an absent array.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -53,9 +53,9 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class KernelWorkload(Workload):
-    """One function of the contract on one shape, forward or backward from the output.
+    """One function of an implementation on one shape, forward or backward from the output.
 
-    Its operation may also be one with a residual, which then has x's dtype.
+    If the operation has a residual, it has x's dtype.
     """
 
     @property
@@ -116,14 +116,14 @@ class KernelWorkload(Workload):
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """The implementation's function over what `operands` gives."""
+        """Return the implementation's function of the arrays that `operands` returns."""
         spec, results = self.spec, len(self.spec.operation.results)
         if self.direction == "bwd":
             return lambda *operands: call(implementation, spec, *operands)
         return lambda *operands: call(implementation, spec, *operands)[:results]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
-        """Random operands, as large as they are in use: never constants, which compress."""
+        """Return random operands of realistic size. Constants would be compressed."""
         keys = iter(jax.random.split(jax.random.key(seed), 8))
         spec, backward = self.spec, self.direction == "bwd"
 
@@ -166,33 +166,22 @@ class KernelWorkload(Workload):
 
 
 class LinearKernelWorkload(LinearWorkload):
-    """A norm and the product after it, forward alone, on one shape."""
+    """A norm and the matmul after it, forward only, on one shape."""
 
     @property
     def cols(self) -> int:
         return self.sizes[1]
 
-    @property
-    def spec(self) -> LinearSpec:
-        rows, cols, features = self.sizes
-        dtype = jnp.dtype(self.dtype)
-        return LinearSpec(
-            *(rows, cols, features),
-            *(dtype, dtype, dtype, dtype),
-            scale_dtype=np.dtype(np.float32) if self.parameter_shapes else None,
-            epsilon=1e-6,
-        )
-
     def function(self, implementation: Any) -> Callable[..., Any]:
         """The implementation's function over what `operands` gives; of xla, the composition."""
-        spec = self.spec
         if implementation is xla:
             return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
-        product = implementation.rms_norm_linear_fwd
-        return lambda x, weight, scale=None: product(x, weight, scale, None, spec=spec)
+        return functools.partial(
+            implementation.rms_norm_linear_fwd, dtype=jnp.dtype(self.dtype), epsilon=1e-6
+        )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Random operands: what a GPU's clock is depends on them."""
+        """Return random operands, because a GPU's clock depends on them."""
         keys = jax.random.split(jax.random.key(seed), 3)
         (x, dtype), (weight, _, deviation) = self.row_operands
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
@@ -205,7 +194,7 @@ class HeadsKernelWorkload:
     """A norm of heads and their rotation on one shape, forward or backward from the output.
 
     Attributes:
-      shape: batch, length, heads and columns of a head; all of these are rotated.
+      shape: batch, length, heads and columns of a head; all columns are rotated.
     """
 
     direction: Direction
@@ -250,14 +239,14 @@ class HeadsKernelWorkload:
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """The implementation's function over what `operands` gives."""
+        """Return the implementation's function of the arrays that `operands` returns."""
         spec = self.spec
         if implementation is not xla:
             return functools.partial(self._in_rows, functools.partial(call, implementation, spec))
         return lambda *operands: call(xla, spec, *operands)[: 1 if self.direction == "fwd" else 2]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
-        """Random operands, of the shapes that a user has."""
+        """Return random operands, in the shapes of the public function."""
         keys = iter(jax.random.split(jax.random.key(seed), 5))
         _, length, _, cols = self.shape
         angle = jax.random.uniform(next(keys), (1, length, 1, cols // 2), jnp.float32, 0, 6)
@@ -269,7 +258,7 @@ class HeadsKernelWorkload:
         return x, (rstd,), *shared, jax.random.normal(next(keys), self.shape, self.x_dtype)
 
     def _in_rows(self, function: Callable[..., Any], *operands: Any) -> list[Any]:
-        """`function` of the views that a kernel has, and what it returns as it lies here."""
+        """Run `function` on the kernel's views of the operands, and restore the results' shapes."""
         views = [
             jax.tree.map(lambda a: a.reshape(-1), a)
             if isinstance(a, tuple)

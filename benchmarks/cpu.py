@@ -1,6 +1,6 @@
-"""jaxnorm's plain JAX on a CPU, beside what models have without it; both in one process.
+"""jaxnorm's plain JAX on a CPU next to what models use without it, in one process.
 
-Free of JAX and torch, as `workloads` is; `cpu_times` measures.
+This module does not import JAX or torch, like `workloads`; `cpu_times` measures.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What is timed of an operation: its shapes, and providers that it is timed beside.
+    """The timed cells of an operation: its shapes, and the providers it is compared with.
 
-    `is_eager`: outside `jax.jit`, where a library may trace or compile a gradient at each call.
+    With `is_eager`, it runs outside `jax.jit`, where a library may trace or compile a gradient at
+    each call.
     """
 
     shapes: tuple[Shape, ...]
@@ -77,7 +78,7 @@ class ProductWorkload(FewParameters):
 
 @dataclasses.dataclass(frozen=True)
 class CpuCell:
-    """One operation in one direction; of a loss, the mean. `provider` is the peer's name."""
+    """One operation in one direction; losses return the mean. `provider` names the peer."""
 
     op: str
     direction: str
@@ -107,7 +108,7 @@ def cells(
     *,
     quick: bool,
 ) -> Iterator[CpuCell]:
-    """Those asked for; `shapes` are instead of an operation's own of as many sizes."""
+    """Yield the selected cells; `shapes` replace an operation's own shapes with as many axes."""
     for op, beside in CPU.items():
         its = beside.shapes[: 1 if quick else None]
         if shapes is not None:

@@ -2,10 +2,11 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_errors
 
-The loss: units in the last place of float32, the most of 64 rows of normal logits of deviation 3.
-Log-probabilities of labels that are drawn, and entropies: likewise, of logits of some deviations;
-and the errors of ratios of probabilities, of a linear layer's logits, the most of 512 rows.
-LayerNorm: the largest error of y over 64 rows of 4096, of deviation 1 around a mean.
+The loss: the largest error in units in the last place of float32, over 64 rows of normal logits
+with deviation 3. Log-probabilities of drawn labels, and entropies: the same for logits with several
+deviations; and the largest errors of ratios of probabilities over 512 rows, for the logits of a
+linear layer. LayerNorm: the largest error of y over 64 rows of 4096 columns with deviation 1 around
+a mean.
 """
 
 import sys
@@ -47,7 +48,7 @@ def losses() -> str:
 
 
 def log_probs() -> str:
-    """Also of logits rounded to bfloat16, which is no function of jaxnorm's."""
+    """Return the table. No function of jaxnorm computes its rows of logits rounded to bfloat16."""
 
     def row(deviation: float) -> list[str]:
         rng = np.random.default_rng(0)
@@ -79,7 +80,7 @@ def log_probs() -> str:
 
 
 def _log_prob_and_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """In float64. The label's own term is left out of what log1p is of."""
+    """Compute both in float64. log1p gets the sum without the label's own term."""
     below = logits.max(-1, keepdims=True) - logits
     exponentials = np.exp(-below)
     own = np.arange(logits.shape[-1]) == labels[:, None]

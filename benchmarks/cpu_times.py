@@ -1,4 +1,4 @@
-"""Times a call of jaxnorm's plain JAX and a peer's in turn, on a CPU; on a GPU's host, too."""
+"""Time a call of jaxnorm's plain JAX and of a peer alternately, on a CPU."""
 
 import functools
 import statistics
@@ -21,7 +21,7 @@ Figures = dict[str, float | None]
 
 
 def step(cell: CpuCell, name: str) -> Callable[..., Any]:
-    """Of row operands, parameters and cotangents: results and, backward, gradients."""
+    """Return a function from operands, parameters and cotangents to results and gradients."""
     if name == "flax-two_pass":
         f = flax_modules.layer_norm(cell.dtype, use_fast_variance=False)
     elif isinstance(cell.workload, ProductWorkload):
@@ -48,7 +48,7 @@ def step(cell: CpuCell, name: str) -> Callable[..., Any]:
 
 
 def prepare(cell: CpuCell) -> Callable[[], Figures]:
-    """What measures a cell; compiles both."""
+    """Compile both calls, and return a function that measures the cell."""
     on_cpu = functools.partial(jax.default_device, jax.local_devices(backend="cpu")[0])
     with on_cpu():
         arrays = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
@@ -66,7 +66,7 @@ def prepare(cell: CpuCell) -> Callable[[], Figures]:
         start = time.perf_counter()
         turns: list[list[float]] = []
         while len(turns) < WARMUP + MOST:
-            # Neither always runs after the other, which leaves it a cache or a clock.
+            # Alternate the order: the second call may find a warm cache or another clock.
             order = (0, 1) if len(turns) % 2 else (1, 0)
             taken = {i: seconds(both[i]) for i in order}
             turns.append([taken[0], taken[1]])
@@ -76,7 +76,8 @@ def prepare(cell: CpuCell) -> Callable[[], Figures]:
         return {
             "ms": 1e3 * statistics.median(ours),
             "peer_ms": 1e3 * statistics.median(theirs),
-            # Of neighbours in time, which other work on the machine slows alike.
+            # Compare calls that ran next to each other, so that other load on the machine slows
+            # both.
             "ratio": statistics.median(a / b for a, b in zip(ours, theirs)),
         }
 

@@ -1,4 +1,4 @@
-"""What the timed rows say: each cell with the providers that answered it, and comparisons."""
+"""Figures from the timed rows: the answers of each provider to each cell, and comparisons."""
 
 import dataclasses
 import math
@@ -14,16 +14,16 @@ from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
-# Whose figure is jaxnorm's: what a call gets by default, or else what was measured by name.
+# The providers that stand for jaxnorm: the default of a call, or else the kernel by name.
 OWN = ("jaxnorm", "mosaic")
-# Enough rows to fill a GPU, one shape for each N: those of plots and tables.
+# The shapes of plots and tables: enough rows to fill a GPU, and one shape for each N.
 PLOTTED = [
     shape
     for group in ("narrow rows", "powers of two", "model widths", "odd rows")
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-AHEAD = 1.02  # a peer is ahead where jaxnorm takes longer than this times its time
+AHEAD = 1.02  # a peer is ahead if jaxnorm takes longer than this times its time
 
 # The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload.
 Question = tuple[Any, ...]
@@ -31,11 +31,11 @@ Question = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One provider's answer: microseconds, GB/s, and a copy's time over its time.
+    """The answer of one provider: microseconds, GB/s, and a copy's time over its time.
 
-    Of a product, TFLOP/s, and the time of the product alone over its time. `extra_passes` are those
-    over whole arrays that compute nothing, where they are known: copies among them may not be in
-    `us`.
+    For matmuls, these are TFLOP/s, and the time of the matmul alone over its time. `extra_passes`
+    counts passes over whole arrays that compute nothing, if known. Copies among them may not be
+    included in `us`.
     """
 
     us: float
@@ -52,10 +52,10 @@ Figures = dict[Question, dict[str, Figure]]
 
 
 def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
-    """The figures of a timed suite, by question and provider; failed rows have none.
+    """Return the figures of a timed suite, by question and provider, without failed rows.
 
-    The roof is the median of the copies of as many bytes that processes timed. That of one process
-    alone was 7 % slower and more in one of 28 rows of 100 MB and more, on an H200.
+    The roof is the median of the copies of this many bytes in all processes. On an H200, the copy
+    in a single process was slower than this by 7 % or more in one of 28 rows of 100 MB and more.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -79,9 +79,9 @@ def _question(row: Row, kind: type[Any]) -> Question:
 
 
 def of_products(rows: Iterable[Row]) -> Figures:
-    """The figures of products, by question and provider.
+    """Return the figures of matmuls, by question and provider.
 
-    The roof is the product alone as XLA has it, jnp's: NaN where that was not measured.
+    The roof is XLA's matmul alone (jnp), or NaN if that was not measured.
     """
     measured = {
         (_question(row, LinearWorkload), row["provider"]): row
@@ -99,13 +99,13 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def step_of(cell: TrainingCell) -> dict[str, str]:
-    """The fields of a cell as text, of which the provider is the last."""
+    """Return the fields of a cell as text, with the provider last."""
     fields = {name: str(value) for name, value in dataclasses.asdict(cell).items()}
     return fields | {"provider": fields.pop("provider")}
 
 
 def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
-    """Rows of training steps by the fields of their cells: of a model side by side."""
+    """Return the rows of training steps by the fields of their cells, sorted by model."""
     names = [*step_of(TrainingCell("", "none", "scan", "", 0, ""))]
     choices: dict[str, Sequence[str]] = {"model": [*MODELS], "layers": LAYERS, "remat": REMATS}
 
@@ -120,12 +120,12 @@ def bytes_of(question: Question) -> int:
 
 
 def own(answers: dict[str, Figure]) -> Figure | None:
-    """jaxnorm's figure."""
+    """Return jaxnorm's figure."""
     return next((answers[name] for name in OWN if name in answers), None)
 
 
 def times_faster(answers: dict[str, Figure], peer: str) -> float | None:
-    """How many times as long as jaxnorm the peer takes; None where one was not measured."""
+    """Return the peer's time over jaxnorm's, or None if one of them was not measured."""
     mine, other = own(answers), answers.get(peer)
     return None if mine is None or other is None else other.us / mine.us
 
@@ -140,7 +140,7 @@ class Ahead:
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Every peer that is ahead of jaxnorm, question by question."""
+    """Yield every peer that is ahead of jaxnorm, question by question."""
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:
@@ -155,14 +155,14 @@ class Comparison:
     """jaxnorm's speed over a peer's: median, least and greatest over the cells that both have."""
 
     cells: int
-    ahead: int  # of them, where the peer is
+    ahead: int  # the number of cells in which the peer is ahead
     median: float
     least: float
     greatest: float
 
 
 def comparison(figures: Figures, peer: str) -> Comparison | None:
-    """How jaxnorm compares with a peer; None where nothing was measured of both."""
+    """Return the comparison with a peer, or None if no cell was measured for both."""
     each = [times_faster(answers, peer) for answers in figures.values()]
     ratios = [ratio for ratio in each if ratio is not None]
     if not ratios:
@@ -174,7 +174,7 @@ def comparison(figures: Figures, peer: str) -> Comparison | None:
 def along_n(
     figures: Figures, op: str, direction: str, x_dtype: str, y_dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Answers by N, ascending, over the plotted shapes; of two shapes with one N, the larger."""
+    """Return answers by N over the plotted shapes; of two shapes with one N, the larger counts."""
     result = {}
     for rows, cols in sorted(PLOTTED, key=lambda shape: (shape[1], shape[0])):
         question = (op, direction, rows, cols, x_dtype, y_dtype)
@@ -186,7 +186,7 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Answers of a block by shape: its own in their order, then others."""
+    """Return the answers of a block by shape: its own shapes in their order, then others."""
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
         shape: answers
@@ -199,14 +199,14 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Answers of products whose M, N and K are equal, by it."""
+    """Return the answers of matmuls with equal M, N and K, by that size."""
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
 
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Answers of the products of models, by name."""
+    """Return the answers of the matmuls of models, by name."""
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 
 
@@ -218,5 +218,5 @@ def _of_shapes(
 
 
 def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:
-    """How many cells failed, by provider and reason."""
+    """Return how many cells failed, by provider and reason."""
     return Counter((row["provider"], row["status"]) for row in rows if row["status"] != OK)

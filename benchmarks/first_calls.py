@@ -1,4 +1,4 @@
-"""Times what `jax.jit` does at a first call: see `compile_times`."""
+"""Time the work of `jax.jit` at a first call; see `compile_times`."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ Figures = dict[str, float | None]
 
 
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
-    """Times a cell: at once, since nothing else is done with it."""
+    """Time a cell at once, because nothing else is done with it."""
     _warm_up()
     figures = seconds(cell)
     return lambda: figures
@@ -24,20 +24,20 @@ def prepare(cell: CompileCell) -> Callable[[], Figures]:
 
 @functools.cache
 def _warm_up() -> None:
-    """Imports what every first call does, and starts the compilers."""
-    jax.config.update("jax_enable_compilation_cache", False)  # A first call finds nothing there.
+    """Import the modules that every first call imports, and start the compilers."""
+    jax.config.update("jax_enable_compilation_cache", False)  # no cached programs
     for provider in PROVIDERS:
         for op in ("layer_norm", "softmax", "cross_entropy"):
             seconds(CompileCell(op, "8192x1152", "bfloat16", provider))
 
 
 def seconds(cell: CompileCell) -> Figures:
-    """Return the seconds to trace, to lower and to compile a cell's program.
+    """Return the seconds to trace, lower and compile a cell's program.
 
-    Without a GPU it is lowered for one, and not compiled.
+    Without a GPU, it is lowered for one but not compiled.
     """
     if cell.step is not None:
-        training = importlib.import_module("benchmarks.training")  # needs optax
+        training = importlib.import_module("benchmarks.training")  # it needs optax
         whole = training.Step(cell.step, cell.step.batch)
         return _seconds(whole.trace, whole.options)
     work = cell.workload

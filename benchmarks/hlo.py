@@ -1,4 +1,4 @@
-"""What a compiled JAX program does beside what it has to: read in its optimised HLO."""
+"""Unnecessary work of a compiled JAX program, read from its optimised HLO."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ class Collective:
       name: its opcode, such as "all-gather".
       array: the dtype and shape of its result, such as "bf16[16,64]".
       size: bytes that each device sends in one run, by a ring or directly.
-      runs: how often it runs: more than once in a loop.
+      runs: how often it runs; more than once in a loop.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Collective:
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """The collectives of a compiled program for so many devices, of each array one.
+    """Return the collectives of a program for this many devices, one for each array.
 
-    XLA combines collectives, and an all-to-all may have an array for each device. A loop of which
-    XLA does not state how often it runs counts once.
+    XLA combines collectives, and an all-to-all may have an array for each device. A loop counts
+    once if XLA does not state how often it runs.
     """
     computations = dict(_computations(text))
-    loops = {}  # The computation that has the loop, and how often this runs, by the loop's body.
+    loops = {}  # by a loop's body: the computation with the loop, and its number of runs
     for name, instructions in computations.items():
         for opcode, _, line in instructions:
             if opcode == "while":
@@ -72,13 +72,13 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 
 def _results(opcode: str, kind: str) -> list[str]:
-    """The arrays of a collective's result; that of a "-start" has its operands first."""
+    """Return the arrays of a collective's result; a "-start" lists its operands first."""
     arrays = [found[0] for found in _ARRAY.finditer(kind)]
     return arrays[len(arrays) // 2 :] if opcode.endswith("-start") else arrays
 
 
 def _sent(name: str, array: str, line: str, devices: int) -> int:
-    """Bytes that a device sends, from the result's array and the size of a group of devices."""
+    """Return the bytes that a device sends, from the result's array and the size of a group."""
     n = _group(line, devices)
     factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
     return round(_bytes(array) * factors.get(name, (n - 1) / n))
@@ -91,7 +91,7 @@ def _bytes(array: str) -> int:
 
 
 def _group(line: str, devices: int) -> int:
-    """Return how many devices take part in one collective."""
+    """Return how many devices participate in one collective."""
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -103,9 +103,10 @@ def _group(line: str, devices: int) -> int:
 
 
 def extra_passes(text: str, elements: int) -> int:
-    """Passes over arrays of `elements` or more that compute nothing: copies, converts, transposes.
+    """Count passes over `elements` or more that compute nothing: copies, converts, transposes.
 
-    A copy may be no kernel on a GPU, but the driver's: its time is then not among the kernels'.
+    On a GPU, a copy may be done by the driver instead of a kernel; its time is then not included in
+    the kernels' time.
     """
     computations = dict(_computations(text))
 
@@ -121,20 +122,20 @@ def extra_passes(text: str, elements: int) -> int:
 
 
 def made(text: str, elements: int) -> list[str]:
-    """What makes arrays of `elements` or more: opcodes."""
+    """Return the opcodes that produce arrays of `elements` or more."""
     large = _large(dict(_computations(text)), elements)
     return [opcode for opcode, *_ in large if opcode not in _FREE | {"call"}]
 
 
 def scopes(text: str) -> dict[str, str]:
-    """Where in the traced program an instruction comes from, by the name of a kernel made of it."""
+    """Return the scope of each instruction in the traced program, by the name of its kernel."""
     return {re.sub(r"\W", "_", name): scope for name, scope in _SCOPE.findall(text)}
 
 
 def _large(
     computations: Mapping[str, Sequence[Instruction]], elements: int
 ) -> Iterator[Instruction]:
-    """Instructions outside of fusions of which an array has `elements` or more."""
+    """Yield instructions outside fusions with an array of `elements` or more."""
     fused = {
         called
         for instructions in computations.values()
@@ -159,6 +160,6 @@ def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def _elements(kind: str) -> int:
-    """Of the largest array of a type."""
+    """Return the number of elements of the largest array of a type."""
     sizes = (math.prod(map(int, filter(None, s.split(",")))) for s in _SHAPE.findall(kind))
     return max(sizes, default=0)

@@ -1,4 +1,4 @@
-"""Measures the providers on JAX, in processes of their own."""
+"""Measures the providers that use JAX, in separate processes."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
 Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
 
-THREADS = 16  # that prepare cells, at most
-KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
+THREADS = 16  # the most threads that prepare cells
+KEPT_BYTES = 5e9  # the most that a waiting process may hold; JAX's pool may be twice its peak
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -31,9 +31,9 @@ def random_arrays(
     parameter_shapes: tuple[Shape, ...],
     cotangents: tuple[Array, ...],
 ) -> Inputs:
-    """Normal rows and weights, parameters near 1, masks that keep most, labels of any class.
+    """Return normal rows and weights, parameters near 1, masks that are mostly True, random labels.
 
-    Never constants, which compress.
+    Constants would be compressed.
     """
     count = len(row_operands) + len(parameter_shapes) + len(cotangents)
     keys = iter(jax.random.split(jax.random.key(seed), count))
@@ -58,38 +58,38 @@ def random_arrays(
 def arguments_of(
     w: Workload | ShapedWorkload,
 ) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
-    """Of random_arrays, after the seed."""
+    """Return the arguments of `random_arrays`, without the seed."""
     return w.row_operands, w.parameter_shapes, w.cotangents
 
 
 @functools.cache
 def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
-    """random_arrays of a seed, compiled."""
+    """Return `random_arrays` as a compiled function of a seed."""
     return random_arrays.lower(0, *arguments).compile()
 
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
-    """As many as keep calls out of the cache; shared by the providers of one workload."""
+    """Return enough inputs to keep calls out of the cache, shared by a workload's providers."""
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled call, and what makes its operands from inputs."""
+    """A compiled call, and a function that derives its operands from inputs."""
 
     call: Callable[..., Any]
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
     extra_passes: int  # over an array of x's size
-    temp_bytes: int  # what XLA plans for intermediates
+    temp_bytes: int  # XLA's plan for intermediates
 
 
 def compile_cell(cell: Timed) -> Program:
-    """Compiles what a user would call; raises what the library raises.
+    """Compile what a user would call; errors of the library are raised.
 
-    A gradient that is another array already is not returned: XLA would have to copy it.
+    A gradient that equals an existing array is not returned, because XLA would have to copy it.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     rows, parameters, cotangents = jax.eval_shape(
@@ -112,7 +112,7 @@ def compile_cell(cell: Timed) -> Program:
 
     def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
         results, pullback = jax.vjp(forward, rows, parameters)
-        # A mean has none: a constant 1, as of jax.grad.
+        # A mean has no cotangent: use a constant 1, as jax.grad does.
         of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
         return results, [of_rows[i] for i in cell.workload.gradients], of_parameters
 
@@ -122,7 +122,7 @@ def compile_cell(cell: Timed) -> Program:
     if cell.direction == "fwd+bwd":
         call = compiled(forward_and_backward, rows, parameters, cotangents)
         return timed(call, lambda rows, parameters, cotangents: (rows, parameters, cotangents))
-    # The operands of a backward are what the library's own rule keeps: the leaves of its pullback.
+    # The operands of a backward are what the library's own rule saves: the leaves of its pullback.
     save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
     saved, tree = jax.tree.flatten(save.out_info)
     saved = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]
@@ -156,16 +156,16 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """What measures a cell; all that it runs is compiled here. Cells are prepared in threads."""
+    """Compile everything that a cell runs, in a thread, and return a function that measures it."""
     if suite == "stacks":
         return stacks.prepare(cell)
     if suite == "cpu":
-        cpu_times = importlib.import_module("benchmarks.cpu_times")  # needs Flax
+        cpu_times = importlib.import_module("benchmarks.cpu_times")  # it needs Flax
         return cpu_times.prepare(cell)
     if suite == "compile":
         return first_calls.prepare(cell)
     if suite in ("training", "capacity"):
-        training = importlib.import_module("benchmarks.training")  # needs optax
+        training = importlib.import_module("benchmarks.training")  # it needs optax
         return training.prepare(suite, cell)
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
@@ -175,21 +175,21 @@ def prepare(suite: str, cell: Any) -> Measure:
 
 
 def release() -> None:
-    """Drops the arrays that are shared by cells."""
+    """Drop the arrays that cells share."""
     rotating_inputs.cache_clear()
 
 
 def crowds_others() -> bool:
-    """Whether it holds too much of a GPU that it shares: JAX gives no memory back before its end.
+    """Return True if the process holds too much of a shared GPU, which JAX frees only at its end.
 
-    Seven of eight processes that wait leave the eighth half of an H200.
+    Seven of eight waiting processes then leave half of an H200 to the eighth.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
         return False
-    used = jax.local_devices()[0].memory_stats() or {}  # none on a CPU
+    used = jax.local_devices()[0].memory_stats() or {}  # None on a CPU
     return used.get("peak_bytes_in_use", 0) > KEPT_BYTES
 
 
 def needs_restart(error: Exception) -> bool:
-    """Whether the process cannot use the GPU any more: CUDA's errors stick to their context."""
+    """Return True if the process cannot use the GPU any more: CUDA's errors are permanent."""
     return "CUDA_ERROR" in str(error) and "OUT_OF_MEMORY" not in str(error)

@@ -1,8 +1,8 @@
-"""GPT-2 and Llama 3.2, and a training step of theirs, as people write them in JAX.
+"""GPT-2 and Llama 3.2, and a training step of each, as people write them in JAX.
 
-Plain functions over trees of parameters: those are float32, activations bfloat16, layers scanned or
-unrolled, and the embedding is the last layer's weight, too. What differs between variants is in
-variants.py. In shapes B is sequences, S their length and d the width.
+These are plain functions over trees of parameters. Parameters are float32, activations bfloat16,
+layers scanned or unrolled, and the embedding is also the last layer's weight. `variants` has the
+functions in which variants differ. In shapes, B is sequences, S their length and d the width.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ State = tuple[Params, optax.OptState]
 
 OPTIMIZER = optax.adamw(3e-4, weight_decay=0.1)
 
-# What jax.checkpoint is told of a layer.
+# The arguments of jax.checkpoint for a layer.
 _POLICIES: dict[Remat, dict[str, Any]] = {
     "dots": {"policy": jax.checkpoint_policies.dots_with_no_batch_dims_saveable},
     "block": {},
@@ -35,8 +35,8 @@ class Model:
     """A model of some size, with the functions of a variant.
 
     Attributes:
-      layers: a scan over stacked parameters, or one layer after the other, each with its own.
-      attention: whose, of jax.nn.dot_product_attention: "cudnn" on a GPU, else "xla".
+      layers: a scan over stacked parameters, or separate layers, each with its own parameters.
+      attention: the implementation of jax.nn.dot_product_attention: "cudnn" on a GPU, else "xla".
     """
 
     size: Size
@@ -47,7 +47,7 @@ class Model:
     attention: Literal["cudnn", "xla"] = "xla"
 
     def init(self, key: Array) -> Params:
-        """Norms are the identity; other parameters normal, with deviation 0.02, but biases 0."""
+        """Return parameters: norms are the identity, biases 0, others normal (deviation 0.02)."""
         shapes, tree = jax.tree.flatten_with_path(
             _SHAPES[self.size.kind](self.size), is_leaf=lambda node: isinstance(node, tuple)
         )
@@ -63,35 +63,35 @@ class Model:
         return params if self.layers == "scan" else params | {"layers": self._each(params)}
 
     def _each(self, params: Params) -> list[Params]:
-        """The parameters of each layer, of those of all."""
+        """Split the stacked parameters into those of each layer."""
         return [
             jax.tree.map(lambda a: a[i], params["layers"])  # noqa: B023, it is called here
             for i in range(self.size.layers)
         ]
 
     def loss(self, params: Params, tokens: Array) -> Array:
-        """Mean cross-entropy of each token (B, S + 1) but the first, given those before it."""
+        """Return the mean cross-entropy of tokens (B, S + 1), each given the tokens before it."""
         embedding = params["embedding"].astype(self.dtype)
         x = _MODELS[self.size.kind](self, params, embedding[tokens[:, :-1]])
         return self.variant.loss(x, embedding, tokens[:, 1:])
 
     def stack(self, layer: Callable[[Array, Params], Array], x: Array, layers: Any) -> Array:
-        """The layers, one after the other."""
+        """Apply the layers one after the other."""
         is_scan = self.layers == "scan"
         if self.remat != "none":
-            # A scan makes nothing again that its own forward has made.
+            # In a scan, XLA cannot merge recomputed values with those of the forward.
             layer = jax.checkpoint(layer, prevent_cse=not is_scan, **_POLICIES[self.remat])
         if is_scan:
             return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
         return functools.reduce(layer, layers, x)
 
     def heads(self, x: Array) -> Array:
-        """(B, S, heads * head size) to (B, S, heads, head size)."""
+        """Reshape (B, S, heads * head size) to (B, S, heads, head size)."""
         return x.reshape(*x.shape[:2], -1, self.size.head)
 
     @jax.named_scope("attention")
     def attend(self, q: Array, k: Array, v: Array) -> Array:
-        """Causal attention of (B, S, heads, head size)."""
+        """Compute causal attention of (B, S, heads, head size)."""
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
 
 
@@ -127,7 +127,7 @@ def dense(linear: Callable[[Array, Array], Array], x: Array, p: Params) -> Array
 
 
 def gpt2(model: Model, params: Params, x: Array) -> Array:
-    """The last hidden states of embedded tokens; both (B, S, d)."""
+    """Return the last hidden states of embedded tokens; both are (B, S, d)."""
     use = model.variant
 
     def layer(x: Array, p: Params) -> Array:
@@ -167,14 +167,14 @@ def llama_shapes(size: Size) -> Params:
 
 
 def rotations(length: int, head: int, base: float = 500_000.0) -> tuple[Array, Array]:
-    """cos and sin of rotary position embedding, (length, 1, head / 2)."""
+    """Return cos and sin of rotary position embedding, (length, 1, head / 2)."""
     half = head // 2
     angle = jnp.arange(length)[:, None] * base ** (-jnp.arange(half) / half)
     return jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
 
 
 def llama(model: Model, params: Params, x: Array) -> Array:
-    """The last hidden states of embedded tokens; both (B, S, d)."""
+    """Return the last hidden states of embedded tokens; both are (B, S, d)."""
     use = model.variant
     tables = rotations(x.shape[1], model.size.head)
 
@@ -200,7 +200,7 @@ _MODELS = {"gpt2": gpt2, "llama": llama}
 
 
 def train_step(model: Model, state: State, tokens: Array) -> tuple[State, Array]:
-    """AdamW on a batch of tokens (B, S + 1)."""
+    """Take a step of AdamW on a batch of tokens (B, S + 1)."""
     params, moments = state
     loss, gradients = jax.value_and_grad(model.loss)(params, tokens)
     with jax.named_scope("optimizer"):

@@ -1,6 +1,6 @@
-"""Matrix products: alone, as the yardstick, and after the norm of a pre-norm model.
+"""Matmuls: alone, as the reference, and after the norm of a pre-norm model.
 
-Free of JAX and torch, as `workloads` is.
+This module does not import JAX or torch, like `workloads`.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
-#: Llama's hidden size, and what it is projected to: queries, keys and values in one; gate and up.
+#: Llama's hidden size, and its projections: queries, keys and values in one; gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
-    "8B": (4096, (6144, 14336, 28672)),  # gate alone, too
+    "8B": (4096, (6144, 14336, 28672)),  # also gate alone
     "70B": (8192, (10240, 57344)),
 }
 PROJECTIONS: dict[Shape, str] = {
@@ -27,7 +27,7 @@ PROJECTIONS: dict[Shape, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """What is asked of one operation. A shape is M x K x N, of x (M, K) and weight (K, N)."""
+    """The measured cells of one operation. A shape is M x K x N, for x (M, K) and weight (K, N)."""
 
     normalises: bool
     shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)
@@ -37,7 +37,7 @@ class Linear:
 
 
 LINEAR: dict[str, Linear] = {
-    # x @ weight. jnp's is what the others are measured by.
+    # x @ weight. The others are compared with jnp's.
     "product": Linear(normalises=False),
     # rms_norm(x, scale) @ weight.
     "rms_norm_linear": Linear(normalises=True),
@@ -45,11 +45,11 @@ LINEAR: dict[str, Linear] = {
 
 
 class LinearWorkload(FewParameters):
-    """One product in one direction on one shape. The dtype is that of x, weight and y."""
+    """One matmul in one direction on one shape. The dtype is that of x, weight and y."""
 
     @property
     def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:
-        """x and weight, by which y is near normal: a GPU's clock depends on what it multiplies."""
+        """x and weight, scaled so that y is near normal: a GPU's clock depends on the values."""
         x, weight = itertools.pairwise(self.sizes)
         return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)
 
@@ -71,7 +71,7 @@ class LinearWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of M x K by K x N, and of the two products backwards."""
+        """Operations of M x K by K x N, and of the two matmuls of the backward."""
         products = 3 if self.direction == "fwd+bwd" else 1
         return 2 * products * math.prod(self.sizes)
 

@@ -1,8 +1,7 @@
-"""Losses: cross-entropies and log-probabilities, of logits and of what logits are made of.
+"""Losses: cross-entropies and log-probabilities, of logits and of linear layers.
 
 A new loss is an entry here, and a function in each adapter of `benchmarks/providers` that has it.
-
-Free of JAX and torch, as `workloads` is.
+This module does not import JAX or torch, like `workloads`.
 """
 
 import dataclasses
@@ -21,22 +20,22 @@ FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
 #: Rows, x's width, and the classes of weight: Llama 3 8B's last layer.
 LINEAR_LOGITS: tuple[Shape, ...] = ((8192, 4096, 128256),)
 
-#: Of Gemma 2's logits: SOFTCAP tanh(logits / SOFTCAP).
+#: Gemma 2's cap of the logits: SOFTCAP tanh(logits / SOFTCAP).
 SOFTCAP = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What is asked of one loss. A shape is x's, then the classes where weight makes the logits.
+    """The measured cells of one loss. A shape is x's, then the classes if weight makes the logits.
 
     Attributes:
-      shapes: rows x classes; or rows x features x classes, of x (rows, features) and weight
+      shapes: rows x classes; or rows x features x classes, for x (rows, features) and weight
         (features, classes).
-      dtypes: of x and weight. Results are float32.
-      mean: over the positions, whose gradients are asked as they are; else results of each
-        position, with a cotangent of each.
-      results: how many.
-      products: of matrices, forward and backward.
+      dtypes: those of x and weight. Results are float32.
+      mean: True if the mean over the positions is differentiated; otherwise, each position has a
+        result and a cotangent.
+      results: the number of results.
+      products: the number of matmuls, forward and backward.
     """
 
     shapes: tuple[Shape, ...]
@@ -58,11 +57,11 @@ _LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, _BOTH, _DTYPES),
     "capped_cross_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES),
-    # A model's last layer and its loss. The provider `products` is what it is measured by.
+    # A model's last layer and its loss. They are compared with the provider `products`.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": _LINEAR,
-    # Of each position's label, beside the entropy. With a cotangent of each position there are
-    # logits twice, where they are not kept: a fourth product.
+    # The label's log-probability and the entropy of each position. With a cotangent for each
+    # position, logits that are not saved are computed twice: a fourth matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
     "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
 }
@@ -82,7 +81,7 @@ class LossWorkload(FewParameters):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """x, weight if there is one, labels. Logits are near normal, whoever makes them."""
+        """x, weight if there is one, and labels. The logits are near normal in either case."""
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)
         return (
@@ -102,17 +101,17 @@ class LossWorkload(FewParameters):
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
-        """None for a mean: a training step differentiates it as it is, and libraries use that."""
+        """Empty for a mean: a training step differentiates it directly; libraries rely on that."""
         return () if self.loss.mean else self.results
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """Which operands have a gradient: all but labels."""
+        """The indices of the operands that have a gradient: all but labels."""
         return tuple(range(len(self.sizes) - 1))
 
     @property
     def flops(self) -> int:
-        """Of the products of x, weight and their gradients, where there is a weight."""
+        """Operations of the matmuls of x, weight and their gradients, if there is a weight."""
         products = self.loss.products
         made = products if self.direction == "fwd+bwd" else min(products, 1)
         return 2 * made * math.prod(self.sizes)

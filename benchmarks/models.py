@@ -1,6 +1,6 @@
 """The programs whose memory and speed are measured: training steps, and stacks of small layers.
 
-Free of JAX: the process that starts the measuring ones has these, too.
+This module does not import JAX, because the process that starts the others uses it too.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ from typing import Literal
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
 BUDGET_BYTES = 80 * 10**9  # an H100's memory; the column batch_in_80gb is named after it
-LOSS_STEPS = (1, 10, 20, 30, 40)  # whose loss is a column; so many are run
+LOSS_STEPS = (1, 10, 20, 30, 40)  # steps whose loss is a column; so many are run
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a model in language_models.py."""
+    """The size of a model in language_models.py."""
 
     kind: Literal["gpt2", "llama"]
     layers: int
@@ -43,18 +43,18 @@ MODELS = {
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
-# What a layer keeps for its backward: all, its matrix products, or its input alone.
+# What a layer saves for its backward: everything, its matmuls, or only its input.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
-# By provider: what of a model is whose, and its name in tables; each has what those before it have,
-# but for the last.
+# For each provider: the functions a model uses, and the name in tables. Each variant but the last
+# includes those before it.
 PLAIN = "jnp"
 VARIANTS = {
-    PLAIN: "jnp and optax",
+    PLAIN: "plain JAX and optax",
     "jaxnorm-norms": "jaxnorm's norms",
     "jaxnorm-norms-loss": "jaxnorm's norms and loss",
-    "jaxnorm-everything": "jaxnorm's norms with residual, and loss",
-    "jaxnorm-products": "all of jaxnorm: products' inputs, too",
-    "jaxnorm-whole-logits": "all of jaxnorm, but for whole logits",
+    "jaxnorm-everything": "jaxnorm's residual norms and loss",
+    "jaxnorm-products": "all of jaxnorm (norms, loss, linear layers)",
+    "jaxnorm-whole-logits": "all of jaxnorm, with whole logits",
 }
 
 
@@ -64,7 +64,7 @@ class TrainingCell:
 
     Attributes:
       batch: sequences of a step, over all devices.
-      mesh: "" on one device; "fsdp=2" splits parameters and batches over two.
+      mesh: "" on one device; "fsdp=2" shards parameters and batches over two.
     """
 
     model: str
@@ -94,7 +94,7 @@ def cells(
     *,
     quick: bool,
 ) -> Iterator[TrainingCell]:
-    """Those `names` that are models, with the variants of `providers`; one of each if `quick`."""
+    """Yield the `names` that are models, in the variants of `providers`; one of each if `quick`."""
     few = slice(1 if quick else None)
     asked = [name for name in MODELS if name in names]
     each = itertools.product(asked[few], layers[few], remats[few], devices)
@@ -105,7 +105,7 @@ def cells(
 
 
 def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
-    """A step in the dtype and with the batch for each device that are measured."""
+    """Return a step with the measured dtype and batch per device."""
     batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
     return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
 
@@ -143,7 +143,7 @@ def stacks(
     dtypes: Sequence[str],
     shapes: Sequence[Shape],
 ) -> Iterator[StackCell]:
-    """Of norms: what a call gets by default and, forward, the kernels that it may leave to XLA."""
+    """Yield stacks of norms: the default and (forward) kernels that it may leave to XLA."""
     for op in ops:
         for direction in directions:
             for dtype in dtypes:

@@ -13,26 +13,30 @@ LARGE = 100e6  # bytes: twice an H200's cache
 
 
 def who(measured: Figures) -> str:
-    """Which providers were measured, and which of them stands for jaxnorm."""
+    """Return a sentence that names the measured providers, and which of them stands for jaxnorm."""
     there = {name for answers in measured.values() for name in answers}
     labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
     if "jaxnorm" in there:
         by_name = any(
             "mosaic" in answers and "jaxnorm" not in answers for answers in measured.values()
         )
-        return f"Measured: {labels}. jaxnorm is what a call gets by default" + (
-            "; of a forward norm of up to 4 MiB its kernel, for which the default takes XLA's code."
-            if by_name
-            else "."
+        return (
+            f"Measured: {labels}. `jaxnorm` is the implementation that a call uses by default"
+            + (
+                ". The exception is forward norms of up to 4 MiB: their default is XLA's code, but "
+                "the kernel was timed."
+                if by_name
+                else "."
+            )
         )
     return (
-        f"Measured: {labels}. Figures are of the kernels, asked for by name; where they are slower "
-        "than XLA the default leaves the call to XLA."
+        f"Measured: {labels}. Figures are those of the kernels, requested by name. If they are "
+        "slower than XLA, the default leaves the call to XLA."
     )
 
 
 def kernels(measured: Figures) -> str:
-    """For each operation and direction: the share of the roof, and how many times XLA's speed."""
+    """Return the share of the roof and the speed over XLA's, for each operation and direction."""
     columns = [(dtype, shape) for dtype in text.DTYPES for shape in MAIN]
 
     def cell(op: str, direction: str, dtype: str, shape: workloads.Shape) -> str:
@@ -54,7 +58,7 @@ def kernels(measured: Figures) -> str:
 
 
 def comparisons(*suites: Figures) -> str:
-    """A row for each peer, and two columns for each of `suites`: how jaxnorm compares with it."""
+    """Return a row per peer, with two columns for each of `suites`: jaxnorm compared with it."""
     rows = []
     for name, provider in PROVIDERS.items():
         compared = [figures.comparison(measured, name) for measured in suites]
@@ -65,7 +69,7 @@ def comparisons(*suites: Figures) -> str:
 
 
 def where_ahead(found: Iterable[Ahead]) -> str:
-    """One sentence: on which arrays kernels of other libraries are ahead."""
+    """Return one sentence that says on which arrays kernels of other libraries are ahead."""
     by_cell: dict[figures.Question, float] = {}
     for each in found:
         if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
@@ -74,7 +78,7 @@ def where_ahead(found: Iterable[Ahead]) -> str:
     most = f", by {100 * (max(large) - 1):.0f} % at most" if large else ""
     return (
         f"Kernels of other libraries are ahead in {len(by_cell)} cells: in "
-        f"{len(by_cell) - len(large)} where less than {LARGE / 1e6:.0f} MB move, part of which "
+        f"{len(by_cell) - len(large)} that move less than {LARGE / 1e6:.0f} MB, part of which "
         f"stays in the GPU's cache, and in {len(large)} others{most}."
     )
 
@@ -87,7 +91,7 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
 
 
 def step_times(rows: Sequence[Row]) -> str:
-    """Milliseconds of steps: a column for each variant, and how much that is of plain jnp's."""
+    """Return milliseconds of steps: a column for each variant, with the ratio to plain jnp's."""
 
     def cell(row: Row, plain: Row) -> str:
         time = f"{float(row['ms']):.1f}"
@@ -97,7 +101,7 @@ def step_times(rows: Sequence[Row]) -> str:
 
 
 def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
-    """Temp gigabytes of steps and the largest batch that fits: a column for each variant."""
+    """Return gigabytes of temp memory and the largest batch that fits, by step and variant."""
     batches = {asked: row["batch_in_80gb"] for asked, row in figures.steps(fitting).items()}
 
     def cell(row: Row, plain: Row) -> str:
@@ -123,7 +127,7 @@ def _by_variant(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
 
 
 def by_product(measured: Figures) -> str:
-    """TFLOP/s of a norm with its product: a table for each dtype and direction."""
+    """Return TFLOP/s of a norm with its matmul: a table for each dtype and direction."""
     asked = dict.fromkeys(
         (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
     )
@@ -146,7 +150,7 @@ def _by_product(measured: Figures, direction: str, dtype: str) -> str:
         body.append([shape.replace("x", " x "), *cells])
     title = f"M x K x N, {text.DTYPES[dtype]}, {text.DIRECTIONS[direction]}"
     labels = (PROVIDERS[name].label for name in there)
-    return text.table([title, "product alone", *labels], body)
+    return text.table([title, "matmul alone", *labels], body)
 
 
 def _speed_and_share(figure: Figure) -> str:

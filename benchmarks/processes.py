@@ -1,9 +1,9 @@
-"""Runs cells in processes of their side, and replaces one that a cell brings down.
+"""Runs cells in separate processes of a side, and replaces a process that a cell crashes.
 
-Compiling takes longer than measuring, and most of it is Python, which holds a process: so a side
-may have several. They go in rounds. All compile a batch of cells at the same time; then one after
-the other measures its batch. Nothing compiles while a call is timed: XLA and torch tune on the
-same GPU.
+Compiling takes longer than measuring, and most of it is Python, which occupies a process. So a side
+may have several processes, which work in rounds: all of them compile a batch of cells at the same
+time, then one after the other measures its batch. Nothing compiles while a call is timed, because
+XLA and torch tune on the same GPU.
 """
 
 import collections
@@ -29,15 +29,16 @@ from benchmarks.results import ROOT, Machine
 from benchmarks.suites import Cell, Suite
 from benchmarks.worker import REASON_LENGTH, RESTART
 
-LIMIT_S = 900.0  # for one answer; the first of a batch waits for its compilations
-ABORT_S = 10.0  # that a process has to say where it was
-# A line of the project in what faulthandler writes, not one of a virtual environment in its folder.
+LIMIT_S = 900.0  # for one answer; the first answer of a batch waits for its compilations
+ABORT_S = 10.0  # the time a process has to report where it was
+# A line of the project in the output of faulthandler, but not of a virtual environment in its
+# folder.
 _FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)')
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: figures where `status` is "ok", else a reason."""
+    """The result of a cell: figures if `status` is "ok", otherwise a reason."""
 
     cell: Cell
     figures: dict[str, Any]
@@ -47,9 +48,9 @@ class Outcome:
 def outcomes(
     side: Side, suite: Suite, cells: Sequence[Cell], *, workers: int = 1, limit_s: float = LIMIT_S
 ) -> Iterator[Outcome]:
-    """One for each cell, in the order of the cells but for what a process leaves to another.
+    """Yield one outcome per cell, in order, except for cells that a process leaves to another.
 
-    A process that dies or hangs costs the cell it was at.
+    If a process dies or hangs, only the cell that it was running fails.
     """
     todo = collections.deque(batches(cells, workers, suite.batch))
     running: list[_Worker] = []
@@ -61,14 +62,17 @@ def outcomes(
                 running.append(_Worker(side, workers))
             left = yield from _round(suite, list(zip(running, turns)), limit_s)
             todo.extendleft(reversed(left))
-    finally:  # also where the run is interrupted, or its caller has enough
+    finally:  # also if the run is interrupted, or its caller stops early
         for worker in running:
             if not worker.ended:
                 worker.end()
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Equal parts of the cells, for whole rounds. Those of one workload share their operands."""
+    """Split the cells equally for whole rounds.
+
+    Cells of one workload stay together, because they share operands.
+    """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []
     for _, group in itertools.groupby(cells, lambda cell: getattr(cell, "workload", cell)):
@@ -79,12 +83,12 @@ def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
 
 
 def default_workers(on: Machine) -> int:
-    """Half of the cores, at most 8, where there is a GPU: each holds a part of its memory."""
+    """Return half of the cores, at most 8; on a CPU, 1. Each process holds GPU memory."""
     return 1 if on == Machine("cpu") else max(1, min(8, cores() // 2))
 
 
 def environment(workers: int) -> dict[str, str]:
-    """Of a process that has so many beside it, itself included."""
+    """Return the environment of one of `workers` processes that run at the same time."""
     shares_memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if workers > 1 else {}
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(_threads(workers))}
     return {**os.environ, **threads, **shares_memory}
@@ -99,11 +103,11 @@ def _threads(workers: int) -> int:
 
 
 class _Worker:
-    """A process of a side, which answers lines with lines."""
+    """A process of a side. Requests and answers are lines of text."""
 
     def __init__(self, side: Side, workers: int) -> None:
         log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.log = log  # until it ends
+        self.log = log  # of the process, until it ends
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", side, str(_threads(workers))],
             cwd=ROOT,
@@ -114,7 +118,7 @@ class _Worker:
             text=True,
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.why = self.where = ""  # it ended
+        self.why = self.where = ""  # set when it ends
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -122,7 +126,7 @@ class _Worker:
         with self.process.stdout as lines:
             for line in lines:
                 self.lines.put(line)
-        self.lines.put("")  # there are no more
+        self.lines.put("")  # marks the end of the answers
 
     @property
     def ended(self) -> bool:
@@ -130,12 +134,12 @@ class _Worker:
 
     def send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: the next answer tells
+        with contextlib.suppress(BrokenPipeError):  # it has died: the next answer says so
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 
     def answer(self, limit_s: float, since: float | None = None) -> dict[str, Any] | None:
-        """The next one; None where it has ended, or took too long and was killed."""
+        """Return the next answer, or None if the process has ended or was killed for its time."""
         waited = 0.0 if since is None else time.monotonic() - since
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))
@@ -150,7 +154,7 @@ class _Worker:
         return None
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends it if it has not ended, and keeps its last words and where it was."""
+        """End the process if it still runs, and save its last output and where it was."""
         assert self.process.stdin is not None
         self.process.send_signal(how)
         try:
@@ -165,7 +169,7 @@ class _Worker:
 
     @property
     def status(self) -> str:
-        """Of the cell that it was at when it ended."""
+        """The status of the cell that it was running when it ended."""
         code = self.process.returncode
         return f"failed: its process ended with code {code}{self.where}: {self.why}"[:REASON_LENGTH]
 
@@ -173,9 +177,9 @@ class _Worker:
 def _round(
     suite: Suite, turns: Sequence[tuple[_Worker, list[Cell]]], limit_s: float
 ) -> Generator[Outcome, None, list[list[Cell]]]:
-    """Each worker's batch, compiled by all and then measured by one after the other.
+    """Let all workers compile their batches, then each measure its batch.
 
-    Returns the batches that are left for another round.
+    Returns the batches that remain for another round.
     """
     start = time.monotonic()
     for worker, cells in turns:
@@ -184,7 +188,7 @@ def _round(
         worker.answer(limit_s, since=start)
     left: list[list[Cell]] = []
     for worker, cells in turns:
-        if worker.ended and len(cells) > 1:  # one of them did it: the one that does it alone
+        if worker.ended and len(cells) > 1:  # find the cell that caused it
             left += ([cell] for cell in cells)
         else:
             rest = yield from _turn(worker, cells, limit_s)
@@ -195,7 +199,7 @@ def _round(
 def _turn(
     worker: _Worker, cells: list[Cell], limit_s: float
 ) -> Generator[Outcome, None, list[Cell]]:
-    """What the worker measures; returns the cells that it leaves to another process."""
+    """Yield what the worker measures; return the cells that remain for another process."""
     answered = 0
     if not worker.ended:
         worker.send({})
@@ -204,14 +208,14 @@ def _turn(
             answered += 1
     left = cells[answered:]
     if not left:
-        worker.answer(limit_s)  # it has given back the memory, or has ended
+        worker.answer(limit_s)  # until it has freed the memory, or has ended
     elif answered == 0 or worker.process.returncode != RESTART:
         yield Outcome(left.pop(0), {}, worker.status)
     return left
 
 
 def _last_words(log: IO[str]) -> tuple[str, str]:
-    """The last line before Python's own, and out of those the project's line that it was at."""
+    """Return the last line before Python's own, and the project's line that was running."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     said = list(itertools.takewhile(lambda line: not line.startswith("Fatal Python error"), lines))

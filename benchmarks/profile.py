@@ -2,9 +2,9 @@
 
     python -m benchmarks.profile llama-1b --remat none
 
-A column for each variant. Matrix products, attention and jaxnorm's kernels are recognised by their
-names, XLA's fusions by the scope of their instruction in the compiled program. A GPU runs some
-kernels beside each other: `step` is the median time of a step, from its call to its results.
+There is a column for each variant. Matmuls, attention and jaxnorm's kernels are recognised by their
+names, XLA's fusions by the scope of their instruction in the compiled program. A GPU may run
+kernels at the same time: `step` is the median time of a step, from its call to its results.
 `--kernels` also lists the longest kernels of each column.
 """
 
@@ -20,7 +20,8 @@ import jax
 from benchmarks import hlo, models, training
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 
-# The first that is found decides: in the kernel's name, then in its scope, then in its name again.
+# The first pattern that is found decides: in the kernel's name, in its scope, then in its name
+# again.
 _BY_NAME = {
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "attention": r"sdpa|fmha|flash|cudnn",
@@ -43,7 +44,7 @@ CLASSES = (
 
 
 def kernel_class(name: str, scopes: Mapping[str, str]) -> str:
-    """The class of a kernel; `scopes` are those of the program's instructions, by kernel name."""
+    """Return the class of a kernel; `scopes` maps names of kernels to scopes of instructions."""
     scope = scopes.get(name, "")
     for table, text in ((_BY_NAME, name), (_BY_SCOPE, scope), (_MOVES, name)):
         for found, pattern in table.items():
@@ -55,7 +56,7 @@ def kernel_class(name: str, scopes: Mapping[str, str]) -> str:
 def by_class(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int
 ) -> dict[str, float]:
-    """Milliseconds of a step in each class, from names and microseconds of kernels."""
+    """Return the milliseconds per step in each class, from names and microseconds of kernels."""
     ms = dict.fromkeys(CLASSES, 0.0)
     for name, us in ran:
         ms[kernel_class(name, scopes)] += us / 1e3 / steps
@@ -65,7 +66,7 @@ def by_class(
 def longest(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int, count: int = 15
 ) -> list[str]:
-    """Lines: milliseconds of a step, how often it ran, class, name and scope."""
+    """Return lines with milliseconds per step, number of runs, class, name and scope."""
     times, calls = collections.defaultdict[str, float](float), collections.Counter[str]()
     for name, us in ran:
         times[name] += us / 1e3 / steps
@@ -78,7 +79,7 @@ def longest(
 
 
 def column(cell: TrainingCell, *, list_kernels: bool) -> dict[str, float]:
-    """Milliseconds of each class, of all kernels, and of a step; and tokens/s."""
+    """Return the milliseconds of each class, of all kernels and of a step, and tokens/s."""
     step = training.Step(cell, cell.batch)
     state, times, _ = step.times(LOSS_STEPS[-1])
     ran, scopes = step.kernels(state), hlo.scopes(step.run.as_text() or "")

@@ -1,6 +1,7 @@
-"""Folders of compiled Triton kernels: where they are, and what they were compiled for.
+"""Folders of compiled Triton kernels: where they are, and for what they were compiled.
 
-Free of JAX and torch, as `providers` is. `triton_programs` fills the folders and runs the kernels.
+This module does not import JAX or torch, like `providers`. `triton_programs` fills the folders and
+runs the kernels.
 """
 
 import json
@@ -8,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: Environment variable: the folder that has a folder of kernels for each side of `SIDES`.
+#: The environment variable with the folder that has a folder of kernels for each side in `SIDES`.
 VARIABLE = "TRITON_PROGRAMS"
 
 #: Compute capability times ten, multiprocessors, and bytes of shared memory that a block may have.
@@ -18,7 +19,7 @@ GPUS = {
     "h100": (90, 132, 227 * 1024),
 }
 
-#: The sides whose processes run such kernels, and the GPU that those were compiled for.
+#: The sides whose processes run such kernels, and the GPU for which these were compiled.
 SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
 
 ABOUT = "about.json"

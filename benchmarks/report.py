@@ -1,4 +1,4 @@
-"""Rebuilds plots and tables, and those of README.md and docs/results.md, from committed CSV files.
+"""Rebuild plots and tables, and those of README.md and docs/results.md, from committed CSV files.
 
 python -m benchmarks.report                 all of benchmarks/results/, and both pages
 python -m benchmarks.report some/folder     one folder of results, and the pages if they show it
@@ -19,7 +19,7 @@ from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, p
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-# In the README and the docs: of a suite, what the first of these has.
+# The folders for the README and the docs: each suite comes from the first folder that has it.
 SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
@@ -31,9 +31,9 @@ REPORT = "report.md"
 
 
 class Results:
-    """The rows that count, suite by suite, and the figures of the timed ones.
+    """The rows that count, suite by suite, and the figures of the timed suites.
 
-    Of a suite that several folders have, those of the first.
+    If several folders have a suite, the first one counts.
     """
 
     def __init__(self, folder: Path, *others: Path) -> None:
@@ -53,7 +53,7 @@ class Results:
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
 
     def plot(self, suite: str) -> Path:
-        """The file of a suite's plot, beside its CSV."""
+        """Return the file of a suite's plot, beside its CSV."""
         return self.folders[suite] / f"{suite}_{PLOT_DTYPE}.png"
 
     @property
@@ -69,19 +69,20 @@ class Results:
 
 
 def readme_section(found: Results) -> str:
-    """What stands between the README's markers: one table of speed, one of memory, one plot."""
+    """Return the text between the README's markers: a table of speed, one of memory, and a plot."""
     steps = [row for row in found.rows["training"] if row["layers"] == LAYERS[0]]
     fitting = found.rows["capacity"]
     if not steps:
         return ""
     parts = [
         paragraph(
-            "Milliseconds of a step, and in brackets over those of plain JAX and optax.",
+            "Milliseconds of a step, and in brackets their ratio to plain JAX and optax. Remat: "
+            '`dots` saves matmuls, `block` saves only the inputs of layers; "-": not measured.',
             text.provenance(steps),
         ),
         page_tables.step_times(steps),
         paragraph(
-            "Gigabytes that a step takes beside its arguments and results, and in brackets the "
+            "Gigabytes of temporary memory, beside arguments and results, and in brackets the "
             "largest batch whose step fits in 80 GB."
         ),
         page_tables.step_memory(steps, fitting),
@@ -96,18 +97,21 @@ def _image(found: Results, suite: str, page: Path) -> str:
 
 
 def page_section(found: Results) -> str:
-    """What stands between the markers of the docs' page: all suites, for the main shapes."""
+    """Return the text between the markers of docs/results.md: all suites, for the main shapes."""
     here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
         paragraph(text.provenance(found.rows["kernels"]), page_tables.who(found.kernels)),
         _image(found, "kernels", PAGE),
-        paragraph(_ROOF, "(A backward reads twice what it writes, which goes a little faster.)"),
+        paragraph(
+            _ROOF,
+            "(A backward loads twice as much as it stores, which is a little faster than a copy.)",
+        ),
         page_tables.kernels(found.kernels),
         paragraph(
-            "How jaxnorm compares with the others: its speed over theirs, median (least to "
-            "greatest), and in how many cells they are more than 2 % ahead. Kernels are forward "
-            "and backward each on its own; calls are both at once, through the library's own API "
-            "and compiler."
+            "jaxnorm compared with the others: its speed over theirs, as median (least to "
+            "greatest), and in how many cells they are more than 2 % ahead. Kernels are timed "
+            "separately, forward and backward. Calls do both at once, through the library's own "
+            "API and compiler."
         ),
         page_tables.comparisons(found.kernels, found.api),
         paragraph(
@@ -124,21 +128,21 @@ def page_section(found: Results) -> str:
 
 
 def _captioned(found: Results, name: str) -> list[str]:
-    """Caption, plot where it belongs there, and table of a suite."""
+    """Return the caption, the plot (if it belongs there) and the table of a suite."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name == "linear" else []
     return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
 
 
 def paragraph(*sentences: str) -> str:
-    """Sentences as lines of a page's width."""
+    """Wrap sentences to a page's width."""
     return textwrap.fill(
         " ".join(sentences), PAGE_WIDTH, break_long_words=False, break_on_hyphens=False
     )
 
 
 def full_report(found: Results) -> str:
-    """Every provider's figures, and every cell where a peer is ahead or failed, as Markdown."""
+    """Return, as Markdown, all figures, and every cell where a peer is ahead or failed."""
     parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
@@ -158,22 +162,23 @@ def full_report(found: Results) -> str:
 
 
 _ROOF = (
-    "The roof is a copy of as many bytes, the median of all that were timed. In the table, the "
-    "copy's time over the kernel's, and in brackets the time of jaxnorm's plain JAX under XLA over "
-    "it."
+    "The dashed line is a copy of as many bytes (the median of all copies). The table has the "
+    "copy's time over the kernel's and, in brackets, the time of jaxnorm's plain JAX code over the "
+    "kernel's."
 )
 _CAPTIONS = {
-    "blocks": "Blocks: norms with their neighbours, forward and backward in one call. jaxnorm's "
-    "share of a copy of the least bytes, and its speed over others; medians over the shapes.",
-    "linear": "A norm and the product after it: TFLOP/s, and in brackets the time of the product "
-    "alone, which XLA tunes, over its time.",
+    "blocks": "Blocks: norms with the elementwise code around them, forward and backward in one "
+    "call. jaxnorm's share of the speed of a copy of the least bytes, and its speed over others; "
+    "medians over the shapes.",
+    "linear": "A norm and the matmul after it: TFLOP/s, and in brackets the time of the matmul "
+    "alone, which XLA tunes, over the provider's time.",
     "training": "A training step of models as people write them (benchmarks/language_models.py): "
-    "AdamW, float32 parameters, bfloat16 activations, layers scanned (where it does not say "
-    "unrolled), cuDNN's attention. Remat: a layer keeps all that its backward needs, its matrix "
-    "products, or its input alone. Products are in the form that cuBLAS takes by itself.",
-    "capacity": "The largest batch whose step fits in 80 GB, by what XLA plans.",
-    "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, beside "
-    "plain jnp in turn. By default a small norm with no backward to come is XLA's.",
+    "AdamW, float32 parameters, bfloat16 activations, layers scanned (unless the row "
+    "says unrolled), cuDNN's attention. Remat: a layer saves everything its backward needs "
+    "(none), its matmuls (dots), or only its input (block). Matmuls are cuBLAS's own choice.",
+    "capacity": "The largest batch whose step fits in 80 GB, by XLA's memory plan.",
+    "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, timed "
+    "alternately with plain jnp. By default, XLA runs a small norm without a backward.",
 }
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {
@@ -191,11 +196,11 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
-# Of a suite: what its plots show, and what draws them.
+# For each suite, what its plots show, and the function that draws them.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
-    "kernels": ("GB/s against N", plots.kernels),
-    "linear": ("TFLOP/s against M, N and K", plots.linear),
-    "training": ("Time, temp memory and losses of training steps", plots.training),
+    "kernels": ("Bandwidth against the length of a row", plots.kernels),
+    "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),
+    "training": ("Time, temporary memory and losses of training steps", plots.training),
 }
 _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
     "blocks": lambda found: report_tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
@@ -203,32 +208,31 @@ _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
     "training": lambda found: report_tables.training(found.rows["training"]),
 }
 _FOOTNOTES = {
-    "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "
-    "speed over theirs. *: the program also copies, converts or transposes whole arrays "
-    "(`extra_passes`); copies that are no kernels are not in its time.",
-    "cpu": "jaxnorm's plain JAX beside each peer in turn, in one process; `ratio` is the median of "
-    "its time over the peer's, turn by turn. jnp's softmaxes are jax.nn's. Flax's LayerNorm takes "
-    "E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
-    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes; "
-    "that of linear_cross_entropy, the mean and the gradients of x and weight, is the three matrix "
-    "products alone, and that of linear_log_prob_and_entropy, of each position, four: who "
-    "keeps the logits takes three. `jaxnorm's "
-    "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "
-    "gradient over the logits, and sums weight's in weight's dtype; optax rounds the loss to the "
-    "logits' dtype.",
-    "compile": "Of a first call, forward and backward in one program, in as many processes beside "
-    "each other as --workers says. Training steps take the matmuls that cuBLAS takes by "
-    "itself. Without a GPU, programs are lowered for one and not compiled.",
-    "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK have transposed, as "
-    "torch.nn.Linear keeps it. `of the product` is the time of jnp's product alone, in the same "
-    "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK try "
-    "products and choose; torch and torch.compile leave it to cuBLAS. `temp` is memory beside "
-    "operands and results. What 256 x 256 x 256 moves stays in the GPU's cache.",
+    "blocks": "`of a copy` is jaxnorm's share of the speed of a copy of the least bytes; the "
+    "others are its speed over theirs. *: the program also copies, converts or transposes whole "
+    "arrays (`extra_passes`); its time does not include copies that are not kernels.",
+    "cpu": "jaxnorm's plain JAX and each peer, timed alternately in one process; `ratio` is the "
+    "median of its time over the peer's in each turn. jnp's softmaxes are jax.nn's. Flax's "
+    "LayerNorm computes E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
+    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes. "
+    "The roof of linear_cross_entropy (the mean and the gradients of x and weight) is its three "
+    "matmuls alone, that of linear_log_prob_and_entropy (one result per position) four; a provider "
+    "that stores the logits needs three. `jaxnorm's speed` is over the provider's. `temp` is "
+    "memory beside operands and results. Liger overwrites the logits with their gradient, and sums "
+    "weight's gradient in weight's dtype; optax rounds the loss to the logits' dtype.",
+    "compile": "The first call, forward and backward in one program, in --workers processes at the "
+    "same time. Training steps use cuBLAS's own choice of matmuls. Without a GPU, programs are "
+    "lowered for one but not compiled.",
+    "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK store transposed, as "
+    "torch.nn.Linear does. `of the product` is the time of jnp's matmul alone, in the same "
+    "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK tune "
+    "the matmul; torch and torch.compile leave it to cuBLAS. `temp` is memory beside operands and "
+    "results. The arrays of 256 x 256 x 256 stay in the GPU's cache.",
 }
 
 
 def with_section(file: Path, section: str) -> str:
-    """The text of `file` with the section between its markers; ValueError where it has none."""
+    """Return the text of `file` with a new section between its markers, or raise ValueError."""
     before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -237,7 +241,7 @@ def with_section(file: Path, section: str) -> str:
 
 
 def committed() -> list[Path]:
-    """The folders of committed results."""
+    """Return the folders of committed results."""
     return sorted({file.parent for file in RESULTS.glob("*/*.csv")})
 
 

@@ -1,4 +1,4 @@
-"""The tables of report.md; docs/results.md shows some of them, too, and of blocks the medians."""
+"""The tables of report.md. docs/results.md shows some of them, and the medians of blocks."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def speeds(measured: Figures, directions: Sequence[str]) -> str:
-    """GB/s of every provider by N: a table for each of the dtypes and directions measured."""
+    """Return GB/s of every provider by N: a table for each measured dtype and direction."""
     each = (
         _speeds(measured, direction, x, y) for x, y in workloads.DTYPES for direction in directions
     )
@@ -42,7 +42,7 @@ def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
 
 
 def ahead(found: Sequence[Ahead]) -> str:
-    """Every cell where a peer is ahead, the widest margins first."""
+    """Return every cell where a peer is ahead, with the widest margins first."""
     rows = []
     for each in sorted(found, key=lambda a: -a.ratio):
         op, direction, m, n, x, y = each.question
@@ -52,7 +52,7 @@ def ahead(found: Sequence[Ahead]) -> str:
 
 
 def training(rows: Sequence[Row]) -> str:
-    """Steps of models: times and memory, also over plain jnp's, and losses."""
+    """Return training steps: times and memory, also relative to plain jnp's, and losses."""
     measured = figures.steps(rows)
     body = []
     for (*asked, variant), row in measured.items():
@@ -83,7 +83,7 @@ def training(rows: Sequence[Row]) -> str:
 
 
 def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
-    """How far losses of a model with jaxnorm's functions are from plain jnp's, at most."""
+    """Return the largest difference between losses with jaxnorm and with plain jnp."""
     pairs = [
         (row, measured.get((*asked, PLAIN)))
         for (*asked, _), row in measured.items()
@@ -101,7 +101,7 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """The bars of whose step there is a row; empty where there is none."""
+    """Return the bars whose steps were measured; empty if there are none."""
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
     for bar in BARS:
@@ -116,7 +116,7 @@ def bars(rows: Sequence[Row]) -> str:
 
 
 def capacity(rows: Sequence[Row]) -> str:
-    """The largest batch of each step that fits: a column for each variant."""
+    """Return the largest batch of each step that fits: a column for each variant."""
     variants = text.variants(rows)
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -134,7 +134,7 @@ def capacity(rows: Sequence[Row]) -> str:
 
 
 def stacks(rows: Sequence[Row]) -> str:
-    """Times of stacks of layers: jaxnorm's, plain jnp's, and one over the other."""
+    """Return times of stacks of layers: jaxnorm's, plain jnp's, and their ratio."""
     body = []
     for row in rows:
         name = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['rows']} x {row['cols']}"
@@ -150,7 +150,7 @@ def stacks(rows: Sequence[Row]) -> str:
 
 
 def on_cpu(rows: Sequence[Row]) -> str:
-    """Times on a CPU beside a peer's; of each call forward, then forward and backward."""
+    """Return times on a CPU next to a peer's; for each call forward, then forward and backward."""
     body = []
     for row in rows:
         cell = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['shape']}"
@@ -166,14 +166,14 @@ def on_cpu(rows: Sequence[Row]) -> str:
 
 
 def compile_times(rows: Sequence[Row]) -> str:
-    """Seconds to a program: of single operations, and of training steps."""
+    """Return seconds from a call to a program: of single operations, and of training steps."""
     steps = [row for row in rows if row["op"] in STEPS]
     tables = (_of_operations([row for row in rows if row not in steps]), _of_steps(steps))
     return "\n\n".join(filter(None, tables))
 
 
 def _of_operations(rows: Sequence[Row]) -> str:
-    """The median of each provider and operation, the longest, and which cell that is."""
+    """Return the median of each provider and operation, the longest time, and its cell."""
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         of_provider = [row for row in rows if row["provider"] == provider]
@@ -187,7 +187,7 @@ def _of_operations(rows: Sequence[Row]) -> str:
 
 
 def _of_steps(rows: Sequence[Row]) -> str:
-    """Seconds of each part, and how many more they are than plain jnp's."""
+    """Return the seconds of each part, and the difference to plain jnp's total."""
     parts = ("trace", "lower", "compile", "total")
     totals = {row["op"]: float(row["total_s"]) for row in rows if row["provider"] == PLAIN}
     body = [
@@ -221,9 +221,9 @@ def _seconds(rows: Sequence[Row]) -> list[str]:
 def by_block(
     measured: Figures, directions: Sequence[str] = blocks.DIRECTIONS, *, medians: bool = False
 ) -> str:
-    """A table for each dtype and direction: jaxnorm's share of a copy, and its speed over others.
+    """Return jaxnorm's share of a copy and its speed over others, by dtype and direction.
 
-    Block by block the shapes, then their median; with `medians` that alone.
+    Each block has a row for each shape and one for their median; with `medians`, only the latter.
     """
     each = (
         _by_block(measured, direction, dtype, medians)
@@ -269,12 +269,12 @@ def _speed(mine: Figure, other: Figure | None) -> str:
 
 
 def _star(figure: Figure) -> str:
-    """Where the program also passes over whole arrays without computing."""
+    """Return a star if the program also passes over whole arrays without computing."""
     return "*" if figure.extra_passes else ""
 
 
 def losses(rows: Sequence[Row]) -> str:
-    """Time, share of the roof, jaxnorm's speed over it, and memory of each provider, by cell."""
+    """Return time, share of the roof, jaxnorm's relative speed, and memory of each provider."""
     of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
 
     def roof(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
@@ -288,7 +288,7 @@ def losses(rows: Sequence[Row]) -> str:
 
 
 def linear(rows: Sequence[Row]) -> str:
-    """As `losses`, with TFLOP/s, and the share of the product alone."""
+    """Return the same as `losses`, with TFLOP/s, and the share of the matmul alone."""
     found = figures.of_products(rows)
 
     def tflops(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
@@ -301,7 +301,7 @@ def linear(rows: Sequence[Row]) -> str:
 
 
 def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) -> str:
-    """The providers of a cell one after the other; `columns` beside time, speed and memory.
+    """Return a row for each provider of a cell, with `columns` beside time, speed and memory.
 
     A column is a function of the cell, the rows of its providers, and a provider.
     """
@@ -332,7 +332,7 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
 
 
 def failed(rows: Iterable[Row]) -> str:
-    """What providers could not do: how many cells for each reason."""
+    """Return what providers could not do: how many cells for each reason."""
     return text.table(
         ["provider: reason", "cells"],
         (

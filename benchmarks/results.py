@@ -1,7 +1,7 @@
-"""The CSV files of results, and what they were measured on.
+"""The CSV files of results, and the machine on which they were measured.
 
-Rows are dicts of text, as the csv module has them. Measuring a cell again appends a row: the last
-one counts.
+Rows are dicts of text, as in the csv module. Measuring a cell again appends a row; the last row
+counts.
 """
 
 import csv
@@ -26,7 +26,7 @@ def path(folder: Path, name: str) -> Path:
 
 
 def read(file: Path, columns: Sequence[str]) -> list[Row]:
-    """All rows, or none where there is no file; ValueError where its columns are others."""
+    """Return all rows, or none without a file; raise ValueError if its columns differ."""
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as lines:
@@ -40,12 +40,12 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row]:
-    """The last row of each key, in the order in which the keys came first."""
+    """Return the last row of each key, in the order in which the keys first occurred."""
     return {tuple(row[name] for name in key): row for row in rows}
 
 
 def append(file: Path, columns: Sequence[str], row: Row) -> None:
-    """Appends a row at once: what was measured survives whatever comes next."""
+    """Append a row at once, so that it survives a crash."""
     fresh = not file.exists()
     with file.open("a", newline="", encoding="utf-8") as lines:
         writer = csv.DictWriter(lines, columns, lineterminator="\n")
@@ -55,7 +55,7 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 
 
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """The suite's figures as text; those that were not measured are empty."""
+    """Return the suite's figures as text; figures that were not measured are empty."""
 
     def text(name: str, decimals: int) -> str:
         value = figures.get(name)
@@ -76,12 +76,12 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """The row that counts of each cell, whatever software measured it."""
+        """The row that counts of each cell, for any version of the software."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 
     def keys(self) -> set[tuple[str, ...]]:
-        """The keys (device, software and cell) that have a row."""
+        """Return the keys (device, software and cell) that have a row."""
         return set(latest(read(self.file, self.suite.columns), self.suite.key))
 
     def append(self, row: Row) -> None:
@@ -100,12 +100,12 @@ class Machine:
 
     @property
     def folder(self) -> str:
-        """Its name as a folder of results: "NVIDIA H200" is nvidia_h200."""
+        """The device's name as a folder: "NVIDIA H200" is nvidia_h200."""
         return re.sub(r"\W+", "_", self.device.lower())
 
 
 def this_machine() -> Machine:
-    """The first NVIDIA GPU, or the CPU. Asks the driver: JAX would take the GPU's memory."""
+    """Return the first NVIDIA GPU (from the driver: JAX would reserve its memory), or the CPU."""
     if shutil.which("nvidia-smi") is None:
         return Machine("cpu")
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
@@ -126,7 +126,7 @@ def gpus() -> int:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with "-dirty" where the kernels differ from it; "unknown" without git."""
+    """Return HEAD's short hash, with "-dirty" if the kernels differ, or "unknown" without git."""
     try:
         head = _git("rev-parse", "--short=7", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--", *_KERNELS) else "")

@@ -3,27 +3,30 @@
     python -m benchmarks.run                      everything, on one GPU; then the report
     python -m benchmarks.run --quick              a few shapes of everything
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
-    python -m benchmarks.run training --bars    the steps that have to reach something, and whether
+    python -m benchmarks.run training --bars      the steps with a goal, and whether they reach it
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
-cross-entropies and log-probabilities, and their memory; `linear`, a matrix product alone and after
-a norm; `training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms, their time, memory
-and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of
-many small norms; `compile`, seconds from a first call to its program, width by width, and of
-training steps; `cpu`, jaxnorm's plain JAX on the machine's CPU beside optax, jax.nn and Flax.
+cross-entropies and log-probabilities, and their memory; `linear`, a matmul alone and after a norm;
+`training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses;
+`capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of many small
+norms; `compile`, seconds from a first call to its program, width by width, and of training steps;
+`cpu`, jaxnorm's plain JAX on the machine's CPU next to optax, jax.nn and Flax.
 
-Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
-must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
-many bytes in the same process over the time measured. TFLOP/s are by 2 M N K of a product, of which
-forward and backward are three. `kernels` are those of a call, `extra_passes` those over whole
-arrays that copy, convert or transpose: a copy may be no kernel, and not timed. `temp_bytes` are
-beside operands and results: what XLA plans, and what torch allocates.
-Nothing compiles while a call is timed, but calls compile beside each other, in several processes
-(--workers): `compile_s` is what that takes, and of torch also the first call. Those of `linear`
-compile one after the other, since compilers try products on the GPU.
-On a machine without an NVIDIA GPU times are wall-clock times of the CPU. Rows already in the CSV
-files are not measured again.
+Kernel times come from CUPTI, on rotating buffers larger than the cache. GB/s are based on the least
+bytes that must move: for a block, each of its arrays once in each direction. `roof` is the time of
+a copy of as many bytes in the same process, divided by the measured time. TFLOP/s are based on 2 M
+N K per matmul; forward and backward are three matmuls. `kernels` is the number of kernels of a
+call. `extra_passes` counts passes over whole arrays that copy, convert or transpose; a copy may not
+be a kernel, and is then not timed. `temp_bytes` is memory beside operands and results: XLA's plan,
+or torch's allocations.
+
+Nothing compiles while a call is timed, but several processes compile calls at the same time
+(--workers). `compile_s` is the time that takes, including the first call for torch. Calls of
+`linear` are compiled one after the other, because compilers time matmuls on the GPU.
+
+On a machine without an NVIDIA GPU, times are wall-clock times of the CPU. Rows that are already in
+the CSV files are not measured again.
 """
 
 import argparse
@@ -48,12 +51,12 @@ from benchmarks.suites import OPS, SUITES, Cell, Selection, Suite, provider_name
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where figures come from and where they go."""
+    """The source and the destination of figures."""
 
     folder: Path
     machine: Machine
     commit: str
-    software: dict[str, str]  # of each provider that is installed
+    software: dict[str, str]  # of each installed provider
 
     def key(self, cell: Cell) -> tuple[str, ...]:
         fields = map(str, dataclasses.astuple(cell))
@@ -74,7 +77,7 @@ class Run:
         return Table(self.folder, SUITES[suite]).rows()
 
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
-        """The cells whose provider is installed and that have no row yet."""
+        """Return the cells whose provider is installed and that have no row yet."""
         done = set() if again else Table(self.folder, suite).keys()
         installed = (cell for cell in cells if provider_name(cell) in self.software)
         return [cell for cell in installed if self.key(cell) not in done]
@@ -83,7 +86,7 @@ class Run:
 def installed(
     folder: Path, on: Machine, commit: str, names: Iterable[str], console: Console
 ) -> dict[str, str]:
-    """Software of the providers; each gets a row in providers.csv, also one that is missing."""
+    """Return the software of the providers, and write a row for each (also if missing) to a CSV."""
     found = {}
     for name in names:
         status = OK
@@ -115,7 +118,7 @@ def measure(
     workers: int,
     limit_s: float,
 ) -> None:
-    """Measures the cells of each suite, one side after the other, and appends a row for each."""
+    """Measure the cells of each suite, one side after the other, and append a row for each."""
     task = progress.add_task("", total=sum(map(len, todo.values())))
     for name, cells in todo.items():
         suite = SUITES[name]
@@ -137,7 +140,7 @@ def _on_each_side(
 
 
 def line(suite: Suite, row: Row) -> str:
-    """A row for the terminal."""
+    """Return a row as text for the terminal."""
     asked = " ".join(row[f.name] for f in dataclasses.fields(suite.cell))
     got = (f"{name} {row[name]}" for name in suite.figures if row[name])
     return f"{suite.name}: {asked}: {', '.join(got) if row['status'] == OK else row['status']}"
@@ -158,7 +161,7 @@ def bar(console: Console) -> Progress:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; prints what was wrong with them and exits with 2 where they are bad."""
+    """Return the parsed arguments; print an error and exit with 2 if they are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
         description=__doc__,
@@ -286,7 +289,7 @@ def shape(text: str) -> workloads.Shape:
 
 
 def positive(kind: type[int] | type[float], expected: str) -> Callable[[str], Any]:
-    """What parses a positive number, or says what was expected."""
+    """Return a parser for positive numbers, whose error says what was expected."""
 
     def parse(text: str) -> Any:
         try:
@@ -330,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(str(error))
         return 2
     console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
-    # Interrupted, it reports what it has; the next run goes on from there.
+    # If it is interrupted, it reports the results so far; the next run continues from there.
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
         workers = given.workers or processes.default_workers(on)
         measure(run, todo, progress, workers=workers, limit_s=given.limit)

@@ -1,4 +1,4 @@
-"""What ``save="output"`` costs, and what it frees: tables of docs/numerics.md and docs/memory.md.
+"""The cost of ``save="output"``, and what it frees: tables of docs/numerics.md, docs/memory.md.
 
     python -m benchmarks.save errors
     python -m benchmarks.save memory
@@ -7,10 +7,10 @@
 JAX's autodiff of the plain formula in float64, at the exact values of the inputs.
 
 `memory`: compiled temp memory of 12 layers, in activations of rows x width (T*d) per layer. In a
-pre-norm block the norm's output is kept anyway, for the next product; saving it instead of the
-input frees one of them. Where the output is not kept anyway, it is one array for another. Nothing
-runs; the figures are those of the device's compiler, of the gradient with respect to the parameters
-of RMSNorms and matrices.
+pre-norm block, the norm's output is saved anyway for the next matmul. Saving it instead of the
+input therefore frees one activation. If the output is not saved anyway, saving it replaces one
+array by another. Nothing is executed: the figures are the plans of the device's compiler for the
+gradient with respect to the parameters of RMSNorms and matrices.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 
 
 def plain(x: Array, scale: Array, bias: Array | None) -> Array:
-    """The formula, for autodiff."""
+    """Compute the plain formula, for autodiff."""
     if bias is not None:
         x = x - jnp.mean(x, -1, keepdims=True)
     y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
@@ -92,7 +92,7 @@ def library(save: Save) -> Norm:
 
 
 def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
-    """(dx, dscale) as float64; x and dy have the case's values, whatever `dtype` computes with."""
+    """Return (dx, dscale) as float64; x and dy have the case's values for any `dtype`."""
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")
     p_dtype = "float64" if dtype == "float64" else "float32"
@@ -152,12 +152,12 @@ def post_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) 
 
 
 def sandwich(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
-    """Gemma's: a norm before a branch, and one after it."""
+    """Apply Gemma's block: a norm before a branch, and one after it."""
     return x + norm(mlp(norm(x, s1), w1, w2), s2)
 
 
 def qk_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
-    """Attention with norms of the queries and keys of each head; w1 makes both, x is the values."""
+    """Apply attention with QK norms; w1 makes queries and keys, and x is the values."""
     width = x.shape[-1]
     q, k = jnp.split((x @ w1).reshape(BATCH, -1, HEADS, 2 * width // HEADS), 2, axis=-1)
     q, k = norm(q, s1[: width // HEADS]), norm(k, s2[: width // HEADS])
@@ -187,7 +187,7 @@ def unrolled(layer: Callable[..., Array], params: Any, x: Array) -> Array:
 def temp_bytes(
     layer: Callable[..., Array], dtype: str, rows: int, width: int, *, scan: bool
 ) -> int:
-    """Parameters are stacked for a scan, else apart."""
+    """Return the temp memory; parameters are stacked for a scan, and separate otherwise."""
     shapes = [(width,), (width,), (width, 2 * width), (2 * width, width)]
     if scan:
         params: Any = [jax.ShapeDtypeStruct((LAYERS, *shape), dtype) for shape in shapes]
@@ -195,10 +195,10 @@ def temp_bytes(
         params = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((rows, width), dtype)
     step = jax.jit(jax.grad(functools.partial(scanned if scan else unrolled, layer)))
-    # XLA times matrix products and takes the fastest, whose workspace may be an activation's size.
+    # XLA's autotuning may choose a matmul whose workspace has the size of an activation.
     options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
     program = step.lower(params, x).compile(options)
-    memory: Any = program.memory_analysis()  # None where a backend does not tell
+    memory: Any = program.memory_analysis()  # None if a backend does not report it
     return int(memory.temp_size_in_bytes)
 
 

@@ -1,8 +1,8 @@
 """Stacks of small pre-norm residual layers: programs whose time is the host's, not the GPU's.
 
 A layer is ``x + gelu(norm(x) w) v`` with square matrices. A kernel costs the host more than one of
-XLA's own, which shows where arrays are small and a program has many of them. jaxnorm and plain jnp
-run in turn in one process, so that both meet the same machine.
+XLA's own kernels. This matters if arrays are small and a program has many of them. jaxnorm and
+plain jnp run alternately in one process, under the same conditions.
 """
 
 import functools
@@ -20,8 +20,8 @@ from benchmarks.workloads import PARAMETERS
 
 REPEATS, WARMUP = 200, 20
 
-# XLA times matrix products in many forms before it takes one; these take what cuBLAS takes by
-# itself, the same for both.
+# XLA's autotuning may choose different matmuls for the two programs. With these options, both use
+# cuBLAS's own choice.
 _OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 Figures = dict[str, float | None]
@@ -34,7 +34,7 @@ def stack(norm: Callable[..., jax.Array], x: jax.Array, layers: Sequence[Any]) -
 
 
 def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
-    """x and, for each layer, its matrices and its norm's parameters."""
+    """Return x, and the matrices and norm parameters of each layer."""
 
     def normal(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape, cell.dtype) / shape[0] ** 0.5
@@ -50,7 +50,7 @@ def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
 
 
 def program(cell: StackCell, name: str) -> Callable[..., Any]:
-    """Compiled: the stack with the provider's norm; forward, or its loss's gradients too."""
+    """Compile the stack with the provider's norm: forward, or with its loss's gradients."""
     norm = providers.function(name, cell.op, cell.dtype)
     step: Callable[..., Any] = functools.partial(stack, norm)
     if cell.direction != "fwd":
@@ -64,11 +64,11 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
 
 
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
-    """Median milliseconds of each program, from its call to its results; they take turns."""
+    """Return the median milliseconds of each program, from call to results, in alternation."""
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):
-        turns.reverse()  # neither is always the one that comes after the other
+        turns.reverse()  # neither always runs second
         for run, taken in turns:
             start = time.perf_counter()
             jax.block_until_ready(run(*arguments))
@@ -77,14 +77,14 @@ def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) ->
 
 
 def kernels_of(run: Callable[..., Any], arguments: Sequence[Any]) -> float | None:
-    """Milliseconds of all GPU kernels of a call; None on a CPU."""
+    """Return the milliseconds of all GPU kernels of a call, or None on a CPU."""
     if jax.default_backend() != "gpu":
         return None
     return timing.measure(run, [tuple(arguments)]).us / 1e3
 
 
 def prepare(cell: StackCell) -> Callable[[], Figures]:
-    """What measures a cell; compiles it, and plain jnp's."""
+    """Compile a cell and plain jnp's, and return a function that measures it."""
     programs = [program(cell, name) for name in (cell.provider, "jnp")]
 
     def figures() -> Figures:

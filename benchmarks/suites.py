@@ -1,4 +1,4 @@
-"""The suites: one for each CSV, with the cells that it asks for and the figures that it gets.
+"""The suites: one for each CSV, with the cells that it measures and the columns of figures.
 
 A cell is one question to one provider; its fields are columns of the CSV.
 """
@@ -36,14 +36,14 @@ class TimedCell(Workload):
 
     @property
     def workload(self) -> Workload:
-        """The question, the same for all providers."""
+        """The question, which is the same for all providers."""
         names = [field.name for field in dataclasses.fields(Workload)]
         return Workload(*(getattr(self, name) for name in names))
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapedCell:
-    """A block, a loss or a product."""
+    """A block, a loss or a matmul."""
 
     op: str
     direction: Direction
@@ -53,7 +53,7 @@ class ShapedCell:
 
     @property
     def workload(self) -> BlockWorkload | LossWorkload | LinearWorkload:
-        """The question, the same for all providers."""
+        """The question, which is the same for all providers."""
         return shaped_workload(self.op, self.direction, self.shape, self.dtype)
 
 
@@ -66,10 +66,10 @@ OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MO
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the command line asks for: `ops` also names blocks, losses, products and models.
+    """The selection on the command line; `ops` also names blocks, losses, matmuls and models.
 
-    `shapes` None: each suite's own. Of training steps `variants`, `remats` and `layers`, over each
-    number of `devices`, and with `bars` those alone that the bars compare.
+    If `shapes` is None, each suite uses its own. `variants`, `remats`, `layers` and `devices`
+    select training steps; with `bars`, only those that the bars compare.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
@@ -90,7 +90,7 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The shapes, for all but blocks, losses and products."""
+        """The shapes for all suites but blocks, losses and matmuls."""
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
     def takes(self, cell: TrainingCell) -> bool:
@@ -105,7 +105,7 @@ class Selection:
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
-        """The cells of some directions over the selection's shapes, or else over `shapes`."""
+        """Yield the cells of some directions over the selection's shapes, or else over `shapes`."""
         if self.rows_by_cols is not None:
             shapes = self.rows_by_cols
         elif self.quick:
@@ -126,15 +126,16 @@ class Suite:
     """One CSV.
 
     Attributes:
-      name: of the suite and of its CSV.
-      cell: what a row asks; its fields are columns.
-      figures: columns that are measured, and to how many decimals they are kept.
-      cells: the cells of a selection.
-      sides: where it can run.
-      batch: cells that a process compiles before it measures them.
-      alone: they are compiled one after the other, in one process. A compiler chooses a matrix
-        product by its time on the GPU.
-      in_turn: each process compiles its cells one after the other: that is what is measured.
+      name: the name of the suite and of its CSV.
+      cell: the question of a row; its fields are columns.
+      figures: the measured columns, and their decimals.
+      cells: returns the cells of a selection.
+      sides: the sides on which it can run.
+      batch: the cells that a process compiles before it measures them.
+      alone: the cells are compiled one after the other in one process, because a compiler chooses a
+        matmul by its time on the GPU.
+      in_turn: each process compiles its cells one after the other, because that is what is
+        measured.
     """
 
     name: str
@@ -157,7 +158,7 @@ class Suite:
 
 
 def provider_name(cell: Cell) -> str:
-    """The provider's name in PROVIDERS: "jaxnorm-norms" is a variant of jaxnorm."""
+    """Return the provider's name in PROVIDERS: "jaxnorm-norms" is a variant of jaxnorm."""
     return cell.provider.split("-")[0]
 
 

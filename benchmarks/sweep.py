@@ -1,11 +1,11 @@
-"""Times schedules of the kernels side by side: what their tables are made of.
+"""Times schedules of the kernels side by side; the schedule tables are based on such sweeps.
 
     python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm --out sweep.csv
 
-The file defines ``workloads()`` and, for one of them, ``schedules(workload)``. Each schedule is
-compiled, compared with XLA on the same operands, and timed as `benchmarks.run` times. `worst` is
-the largest difference from XLA's result, relative to its largest element: a schedule whose `worst`
-stands out is wrong, however fast.
+The file defines ``workloads()``, and ``schedules(workload)`` for each of them. Each schedule is
+compiled, compared with XLA on the same operands, and timed as in `benchmarks.run`. `worst` is the
+largest difference from XLA's result, relative to its largest element. A schedule whose `worst`
+stands out is wrong, however fast it is.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from jaxnorm_kernels import mosaic, xla
 KernelCall = KernelWorkload | LinearKernelWorkload
 
 PROCESSES = os.cpu_count() or 1
-_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # JAX vouches for neither in an export
+_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # JAX guarantees neither in an export
 _PASSES = ("forward", "backward", "rms_norm_linear_fwd")
-SHOWN = 4  # of the fastest schedules of a workload
+SHOWN = 4  # the fastest schedules of a workload that are shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A schedule's figures; `us` is NaN where it failed, with the reason in `status`."""
+    """The figures of a schedule. If it failed, `us` is NaN and `status` has the reason."""
 
     op: str
     direction: str
@@ -59,7 +59,7 @@ class Row:
 
 
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
-    """The implementation that has this schedule, with it instead of its table's."""
+    """Return the implementation that this schedule belongs to, with it instead of its table's."""
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
     passes = [n for n in _PASSES if hasattr(implementation, n)]
@@ -69,7 +69,7 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
 
 
 def lowered(workload: KernelCall, schedule: Any) -> bytearray:
-    """The call lowered for CUDA, which needs no GPU: seconds of Python, in a process of its own."""
+    """Lower a call for CUDA without a GPU, in a separate process: this takes seconds of Python."""
     jax.config.update("jax_platforms", "cpu")
     call = jax.jit(workload.function(with_schedule(schedule)))
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _MOSAIC_CALLS]
@@ -92,7 +92,7 @@ def difference(ours: Any, theirs: Any) -> float:
 
 
 def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator[Row]:
-    """XLA first, then each schedule; all on the same operands."""
+    """Measure XLA and then each schedule, on the same operands."""
     roof = timing.copy_roof(workload.bytes).us
     operands = [workload.operands(i) for i in range(calls.buffers_for(workload.bytes))]
     reference, xla_us = None, float("nan")
@@ -125,7 +125,7 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
 
 
 def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row]]:
-    """The rows of one workload after the other. Nothing compiles while one is timed."""
+    """Yield the rows of one workload after the other. Nothing compiles while one is timed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, spawn) as others, ThreadPoolExecutor(PROCESSES) as pool:
 
@@ -146,7 +146,7 @@ def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row
 
 
 def text_of(call: Row | KernelCall) -> str:
-    """Its shape."""
+    """Return the shape as text."""
     shape = call.shape
     return shape if isinstance(shape, str) else "x".join(map(str, shape))
 

@@ -1,4 +1,4 @@
-"""The text of results: Markdown tables, names, digits, and where figures come from."""
+"""The text of results: Markdown tables, names, digits, and the source of figures."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backw
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are figures."""
+    """Return a table whose first column is text and whose other columns are figures."""
     lines = [header, ("---", *["---:"] * (len(header) - 1)), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -23,7 +23,7 @@ def dtypes(x: str, y: str) -> str:
 
 
 def digits(value: float) -> str:
-    """With as many decimals, two at most, as make three digits."""
+    """Format a number with three significant digits, but at most two decimals."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
@@ -36,27 +36,27 @@ def gigabytes(size: str) -> str:
 
 
 def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
-    """Of a column, over plain jnp's."""
+    """Return the ratio of a column to plain jnp's."""
     if not row[column] or not plain.get(column):
         return "-"
     return f"{float(row[column]) / float(plain[column]):.2f}"
 
 
 def model(row: Row) -> str:
-    """Of a training step: its model, batch and length; layers are scanned where it says nothing."""
+    """Return a training step's model, batch, length and mesh, and how its layers are stacked."""
     size = f"{row['model']}, {row['batch']} x {MODELS[row['model']].seq}"
     size = f"{size}, {row['mesh']}" if row["mesh"] else size
     return size if row["layers"] == "scan" else f"{size}, {row['layers']}"
 
 
 def variants(rows: Iterable[Row]) -> list[str]:
-    """Those of models of which there is a row, in their order."""
+    """Return the variants of models that have a row, in their order."""
     there = {row["provider"] for row in rows}
     return [name for name in VARIANTS if name in there]
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    """Where figures come from: device, software, commits."""
+    """Return the source of figures: device, software, commits."""
 
     def values(column: str) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
@@ -69,6 +69,6 @@ def provenance(rows: Sequence[Row]) -> str:
 
 
 def notes(measured: Figures) -> str:
-    """What has to be known of the providers that were measured."""
+    """Return caveats about the measured providers."""
     there = {name for answers in measured.values() for name in answers}
     return " ".join(p.note for name, p in PROVIDERS.items() if name in there and p.note)

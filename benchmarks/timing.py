@@ -1,6 +1,6 @@
-"""Kernel time of JAX programs on a GPU, by CUPTI, on buffers that are not in its cache.
+"""Kernel time of JAX programs on a GPU, from CUPTI, on buffers that are not in its cache.
 
-On a CPU, which has no kernels to count, it is wall-clock time: enough to try the harness.
+On a CPU, which has no kernels to count, it is wall-clock time, which suffices to test the harness.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Operands = Sequence[tuple[Any, ...]]
 
 
 def measure(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Times a compiled function on each of `operands` in turn."""
+    """Time a compiled function on each of `operands` in turn."""
     for operand in operands:
         jax.block_until_ready(function(*operand))
     if jax.default_backend() != "gpu":
@@ -35,8 +35,8 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
 
 @contextlib.contextmanager
 def kernels() -> Iterator[list[tuple[str, float]]]:
-    """Name and microseconds of each GPU kernel that runs and ends inside, once it is left."""
-    # The only CUPTI hook that counts single kernels.
+    """Collect the name and microseconds of each GPU kernel that runs inside, complete on exit."""
+    # The only CUPTI hook that reports single kernels.
     cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     ran: list[tuple[str, float]] = []
     cupti._cupti_init()
@@ -47,7 +47,7 @@ def kernels() -> Iterator[list[tuple[str, float]]]:
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Median microseconds from a call to its result, on operands that are warm."""
+    """Return the median microseconds from a call to its result, on operands in the cache."""
     return calls.wall_us(
         lambda i: jax.block_until_ready(function(*operands[i % len(operands)])), count
     )
@@ -55,7 +55,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.cache
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compiled: what makes an array, and what copies it; `size` bytes are read and written."""
+    """Compile functions that make and copy an array; the copy moves `size` bytes in all."""
     words, _ = calls.words_for(size)
     fill = jax.jit(lambda i: jnp.full(words, i, jnp.uint32)).lower(0).compile()
     copy = jax.jit(lambda x: x ^ 1).lower(jax.ShapeDtypeStruct((words,), jnp.uint32)).compile()
@@ -64,7 +64,7 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """A kernel that reads and writes `size` bytes in all, as fast as XLA can."""
+    """Time a kernel that reads and writes `size` bytes in all, as fast as XLA can."""
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
     return copied.times(calls.words_for(size)[1])

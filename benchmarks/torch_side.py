@@ -1,4 +1,4 @@
-"""Measures the providers on torch, in processes of their own."""
+"""Measures the providers that use torch, in separate processes."""
 
 import functools
 import gc
@@ -28,16 +28,16 @@ THREADS = 1  # torch compiles one call at a time
 def random_inputs(
     workload: Workload | ShapedWorkload, parameter_dtype: str, sets: int
 ) -> list[Inputs]:
-    """Normal rows and weights, parameters near 1, masks that keep most, labels of any class."""
+    """Return normal rows and weights, parameters near 1, mostly True masks, and random labels."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(shape: tuple[int, ...], dtype: str, size: float = 1) -> Tensor:
         wanted = getattr(torch, dtype)
         if dtype == "bool":
             return torch.rand(shape, generator=generator, device=DEVICE) < 0.8
-        if dtype == "int32":  # torch's own losses take none but 64-bit labels
+        if dtype == "int32":  # torch's own losses require 64-bit labels
             return torch.randint(int(size), shape, generator=generator, device=DEVICE)
-        if size != 1:  # as torch.nn.Linear keeps a weight: transposed
+        if size != 1:  # as torch.nn.Linear stores a weight: transposed
             return normal(shape[::-1], dtype).mul_(size).t()
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=wanted)
 
@@ -53,7 +53,7 @@ def random_inputs(
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
-    """As many as keep calls out of the cache."""
+    """Return enough inputs to keep calls out of the cache."""
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
@@ -83,14 +83,14 @@ def forward_and_backward(
     f: Callable[..., Any], leaves: Tensors, cotangents: Tensors
 ) -> tuple[Any, Tensors]:
     results = f(*leaves)
-    # A mean has none: a constant 1, as of Tensor.backward.
+    # A mean has no cotangent: use a constant 1, as Tensor.backward does.
     return results, torch.autograd.grad(results, floating(leaves), cotangents or None)
 
 
 def calls_of(
     cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """The function to time and its operands, of a provider's function."""
+    """Return the function to time and its operands, from a provider's function."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
     leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
@@ -104,7 +104,7 @@ def parameter_dtype(cell: Timed) -> str:
 
 
 def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
-    """The provider's function, and seconds until its first result: torch compiles on call."""
+    """Return the provider's function, and seconds to its first result (torch compiles on call)."""
     start = time.perf_counter()
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
@@ -113,7 +113,7 @@ def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
     return f, time.perf_counter() - start
 
 
-# Timing: that of timing.py, by torch's profiler.
+# Timing, like timing.py but with torch's profiler.
 
 
 def synchronize() -> None:
@@ -122,7 +122,7 @@ def synchronize() -> None:
 
 
 def timed(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Times a function on each of `operands` in turn; wall-clock time on a CPU."""
+    """Time a function on each of `operands` in turn; on a CPU, wall-clock time."""
     for operand in operands:
         function(*operand)
     synchronize()
@@ -137,7 +137,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
     kernels = [
         event
         for event in profiled.events()
-        # Annotations span the kernels they name: counting both would count twice.
+        # Annotations span the kernels that they name: counting both would count twice.
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     kernels.sort(key=lambda event: event.time_range.start)
@@ -145,7 +145,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
 
 
 def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
-    """What a call takes at its peak beside its operands and results; None on a CPU."""
+    """Return the peak memory of a call beside its operands and results, or None on a CPU."""
     if DEVICE == "cpu":
         return None
     synchronize()
@@ -153,12 +153,12 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # until here: they are no temporaries
+    del results  # only now: results are not temporaries
     return temp
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Median microseconds from a call to its result, on operands that are warm."""
+    """Return the median microseconds from a call to its result, on operands in the cache."""
 
     def call(i: int) -> None:
         function(*operands[i % len(operands)])
@@ -169,7 +169,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """A copy that reads and writes `size` bytes in all, by Tensor.copy_."""
+    """Time a copy that reads and writes `size` bytes in all, by Tensor.copy_."""
     words, factor = calls.words_for(size)
     pairs = [
         tuple(torch.full((words,), i, dtype=torch.int32, device=DEVICE) for _ in range(2))
@@ -187,18 +187,18 @@ def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
-        rotating_inputs.cache_clear()  # the workload's other providers get what it got
+        rotating_inputs.cache_clear()  # the workload's other providers get equal inputs
     return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """What measures a cell. It keeps what torch compiles in the first call, and no operands."""
+    """Return a function that measures a cell; it holds what torch compiled, but no operands."""
     f, compile_s = compiled(cell)
     return functools.partial(kernel_time, cell, f, compile_s)
 
 
 def release() -> None:
-    """Gives the GPU's memory back, to other cells and other processes."""
+    """Free the GPU's memory for other cells and other processes."""
     rotating_inputs.cache_clear()
     gc.collect()
     if DEVICE == "cuda":
@@ -206,10 +206,10 @@ def release() -> None:
 
 
 def crowds_others() -> bool:
-    """Whether it holds the GPU's memory all the same."""
+    """Return True if the process still holds the GPU's memory."""
     return False
 
 
 def needs_restart(error: Exception) -> bool:
-    """Whether the process cannot use the GPU any more: CUDA's errors stick to their context."""
+    """Return True if the process cannot use the GPU any more: CUDA's errors are permanent."""
     return "CUDA error" in str(error)

@@ -1,4 +1,4 @@
-"""A training step of the models of language_models.py: its time, its memory, its losses."""
+"""A training step of the models of language_models.py: its time, memory and losses."""
 
 import contextlib
 import functools
@@ -18,25 +18,25 @@ from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
-KERNEL_STEPS = 10  # whose kernels are timed
-_SPLIT_FROM = 100_000  # elements of an array that a mesh splits
-_GUESSES = 8  # along the line; after them the interval is halved
+KERNEL_STEPS = 10  # steps whose kernels are timed
+_SPLIT_FROM = 100_000  # elements from which a mesh shards an array
+_GUESSES = 8  # guesses by linear interpolation; after them, bisection
 
-# XLA times matrix products in many forms before it takes one, and that may come with a workspace of
-# an activation's size. These are what cuBLAS takes by itself: the same for every variant.
+# XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
+# options, every variant uses cuBLAS's own choice.
 _GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 
 class Step:
-    """A training step, which is compiled when it is first asked for, and what it takes.
+    """A training step, compiled at its first use, and its inputs.
 
     Attributes:
-      run: of the state, which it overwrites, and tokens; the state and the loss.
-      options: XLA's, with which it is compiled.
-      initial: makes the first state.
-      batch: makes the tokens of a step, by its number.
+      run: a function from the state, which it overwrites, and tokens to the state and the loss.
+      options: XLA's compile options.
+      initial: returns the first state.
+      batch: returns the tokens of a step, by its number.
 
-    On a mesh, `shardings` says how the state and the tokens of a batch lie.
+    On a mesh, `shardings` determines the shardings of the state and of the tokens of a batch.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Step:
         return params, language_models.OPTIMIZER.init(params)
 
     def _batch(self, step: int) -> jax.Array:
-        """Tokens whose frequencies fall as 1 / (1 + token): those are what there is to learn."""
+        """Return tokens with frequencies that fall as 1 / (1 + token), so that losses fall."""
         uniform = jax.random.uniform(jax.random.key(step), self._batch_shape)
         vocabulary = self.model.size.vocabulary
         tokens = jnp.exp(uniform * jnp.log(vocabulary + 1.0)).astype(jnp.int32) - 1
@@ -97,23 +97,23 @@ class Step:
 
     @property
     def _memory(self) -> Any:
-        """None where a backend does not tell; those of CPUs and GPUs do."""
+        """XLA's memory plan, or None if a backend does not report it; CPUs and GPUs do."""
         return self.run.memory_analysis()
 
     @property
     def temp_bytes(self) -> int:
-        """What XLA plans for intermediates."""
+        """XLA's plan for intermediates."""
         return int(self._memory.temp_size_in_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, results that are not written over them, and temp: what has to fit."""
+        """Arguments, results that do not overwrite them, and temp memory: what must fit."""
         m = self._memory
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
 
     def times(self, steps: int) -> tuple[State, list[float], list[float]]:
-        """The state after so many steps; milliseconds of each to its results, and its loss."""
+        """Run steps; return the state, the milliseconds of each step, and its loss."""
         state, times, losses = self.initial(), [], []
         for i in range(steps):
             tokens = jax.block_until_ready(self.batch(i))
@@ -124,7 +124,7 @@ class Step:
         return state, times, losses
 
     def kernels(self, state: State) -> list[tuple[str, float]]:
-        """Names and microseconds of the GPU kernels of KERNEL_STEPS steps."""
+        """Return names and microseconds of the GPU kernels of KERNEL_STEPS steps."""
         tokens = jax.block_until_ready(self.batch(0))
         with timing.kernels() as ran:
             for _ in range(KERNEL_STEPS):
@@ -134,7 +134,7 @@ class Step:
 
 
 def speed(step: Step) -> Figures:
-    """A step's median time, also of its kernels on each device, its memory, and losses."""
+    """Return a step's median time, the time of its kernels per device, its memory and losses."""
     state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
     on_gpu = jax.default_backend() == "gpu"
@@ -151,14 +151,14 @@ def speed(step: Step) -> Figures:
 
 
 def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
-    """Shardings of a state and of a batch over so many devices (FSDP).
+    """Return the shardings of a state and of a batch over this many devices (FSDP).
 
-    Batches are split along their sequences. An array of 100,000 elements or more is split along its
-    last axis that the devices divide, and other arrays are whole on each device.
+    Batches are sharded along their sequences. An array of 100,000 elements or more is sharded along
+    its last axis that the devices divide; other arrays are replicated.
     """
     if devices == 1:
         return lambda state: (None, None)
-    with contextlib.suppress(RuntimeError):  # JAX has its devices already.
+    with contextlib.suppress(RuntimeError):  # JAX has already initialised its devices.
         jax.config.update("jax_num_cpu_devices", devices)
     if len(jax.devices()) < devices:
         raise ValueError(f"got {len(jax.devices())} devices; expected {devices} for this mesh")
@@ -179,7 +179,10 @@ def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
 
 
 def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
-    """What measures a cell of "training", or of "capacity", which runs nothing; compiles it."""
+    """Compile a cell of "training" or "capacity", and return a function that measures it.
+
+    "capacity" runs nothing.
+    """
     step = Step(cell, cell.batch, over(cell.devices))
     if suite == "training":
         _ = step.run, step.initial, step.batch
@@ -193,10 +196,10 @@ def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
 
 
 def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:
-    """The largest n with ``used(n) <= limit``, or 0; `used` grows, more or less along a line.
+    """Return the largest n with ``used(n) <= limit``, or 0, for a `used` that grows about linearly.
 
-    For where asking is dear; ``known`` holds at least one value of ``used``. The answer is exact
-    however `used` bends: n was asked and fits, n + 1 was asked and does not.
+    `used` is expensive, and ``known`` holds at least one of its values. The result is exact for any
+    growing `used`: it was evaluated at n, which fits, and at n + 1, which does not.
     """
     values = dict(known)
     while True:
@@ -213,6 +216,6 @@ def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) ->
 
 
 def _on_the_line(values: Mapping[int, int], limit: int) -> int:
-    """Where the line through the two values next to the limit reaches it."""
+    """Return where the line through the two values next to the limit reaches the limit."""
     (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
     return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))

@@ -1,4 +1,4 @@
-"""Times of the Triton kernels over XLA's, from committed results: they choose the defaults.
+"""The Triton kernels' times relative to XLA's, from committed results: they decide the defaults.
 
 python -m benchmarks.triton_defaults          prints the table of docs/platforms.md
 python -m benchmarks.triton_defaults --write  writes it there, and `timings.TIMINGS`
@@ -25,7 +25,7 @@ FOLDER = RESULTS / "nvidia_h100_80gb_hbm3_triton"
 PAGE = ROOT / "docs/platforms.md"
 _MARKS = ("<!-- triton:begin -->", "<!-- triton:end -->")
 
-#: The calls of `jaxnorm_kernels.timings` that the operations, blocks and losses are made of.
+#: For each operation, block and loss, the calls of `jaxnorm_kernels.timings` that it consists of.
 CALLS = {
     "softmax": "softmax",
     "log_softmax": "log_softmax",
@@ -53,8 +53,9 @@ Times = dict[tuple[str, ...], dict[str, float]]
 def times(folder: Path) -> Times:
     """Return microseconds of forward and backward together, by call and workload, by provider.
 
-    A plain function's time is the sum of two kernels' times, which are timed one by one. Rows that
-    are no multiple of 16 bytes are left out: their softmaxes and norms are XLA's by default.
+    The time of a plain function is the sum of its two kernels, which are timed separately. Rows
+    that are not a multiple of 16 bytes are left out: the default runs their softmaxes and norms in
+    XLA.
     """
     found: Times = defaultdict(dict)
     for suite in ("blocks", "loss"):
@@ -84,7 +85,7 @@ def times(folder: Path) -> Times:
 
 
 def ratios(measured: Times, provider: str) -> dict[str, Timing]:
-    """The provider's time over XLA's, by call, where `triton_sm80` was timed."""
+    """Return the provider's time over XLA's, by call, for cells with a time of `triton_sm80`."""
     found = defaultdict(list)
     for (call, *_), us in measured.items():
         if {provider, "triton_sm80", "xla"} <= us.keys():
@@ -97,7 +98,7 @@ def ratios(measured: Times, provider: str) -> dict[str, Timing]:
 
 
 def table(folder: Path = FOLDER) -> str:
-    """The table of docs/platforms.md."""
+    """Return the table of docs/platforms.md."""
     measured = times(folder)
     columns = [ratios(measured, name) for name in ("triton_sm80", "triton_sm90", "mosaic")]
 
@@ -127,7 +128,7 @@ def _rows(folder: Path, suite: str) -> list[Row]:
 
 
 def write() -> None:
-    """Writes the entries of `timings.TIMINGS`, and the table of the page."""
+    """Write the entries of `timings.TIMINGS`, and the table of the page."""
     entries = "".join(
         f'    "{call}": Timing({timing.ratio}, {timing.least}, {timing.most}),\n'
         for call, timing in ratios(times(FOLDER), "triton_sm80").items()

@@ -1,4 +1,4 @@
-"""Triton kernels that one machine compiles and another runs, although it has no Triton.
+"""Triton kernels that one machine compiles, and another machine runs without Triton.
 
 A folder holds compiled kernels for one GPU: a file for each launch, named after the kernel and a
 hash of everything that the launch depends on. `recording` fills the folder on a machine with Triton
@@ -7,8 +7,8 @@ and without a GPU. `replaying` takes launches from it on a machine with a GPU an
     JAX_PLATFORMS=cpu python -m benchmarks.triton_programs FOLDER blocks loss --dtypes bfloat16
 
 compiles what ``TRITON_PROGRAMS=FOLDER python -m benchmarks.run blocks loss --dtypes bfloat16``
-times of the providers `triton_sm80` and `triton_sm90`. The tests' kernels are compiled by ``pytest
---export-triton`` (see CONTRIBUTING.md).
+times for the providers `triton_sm80` and `triton_sm90`. The tests' kernels are compiled by ``pytest
+--export-triton`` (see docs/testing.md).
 """
 
 import argparse
@@ -82,7 +82,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A text that is the same in every process for equal values, and another one for others."""
+    """Return a text that is equal for equal values, in every process, and differs for others."""
     match value:
         case None | bool() | int() | float() | str():
             return repr(value)
@@ -109,10 +109,10 @@ def _text(value: Any) -> str:
 
 @contextlib.contextmanager
 def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
-    """Compiles every Triton kernel that is launched for `gpu`, and computes with XLA.
+    """Compile every Triton kernel that is launched for `gpu`, and compute with XLA.
 
     Args:
-      folder: gets the compiled kernels; it may have some already.
+      folder: gets the compiled kernels; it may already contain some.
       gpu: an entry of `GPUS`.
     """
     triton = importlib.import_module("jaxnorm_kernels.triton")
@@ -135,12 +135,12 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return [jnp.zeros(out.shape, out.dtype) for out in out_type]
 
     def of_contract(kernel: Any, formula: Any) -> Any:
-        """A pass of the contract: launches the kernel, and returns what XLA computes."""
+        """Return a pass that launches the kernel and returns what XLA computes."""
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
-                return kernel(*arrays, spec, **schedule)  # zeros: xla takes no such view
+                return kernel(*arrays, spec, **schedule)  # zeros: xla does not support this view
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
             if (shared := spec.norm.table_rows) is not None:
@@ -151,7 +151,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return call
 
     def of_call(call: Call, name: str) -> Any:
-        """A pass of a public function: likewise."""
+        """Return the same for a pass of a public function."""
         if name != "triton":
             return kernel_of(call, name)
 
@@ -182,7 +182,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """The row of an operand that belongs to each row of x."""
+    """Return the operand's row for each row of x."""
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
@@ -217,7 +217,7 @@ def _compiled(one: Launch) -> bytes:
 
 
 def _only_call(module: Any) -> Any:
-    """The only custom call in a module."""
+    """Return the only custom call in a module."""
     (call,) = (
         op
         for function in module.body.operations
@@ -237,10 +237,10 @@ def opaque(call: Any) -> bytes:
 
 
 def replay(folder: Path) -> None:
-    """From now on takes Triton kernels from `folder`; this process must not have imported Triton.
+    """Take Triton kernels from `folder` from now on; Triton must not have been imported yet.
 
-    Stand-ins take the place of the modules `triton` and `jax_triton`. All else of
-    `jaxnorm_kernels.triton` is as it is: schedules, launches, and what is refused.
+    Stand-ins replace the modules `triton` and `jax_triton`. The rest of `jaxnorm_kernels.triton` is
+    unchanged: schedules, launches and refusals.
     """
     if "jaxnorm_kernels.triton" in sys.modules:
         raise RuntimeError("the Triton kernels are imported already; replay the programs before")
@@ -259,7 +259,7 @@ def replay(folder: Path) -> None:
     others = {module.__name__: sys.modules.get(module.__name__) for module in stand_ins}
     sys.modules.update({module.__name__: module for module in stand_ins})
     importlib.import_module("jaxnorm_kernels.triton")
-    # Whatever else imports Triton in this process gets its own.
+    # Other code that imports Triton in this process gets the real one.
     for name in ("triton", "triton.language"):
         sys.modules.pop(name)
         if (other := others[name]) is not None:
@@ -275,7 +275,7 @@ def replayed() -> list[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class _Replay:
-    """Stands in for ``jax_triton.triton_call``: launches kernels from a folder."""
+    """A replacement of ``jax_triton.triton_call`` that launches kernels from a folder."""
 
     folder: Path
 
@@ -309,7 +309,7 @@ class _Kernel:
 
 
 class _Language(types.ModuleType):
-    """`triton.language`: names in annotations, and constants of kernels."""
+    """A stand-in for `triton.language`: names in annotations, and constants of kernels."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -327,7 +327,7 @@ def _software() -> str:
 
 
 def sources() -> str:
-    """A hash of the Triton kernels' source: a launch's name says all else that matters."""
+    """Return a hash of the Triton kernels' source, which the names of launches do not contain."""
     (root,) = map(Path, jaxnorm_kernels.__path__)
     texts = (file.read_bytes() for file in sorted(root.glob("triton/*.py")))
     return hashlib.sha256(b"".join(t for t in texts if b"@triton.jit" in t)).hexdigest()
@@ -369,7 +369,7 @@ def _patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def gpu_of(text: str) -> tuple[int, int, int]:
-    """The GPU that an argument names, or describes by three numbers."""
+    """Return the GPU that an argument names, or describes by three numbers."""
     if text in GPUS:
         return GPUS[text]
     if re.fullmatch(r"\d+,\d+,\d+", text):
@@ -382,8 +382,8 @@ def gpu_of(text: str) -> tuple[int, int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles the Triton kernels of benchmarks, for each GPU of `SIDES`."""
-    run = importlib.import_module("benchmarks.run")  # it imports the providers, and they this
+    """Compile the Triton kernels of benchmarks, for each GPU of `SIDES`."""
+    run = importlib.import_module("benchmarks.run")  # an import circle
     suites = importlib.import_module("benchmarks.suites")
     jax_side = importlib.import_module("benchmarks.jax_side")
     folder, *rest = sys.argv[1:] if argv is None else argv

@@ -1,6 +1,6 @@
-"""What the variants of a model differ in: norms, loss, and what products keep of their inputs.
+"""The functions in which variants of a model differ: norms, loss, and residuals of matmuls.
 
-In shapes B is sequences, S their length, d the width, H heads of size D, and f an MLP's hidden
+In shapes, B is sequences, S their length, d the width, H heads of size D, and f an MLP's hidden
 features. Weights are float32, and are cast to x's dtype. The scopes are names in a profile.
 """
 
@@ -18,7 +18,7 @@ Array = jax.Array
 
 @jax.named_scope("norm")
 def rms_norm(x: Array, scale: Array) -> Array:
-    """As Flax computes it."""
+    """Compute RMSNorm as Flax does."""
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
     return (wide * (rstd * scale)).astype(x.dtype)
@@ -26,7 +26,7 @@ def rms_norm(x: Array, scale: Array) -> Array:
 
 @jax.named_scope("norm")
 def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
-    """As Flax computes it: the variance is a difference of means, which one pass gives."""
+    """Compute LayerNorm as Flax does: the variance is a difference of means, in one pass."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     mean_of_squares = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -36,7 +36,7 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
 
 
 def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """The residual addition before a norm, as two steps."""
+    """Return the residual addition before a norm, as two steps."""
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
         h = x + residual
@@ -47,13 +47,13 @@ def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
 
 @jax.named_scope("attention")
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary position embedding of queries or keys (B, S, H, D); cos and sin are (S, 1, D / 2)."""
+    """Apply rotary position embedding to queries or keys (B, S, H, D), by (S, 1, D / 2) tables."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def then_rotated(norm: Callable[..., Array]) -> Callable[..., Array]:
-    """The rotation after a norm over each head, as two steps."""
+    """Return the rotation after a norm over each head, as two steps."""
 
     def norm_rope(x: Array, scale: Array, cos: Array, sin: Array) -> Array:
         return rotated(norm(x, scale), cos, sin)
@@ -86,7 +86,7 @@ def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
 
 
 def heads_linear(x: Array, weight: Array) -> Array:
-    """The output projection of attention: x (B, S, H, D) by weight (H D, d)."""
+    """Apply the output projection of attention: x (B, S, H, D) by weight (H D, d)."""
     return linear(x.reshape(*x.shape[:2], -1), weight)
 
 
@@ -107,28 +107,30 @@ def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
 
 
 def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A product that keeps its operands as they are, which others keep anyway.
+    """Return a matmul that saves only its operands, which are saved anyway.
 
-    A scan would also keep the weight as it is cast, and attention's result with its heads side by
-    side. Unrolled, XLA may take the forward's: no barrier.
+    Otherwise a scan would also save the cast weight, and attention's result with its heads joined.
+    In unrolled layers, XLA may reuse the forward's values, so there is no barrier.
     """
     return jax.checkpoint(product, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Whose functions a model uses.
+    """The functions that a model uses.
 
     Attributes:
-      rms_norm, layer_norm: of x and its parameters.
-      add_rms_norm, add_layer_norm: of x, residual and parameters; give the norm of their sum, and
-        the sum.
-      rms_norm_rope: of queries or keys (B, S, H, D), the scale of their norm, cos and sin.
-      loss: of the last hidden states (B, S, d), the embedding (V, d) and labels (B, S); its mean.
-      linear: of x (B, S, d) and weight.
-      gated_linear: of gate and up (B, S, f), and weight (f, d).
-      activation_linear: of x (B, S, f), weight (f, d) and bias (d,).
-      heads_linear: of attention's result (B, S, H, D) and weight (H D, d).
+      rms_norm, layer_norm: functions of x and parameters.
+      add_rms_norm, add_layer_norm: functions of x, residual and parameters, which return the norm
+        of the sum, and the sum.
+      rms_norm_rope: a function of queries or keys (B, S, H, D), the scale of their norm, cos and
+        sin.
+      loss: the mean loss, from the last hidden states (B, S, d), the embedding (V, d) and labels
+        (B, S).
+      linear: a function of x (B, S, d) and weight.
+      gated_linear: a function of gate and up (B, S, f), and weight (f, d).
+      activation_linear: a function of x (B, S, f), weight (f, d) and bias (d,).
+      heads_linear: a function of attention's result (B, S, H, D) and weight (H D, d).
     """
 
     rms_norm: Callable[..., Array]

@@ -1,17 +1,17 @@
-"""One side's process: compiles a batch of cells, and measures them when its parent says so.
+"""A process of one side, which compiles a batch of cells and measures them on request.
 
     python -m benchmarks.worker jax 2
 
-JAX and torch each take the GPU's memory, and a bad kernel takes its process with it: so each side
-has processes of its own. The number is how many cells one of them compiles at once.
+JAX and torch each take the GPU's memory, and a bad kernel can crash its process, so each side has
+separate processes. The number is how many cells a process compiles at once.
 
-Its parent writes a line for each step, and it answers with JSON objects, one on each line:
+The parent writes a line for each step. The process answers with JSON objects, one per line:
 
     {"suite": name, "cells": [...]}   ->  {} when the cells are compiled
     anything: its turn                ->  {"figures": {...}, "status": "ok" or a reason} for each
                                           cell, in order; {} when it has given back their memory
 
-and so on, until there are no more lines.
+This continues until there are no more lines.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ from typing import Any, TextIO
 from benchmarks import program_folders
 from benchmarks.suites import SUITES, Cell
 
-RESTART = 75  # exit code: the cells that are left need another process
+RESTART = 75  # exit code: the remaining cells need another process
 REASON_LENGTH = 200
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # a terminal's; QuACK's errors have some
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; QuACK's errors contain some
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """What is kept of an error. The error itself would keep the operands of its frames."""
+    """The saved part of an error. The error itself would keep the operands of its frames alive."""
 
     status: str
     restart: bool  # the GPU's context is lost
 
 
 class Absent:
-    """A side that cannot be imported: each of its cells says why."""
+    """A side that cannot be imported: each of its cells reports the reason."""
 
     THREADS = 1
 
@@ -74,7 +74,7 @@ def import_side(name: str) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """One line that names the error; of a group, its first error."""
+    """Return one line that describes the error; for a group, its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [""]
@@ -84,17 +84,17 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
-    """What a step returns, or Failed: a failing cell is a row, not the end of the run."""
+    """Return the result of a step, or Failed: a failing cell is a row, not the end of the run."""
     try:
         return step(*arguments)
     except Exception as error:
         failed = Failed(reason(error), side.needs_restart(error))
-    side.release()  # what the failed cell held, now that its error is gone
+    side.release()  # free the memory of the failed cell, now that its error is gone
     return failed
 
 
 def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list[Any]:
-    """What measures each cell, compiled; or Failed."""
+    """Return a compiled function that measures each cell, or Failed."""
 
     def prepare(cell: Cell) -> Any:
         return attempt(side, side.prepare, suite, cell)
@@ -110,7 +110,7 @@ def say(out: TextIO, answer: dict[str, Any]) -> None:
 
 
 def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
-    """Answers each cell; False where one has lost the GPU's context, and with it those after it."""
+    """Answer each cell; return False if one has lost the GPU's context, and with it the rest."""
     for measure in measures:
         got = measure if isinstance(measure, Failed) else attempt(side, measure)
         if isinstance(got, Failed):
@@ -123,7 +123,7 @@ def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
 
 
 def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
-    """Serves batches until there are no more; returns the exit code."""
+    """Serve batches until there are no more; return the exit code."""
     threads = min(threads, side.THREADS)
     for line in iter(requests.readline, ""):
         request = json.loads(line)
@@ -131,7 +131,7 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
         cells = [suite.cell(**cell) for cell in request["cells"]]
         measures = prepared(side, suite.name, cells, 1 if suite.alone or suite.in_turn else threads)
         lost = any(isinstance(m, Failed) and m.restart for m in measures)
-        if lost and len(cells) > 1:  # which of them did it, the parent finds out one at a time
+        if lost and len(cells) > 1:  # the parent then runs them one at a time
             return RESTART
         side.release()
         say(out, {})
@@ -148,14 +148,14 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
 
 
 def main() -> int:
-    # What libraries read and print is no part of the talk with the parent.
+    # Libraries must not read from or print into the communication with the parent.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.enable(all_threads=False)  # where it was when it crashed, or was aborted
+    faulthandler.enable(all_threads=False)  # reports where a process crashed, or was aborted
     return work(import_side(sys.argv[1]), requests, out, threads=int(sys.argv[2]))
 
 
 if __name__ == "__main__":
-    os._exit(main())  # libraries' own clean-up can hang where the GPU's context is lost
+    os._exit(main())  # libraries' own clean-up can hang after the GPU's context is lost

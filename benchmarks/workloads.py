@@ -1,6 +1,7 @@
-"""What is timed: operations, shapes and dtypes, and the least bytes that each must move.
+"""The timed operations, shapes and dtypes, and the least bytes that each must move.
 
-Free of JAX and torch: both sides, and the process that starts them, share it.
+This module does not import JAX or torch, because both sides, and the process that starts them,
+share it.
 """
 
 import abc
@@ -12,15 +13,15 @@ from typing import Any, ClassVar, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
-Shape = tuple[int, ...]  # rows x cols, but for blocks, losses and products
-# Shape and dtype; and of integers how many there are, from 0, of weights their deviation.
+Shape = tuple[int, ...]  # rows x cols, except for blocks, losses and matmuls
+# Shape and dtype; then, for integers, their range from 0; for weights, their deviation.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
 PARAMETERS = {"softmax": 0, "log_softmax": 0, "rms_norm": 1, "layer_norm": 2}
 
-# rows x cols. A row of the table is one question.
+# rows x cols. Each row of the table answers one question.
 GRID: dict[str, list[Shape]] = {
     "narrow rows": [(32768, n) for n in (128, 256, 512, 768)],
     "powers of two": [
@@ -51,9 +52,9 @@ class Workload:
       op: the operation, over the last axis.
       direction: ``"bwd"`` starts from what the provider's own forward saved; ``"fwd+bwd"`` returns
         the output and all gradients.
-      rows, cols: shape of x; ``cols`` is the normalised length.
-      x_dtype: of x and its gradient.
-      y_dtype: of the output and its cotangent.
+      rows, cols: the shape of x; ``cols`` is the normalised length.
+      x_dtype: the dtype of x and its gradient.
+      y_dtype: the dtype of the output and its cotangent.
     """
 
     op: Operation
@@ -63,7 +64,7 @@ class Workload:
     x_dtype: str
     y_dtype: str
 
-    flops = 0  # the bytes that move set its time
+    flops = 0  # memory traffic determines its time
     constants: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -84,12 +85,12 @@ class Workload:
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """Which row operands have a gradient that a call returns."""
+        """The indices of the row operands whose gradients a call returns."""
         return (0,)
 
     @property
     def bytes(self) -> int:
-        """Least traffic: x in and y out; one array of y's dtype and its cotangent in, dx out."""
+        """The least traffic: x in, y out; one array of y's dtype and its cotangent in, dx out."""
         x, y = ITEMSIZE[self.x_dtype], ITEMSIZE[self.y_dtype]
         each = {"fwd": x + y, "bwd": 2 * y + x, "fwd+bwd": 2 * x + 3 * y}
         return self.rows * self.cols * each[self.direction]
@@ -101,7 +102,7 @@ def grid(
     dtypes: Sequence[tuple[str, str]] | None = None,
     shapes: Sequence[Shape] | None = None,
 ) -> Iterator[Workload]:
-    """Every workload asked for; the mixed dtypes for the norms alone."""
+    """Yield all selected workloads; mixed dtypes for norms only."""
     shapes = list(itertools.chain(*GRID.values())) if shapes is None else shapes
     for op, direction, (x, y), (rows, cols) in itertools.product(
         operations, directions, DTYPES if dtypes is None else dtypes, shapes
@@ -112,13 +113,13 @@ def grid(
 
 @dataclasses.dataclass(frozen=True)
 class ShapedWorkload(abc.ABC):
-    """One operation in one direction, on arrays that a shape tells.
+    """One operation in one direction, on arrays that a shape determines.
 
     Attributes:
-      op: a name in the table of its kind: of blocks, of losses, of products.
+      op: a name in the table of its kind: blocks, losses or matmuls.
       direction: ``"fwd+bwd"`` returns the results and all gradients, from one call.
       shape: as text: "8192x4096".
-      dtype: of its arrays, or "mixed".
+      dtype: the dtype of its arrays, or "mixed".
     """
 
     op: str
@@ -141,7 +142,7 @@ class ShapedWorkload(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes(self) -> int:
-        """Least traffic."""
+        """The least traffic in bytes."""
 
     @property
     def mixed(self) -> bool:
@@ -149,12 +150,12 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def flops(self) -> int:
-        """Of matrix products, where they set its time and not the bytes that move."""
+        """The operations of matmuls, if these determine the time instead of memory traffic."""
         return 0
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """Which row operands a training step does not differentiate, though they are floats."""
+        """The indices of float row operands that a training step does not differentiate."""
         return ()
 
     @property
@@ -171,7 +172,7 @@ class ShapedWorkload(abc.ABC):
 
 
 class FewParameters(ShapedWorkload):
-    """One without parameters, or with few, whose backward reads all that its forward does."""
+    """A workload with no or few parameters, whose backward reads all that its forward reads."""
 
     @property
     @abc.abstractmethod
@@ -180,11 +181,11 @@ class FewParameters(ShapedWorkload):
     @property
     @abc.abstractmethod
     def gradients(self) -> tuple[int, ...]:
-        """Which row operands have a gradient."""
+        """The indices of the row operands that have a gradient."""
 
     @property
     def bytes(self) -> int:
-        """Least traffic: operands and results once; backwards the same, and the gradients."""
+        """The least traffic: operands and results once; in the backward again, plus gradients."""
         operands = [array[:2] for array in self.row_operands]
         arrays = [*operands, *self.results]
         if self.direction == "fwd+bwd":
@@ -202,10 +203,10 @@ def shaped(
     *,
     quick: bool = False,
 ) -> Iterator[Any]:
-    """Every workload asked for; of `shapes` those of as many axes as the operation's own have.
+    """Yield all selected workloads; `shapes` only apply to operations with as many axes.
 
-    `kind` is its class, a ShapedWorkload. `table` has what can be asked of each operation: shapes,
-    quick (of them), directions and dtypes.
+    `kind` is their class, a ShapedWorkload. `table` has the possible shapes, quick shapes,
+    directions and dtypes of each operation.
     """
     for op in (name for name in ops if name in table):
         asked = table[op]

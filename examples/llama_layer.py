@@ -1,9 +1,9 @@
-"""What a layer of Llama 3.2 1B keeps for its backward, as `jaxnorm.memory_report` counts it.
+"""The arrays that a layer of Llama 3.2 1B saves for its backward, by `jaxnorm.memory_report`.
 
     python examples/llama_layer.py
 
-Nothing runs, and no GPU is needed. Units are arrays of tokens x width in bfloat16, of one layer of
-a scan: the table of docs/memory.md.
+Nothing is executed, and no GPU is needed. The unit is an array of tokens x width in bfloat16, for
+one layer of a scan, as in the table of docs/memory.md.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ HEAD = WIDTH // HEADS
 UNIT = BATCH * LENGTH * WIDTH * 2  # bytes
 
 
-# Attention that keeps what flash attention keeps, on any device: it is traced, and not run.
+# Attention that saves what flash attention saves, on any device: it is traced, but not executed.
 
 
 def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Its result, and the log-sum-exp of each row."""
+    """Return attention's result, and the log-sum-exp of each row."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
 
 
@@ -49,11 +49,11 @@ def _backward(kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
 flash_attention.defvjp(_forward, _backward)
 
 
-# Plain JAX, and what stands in its place.
+# Plain JAX, and its replacements.
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
-    """As Flax computes it."""
+    """Compute RMSNorm as Flax does."""
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
     return (wide * (rstd * scale)).astype(x.dtype)
@@ -68,7 +68,7 @@ def project(heads: Array, weight: Array) -> Array:
 
 
 def rotated(x: Array, base: float = 500_000.0) -> Array:
-    """Rotary position embedding of queries or keys (B, S, heads, head size)."""
+    """Apply rotary position embedding to queries or keys (B, S, heads, head size)."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
@@ -78,7 +78,7 @@ def rotated(x: Array, base: float = 500_000.0) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer, of functions that compute the same and keep more or less."""
+    """A layer. Its functions compute the same with any variant, but save more or fewer arrays."""
 
     rms_norm: Callable[..., Array] = rms_norm
     gated_linear: Callable[..., Array] = gated_linear
@@ -103,7 +103,7 @@ LAYERS_OF = {
 
 
 def report_of(layer: Layer) -> jaxnorm.MemoryReport:
-    """Of the layers, scanned; with respect to the parameters and x."""
+    """Report the scanned layers' residuals, with gradients of the parameters and x."""
     shapes = {
         **dict.fromkeys(("q", "out"), (WIDTH, WIDTH)),
         **dict.fromkeys(("k", "v"), (WIDTH, KV_HEADS * HEAD)),
@@ -123,7 +123,7 @@ def report_of(layer: Layer) -> jaxnorm.MemoryReport:
 
 @functools.cache
 def units() -> dict[str, float]:
-    """What each variant keeps of a layer."""
+    """Return what each variant saves per layer."""
     return {name: report_of(layer).total / LAYERS / UNIT for name, layer in LAYERS_OF.items()}
 
 

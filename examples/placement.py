@@ -1,7 +1,8 @@
-"""Where the training run's arrays lie: on one device, or spread over a mesh of devices.
+"""The placement of the training run's arrays: on one device, or sharded over a mesh of devices.
 
-Batches are split over all mesh axes. Parameters and optimiser state are split over the axis "fsdp"
-where one of their axes divides by its size (fully sharded data parallelism), and whole elsewhere.
+Batches are sharded over all mesh axes. A parameter or optimiser state is sharded over the axis
+"fsdp" if the size of this axis divides one of its axes (fully sharded data parallelism), and
+replicated otherwise.
 """
 
 import argparse
@@ -18,7 +19,7 @@ AXES = ("data", "fsdp")
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """The value of --mesh: "data=2,fsdp=4" -> {"data": 2, "fsdp": 4}."""
+    """Parse the value of --mesh: "data=2,fsdp=4" -> {"data": 2, "fsdp": 4}."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
         sizes = {name: int(size) for name, size in pairs}
@@ -35,17 +36,17 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Puts arrays where they belong; `mesh` None is JAX's default device."""
+    """Places arrays on devices; a `mesh` of None stands for JAX's default device."""
 
     mesh: Mesh | None = None
 
     @classmethod
     def over(cls, sizes: dict[str, int] | None) -> "Placement":
-        """ValueError where there are fewer devices than asked for; a CPU becomes as many."""
+        """Use a mesh of these sizes. A CPU gets virtual devices; too few are a ValueError."""
         if sizes is None:
             return cls()
         count = math.prod(sizes.values())
-        with contextlib.suppress(RuntimeError):  # JAX has its devices already.
+        with contextlib.suppress(RuntimeError):  # JAX has already initialised its devices.
             jax.config.update("jax_num_cpu_devices", count)
         devices = jax.devices()
         if len(devices) < count:
@@ -66,7 +67,7 @@ class Placement:
         return jax.device_put(batch, self._sharding(PartitionSpec(self.mesh.axis_names)))
 
     def shardings(self, state: Any) -> Any:
-        """Of a tree of parameters, or of the optimiser's state; None for the default device."""
+        """Return the shardings of parameters or optimiser state; None for the default device."""
         if self.mesh is None:
             return None
         return jax.tree.map(lambda a: self._sharding(self._spec(a.shape)), state)

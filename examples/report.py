@@ -1,4 +1,4 @@
-"""What a finished comparison shows: its checks, a table for the terminal, Markdown, a plot."""
+"""The output of a finished comparison: its checks, a table for the terminal, Markdown, a plot."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ _VERDICTS = {
 }
 COLUMNS = ("functions", "final loss", "ms/step", "temp MiB", "saved MiB")
 
-# Okabe and Ito's palette, which survives colour blindness; widths and dashes keep curves that
-# coincide (as they should) visible.
+# The palette of Okabe and Ito, which is safe for colour blindness. Widths and dashes keep curves
+# visible that coincide, as they should.
 _COLOURS = ("#E69F00", "#56B4E9", "#0072B2")
 _LINES = ({"lw": 5.0, "alpha": 0.6}, {"lw": 2.5}, {"lw": 1.2, "ls": (0, (4, 2))})
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training: what it computed and what it cost."""
+    """One training run: its results and its cost."""
 
     label: str
     losses: np.ndarray  # (steps,), nats per byte of each step's batch
     final_loss: float  # nats per held-out byte after training
     ms_per_step: float
-    temp_bytes: int  # XLA's plan for the compiled train step, arguments and results not counted
-    residual_bytes: int  # arrays kept from forward to backward, by `jaxnorm.memory_report`
+    temp_bytes: int  # XLA's plan for the compiled train step, without arguments and results
+    residual_bytes: int  # arrays saved for the backward, by `jaxnorm.memory_report`
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -51,7 +51,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A claim about the runs; `passed` is None where the run is too short to tell."""
+    """A claim about the runs. `passed` is None if the run is too short to check it."""
 
     claim: str
     passed: bool | None
@@ -61,10 +61,10 @@ class Check:
 
 
 def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) -> list[Check]:
-    """The curves coincide at first, and still end within 3 % of each other."""
+    """Check that the curves coincide at first, and end within 3 % of each other."""
     curves = np.stack([run.losses for run in runs])
     early = float(np.max(np.ptp(curves[:, :early_steps], axis=0)))
-    # One batch's loss is noisy and the held-out loss is one number: both have to agree.
+    # One batch's loss is noisy and the held-out loss is a single number, so both must agree.
     ends = np.stack([curves[:, -early_steps:].mean(axis=1), [run.final_loss for run in runs]])
     late = float(np.max(np.ptp(ends, axis=1) / ends.min(axis=1)))
     steps = min(early_steps, curves.shape[1])
@@ -80,7 +80,7 @@ def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) ->
 
 
 def learning_checks(runs: Sequence[Run], bigram: float, bound: float, enough: bool) -> list[Check]:
-    """The model has learned something: checked where the training was long `enough` to."""
+    """Check that the model has learned something, if the training was long `enough`."""
     worst = max((run.final_loss for run in runs), key=lambda loss: (np.isnan(loss), loss))
     comparisons = [
         (f"the bound of {bound:.2f}", bound),
@@ -113,7 +113,7 @@ def markdown(runs: Sequence[Run], caption: str) -> str:
 def plot(
     runs: Sequence[Run], bigram: float, early: tuple[int, float], title: str, path: Path
 ) -> None:
-    """Writes a PNG; `early` is how many first steps have to agree, and to what."""
+    """Write a PNG; `early` is the number of first steps that must agree, and the tolerance."""
     figure = plt.figure(figsize=(12, 6.2), layout="constrained")
     figure.suptitle(title, fontsize=11)
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 1.2), width_ratios=(1.25, 1))

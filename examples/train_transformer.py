@@ -1,11 +1,13 @@
 """Trains one small transformer three times and compares loss and memory.
 
-The model is a pre-LN causal transformer over bytes (Flax linen, optax); the text is CPython's own
-documentation, out of `pydoc_data.topics`. The same initial parameters see the same batches with
-Flax's norms and softmax and optax's loss; then with jaxnorm's; and then also with its product of
-the MLP's second layer, which keeps its input as it is before the activation. What each step saves
-is printed. Exit code 1 if the three disagree or, at the default size or above, have not learned.
-With --mesh the same run is spread over devices; compiled temp is then that of one device.
+The model is a pre-LN causal transformer over bytes (Flax linen, optax). The text is CPython's own
+documentation, from `pydoc_data.topics`. All runs start from the same parameters and see the same
+batches. The first uses Flax's norms and softmax and optax's loss. The second uses jaxnorm's. The
+third also uses jaxnorm's `activation_linear` for the MLP's second layer, which saves the input of
+the activation instead of its output. The memory that each step saves is printed. The exit code is 1
+if the three disagree or, at the default size or above, have not learned.
+
+With --mesh, the same runs are sharded over devices; compiled temp is then that of one device.
 """
 
 import argparse
@@ -48,7 +50,7 @@ State = tuple[Params, optax.OptState]
 
 
 def read_text() -> tuple[np.ndarray, np.ndarray]:
-    """The bytes to train on, and the last tenth, held out."""
+    """Return the bytes for training, and the last tenth, which is held out."""
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     tokens = np.frombuffer(text, np.uint8).astype(np.int32)
@@ -56,17 +58,17 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
-    """Stretches of seq + 1 bytes: seq inputs and, shifted by one, seq targets."""
+    """Return sequences of seq + 1 bytes: seq inputs and, shifted by one, seq targets."""
     return text[starts[:, None] + np.arange(seq + 1)]
 
 
 def heldout_windows(heldout: np.ndarray, seq: int) -> np.ndarray:
-    """All windows whose targets do not overlap."""
+    """Return all windows whose targets do not overlap."""
     return windows(heldout, np.arange(0, len(heldout) - seq, seq), seq)
 
 
 def bigram_loss(text: np.ndarray, evaluated: np.ndarray, alpha: float = 0.1) -> float:
-    """Nats per byte of add-`alpha` smoothed byte-pair counts of `text`, on windows."""
+    """Return the nats per byte on windows, from add-`alpha` smoothed byte-pair counts of `text`."""
     counts = np.full((VOCABULARY, VOCABULARY), alpha)
     np.add.at(counts, (text[:-1], text[1:]), 1.0)
     log_p = np.log(counts / counts.sum(axis=1, keepdims=True))
@@ -79,16 +81,17 @@ def loss_fn(model: Transformer, params: Params, batch: jax.Array) -> jax.Array:
 
 
 def early_tolerance(config: Config) -> float:
-    """How far the losses of the first steps may lie apart, in nats."""
+    """Return how far the losses of the first steps may differ, in nats."""
     if config.dtype == "float32":
         return 1e-4
-    # A norm or softmax computed another way rounds other elements, by 2**-8. The residual stream
-    # is rounded twice per layer, which adds up like a random walk, in a loss of at most ln(256).
+    # A norm or softmax that is computed differently rounds other elements, by 2**-8. The residual
+    # stream is rounded twice per layer, which accumulates like a random walk, in a loss of at most
+    # ln(256).
     return 2**-8 * math.sqrt(2 * config.layers + 1) * math.log(VOCABULARY)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    # At least twice the steps whose losses have to agree: a high rate amplifies any rounding.
+    # Use at least twice the steps whose losses must agree: a high rate amplifies any rounding.
     warmup = max(2 * EARLY_STEPS, config.steps // 10)
     peak = config.learning_rate
     rate = optax.warmup_cosine_decay_schedule(
@@ -119,7 +122,7 @@ def train(
     saved = jaxnorm.memory_report(functools.partial(loss_fn, model), params, batches[0]).total
 
     def initial(params: Params) -> State:
-        # A copy, as the step donates its state and the other variants start from the same one.
+        # Copy, because the step donates its state and the other variants start from the same one.
         return jax.tree.map(jnp.copy, params), optimizer.init(params)
 
     shardings = placement.shardings(jax.eval_shape(initial, params))
@@ -158,7 +161,7 @@ def train(
 
 
 def evaluate(model: Transformer, params: Params, evaluated: np.ndarray, batch: int) -> float:
-    """Mean loss over the windows, but for a last batch that is not full."""
+    """Return the mean loss over the windows, without an incomplete last batch."""
     loss = jax.jit(functools.partial(loss_fn, model))
     batch = min(batch, len(evaluated))
     full = len(evaluated) // batch
@@ -175,14 +178,14 @@ def setting(config: Config, placement: Placement) -> str:
 
 
 def plans(config: Config) -> str:
-    """Which implementation jaxnorm's calls get, and why."""
+    """Return which implementation runs jaxnorm's calls, and why."""
     tokens = config.batch * config.seq
     column = jax.ShapeDtypeStruct((config.width,), "float32")
     calls = {
         "add_layer_norm": jaxnorm.implementation_for(
             "add_layer_norm", (tokens, config.width), config.dtype, scale=column, bias=column
         ),
-        # Attention's, with its causal mask.
+        # Attention's softmax, with its causal mask.
         "softmax": jaxnorm.implementation_for(
             "softmax",
             (config.batch, config.heads, config.seq, config.seq),
@@ -199,7 +202,7 @@ def plans(config: Config) -> str:
 
 
 def freed(config: Config, runs: Sequence[report.Run]) -> str:
-    """What each run keeps less than the one before it."""
+    """Return how much less each run saves than the one before it."""
     activation = config.batch * config.seq * config.width * jnp.dtype(config.dtype).itemsize
     steps = []
     for before, run in itertools.pairwise(runs):
@@ -327,7 +330,7 @@ def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argpa
 def main(argv: Sequence[str] | None = None) -> int:
     text, heldout = read_text()
     config, given = parse(argv, len(heldout))
-    # soft_wrap: a log without a terminal is not 80 columns wide.
+    # soft_wrap: a log without a terminal is not limited to 80 columns.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
         placement = Placement.over(given.mesh)
@@ -337,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(setting(config, placement))
     console.print(plans(config))
     if config.dtype == "float32":
-        # On GPUs the default is TF32, whose roundings of 2**-11 would drown what is compared here.
+        # On GPUs the default is TF32, whose rounding errors of 2**-11 would hide the differences.
         jax.config.update("jax_default_matmul_precision", "highest")
 
     rng = np.random.default_rng(config.seed)

@@ -37,7 +37,7 @@ class Config:
         )
 
     def reaches(self, other: "Config") -> bool:
-        """Whether model and training are at least as large as `other`'s in every respect."""
+        """Return True if model and training are at least as large as `other`'s in every respect."""
         return (
             self.layers >= other.layers
             and self.width >= other.width
@@ -47,7 +47,7 @@ class Config:
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """Flax's norm with the residual addition before it, called as jaxnorm's is."""
+    """Flax's norm after a residual addition, with the interface of jaxnorm's."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +56,7 @@ class AddLayerNorm(nn.LayerNorm):
 
 
 class GeluDense(nn.Dense):
-    """Flax's layer with the activation before it."""
+    """Flax's layer after an activation."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -64,18 +64,18 @@ class GeluDense(nn.Dense):
 
 
 def gelu_dot(x: jax.Array, kernel: jax.Array, dimensions: Any, precision: Any) -> jax.Array:
-    """Stands for the product of a `Dense`, which so keeps its parameters."""
+    """Replace the matmul of a `Dense`, so that its parameters stay the same."""
     return jaxnorm.activation_linear(x, kernel)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Whose functions the model uses, and whose loss its training.
+    """The functions of the model, and the loss of its training.
 
     Attributes:
-      label: in tables.
+      label: the name in tables.
       norm, attention_fn: modules and attention function.
-      cross_entropy: Flax's users' own, optax's, or jaxnorm's of the same name and arguments.
+      cross_entropy: optax's, or jaxnorm's with the same name and arguments.
       gelu_dense: the MLP's activation and second layer.
     """
 
@@ -103,14 +103,14 @@ PRODUCTS_INPUTS = dataclasses.replace(
     label="and products' inputs",
     gelu_dense=functools.partial(nn.Dense, dot_general=gelu_dot),
 )
-# Each takes more of jaxnorm's functions than the one before it.
+# Each variant uses more of jaxnorm's functions than the one before it.
 VARIANTS = (FLAX, NORMS_AND_LOSS, PRODUCTS_INPUTS)
 
 
 class Block(nn.Module):
-    """Takes the residual stream x and the branch that is to be added to it, and returns these.
+    """A block: takes the residual stream x and a branch to add to it, and returns both.
 
-    Every addition is beside a norm, which takes both: jaxnorm's in one pass.
+    Every addition is next to a norm, which takes both arrays; jaxnorm's norm adds in one pass.
     """
 
     config: Config

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ import equinox as eqx
 from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm import layer_norm, rms_norm
-from jaxnorm.tools.text import progress
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 __all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "convert"]
@@ -26,7 +25,15 @@ __all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "convert"]
 _NO_STATE: Any = object()
 
 
-class LayerNorm(eqx.nn.LayerNorm):
+class _Settings(eqx.Module):
+    """The fields that equinox's norms do not have."""
+
+    save: Save = eqx.field(static=True)
+    implementation: Name | None = eqx.field(static=True)
+    scale_offset: float = eqx.field(static=True)
+
+
+class LayerNorm(_Settings, eqx.nn.LayerNorm):
     """``equinox.nn.LayerNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, defaults and the call are equinox's; there are three additional keyword
@@ -58,29 +65,17 @@ class LayerNorm(eqx.nn.LayerNorm):
       (8, 512)
     """
 
-    save: Save = eqx.field(static=True)
-    implementation: Name | None = eqx.field(static=True)
-    scale_offset: float = eqx.field(static=True)
-
+    @conversion.arguments_of(eqx.nn.LayerNorm)
     def __init__(
         self,
-        shape: int | Sequence[int],
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        elementwise_affine: bool | None = None,
+        *args: Any,
         save: Save = "output",
         implementation: Name | None = None,
         scale_offset: float = 0.0,
+        **fields: Any,
     ) -> None:
-        super().__init__(
-            shape, eps, use_weight, use_bias, dtype, elementwise_affine=elementwise_affine
-        )
-        self.save = save
-        self.implementation = implementation
-        self.scale_offset = scale_offset
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+        super(_Settings, self).__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x, as ``equinox.nn.LayerNorm`` does; ``state`` passes through unchanged.
@@ -92,7 +87,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         return y if state is _NO_STATE else (y, state)
 
 
-class RMSNorm(eqx.nn.RMSNorm):
+class RMSNorm(_Settings, eqx.nn.RMSNorm):
     """``equinox.nn.RMSNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, ``jax.vmap`` and the calls left to equinox are as in
@@ -117,26 +112,17 @@ class RMSNorm(eqx.nn.RMSNorm):
       (8, 512)
     """
 
-    save: Save = eqx.field(static=True)
-    implementation: Name | None = eqx.field(static=True)
-    scale_offset: float = eqx.field(static=True)
-
+    @conversion.arguments_of(eqx.nn.RMSNorm)
     def __init__(
         self,
-        shape: int | Sequence[int],
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
+        *args: Any,
         save: Save = "output",
         implementation: Name | None = None,
         scale_offset: float = 0.0,
+        **fields: Any,
     ) -> None:
-        super().__init__(shape, eps, use_weight, use_bias, dtype)
-        self.save = save
-        self.implementation = implementation
-        self.scale_offset = scale_offset
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+        super(_Settings, self).__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x, as ``equinox.nn.RMSNorm`` does; ``state`` passes through unchanged.
@@ -148,7 +134,7 @@ class RMSNorm(eqx.nn.RMSNorm):
         return y if state is _NO_STATE else (y, state)
 
 
-class GroupNorm(eqx.nn.GroupNorm):
+class GroupNorm(_Settings, eqx.nn.GroupNorm):
     """``equinox.nn.GroupNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, defaults and the call are equinox's; there are three additional keyword
@@ -173,26 +159,17 @@ class GroupNorm(eqx.nn.GroupNorm):
       (64, 16, 16)
     """
 
-    save: Save = eqx.field(static=True)
-    implementation: Name | None = eqx.field(static=True)
-    scale_offset: float = eqx.field(static=True)
-
+    @conversion.arguments_of(eqx.nn.GroupNorm)
     def __init__(
         self,
-        groups: int,
-        channels: int | None = None,
-        eps: float = 1e-5,
-        channelwise_affine: bool = True,
-        dtype: Any = None,
-        *,
+        *args: Any,
         save: Save = "output",
         implementation: Name | None = None,
         scale_offset: float = 0.0,
+        **fields: Any,
     ) -> None:
-        super().__init__(groups, channels, eps, channelwise_affine, dtype)
-        self.save = save
-        self.implementation = implementation
-        self.scale_offset = scale_offset
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+        super(_Settings, self).__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x, as ``equinox.nn.GroupNorm`` does; ``state`` passes through unchanged.
@@ -286,37 +263,16 @@ def convert[Model](
         )
     model, norms = _with_calls(model, replaced)
     if not norms and not replaced.applied:
-        others = "".join(f". {sentence}" for sentence in replaced.sentences())
-        conversion.warn(
-            "jaxnorm.equinox.convert: %s has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm and "
-            "no GroupNorm; norms of other classes can call jaxnorm.layer_norm and "
-            "jaxnorm.rms_norm%s",
-            type(model).__name__,
-            others,
-        )
+        names = "equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no GroupNorm"
+        conversion.warn_of_none("equinox.convert", model, names, replaced)
         return model
-    theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, _OURS)}
-    left: dict[str, str] = {}
-    kept: dict[str, str] = {}
+    decided = conversion.decided(
+        "equinox.convert", norms, _CONVERTED, save, replaced, _why_left, _why_input
+    )
     new: dict[int, Any] = {}  # new norms by the identity of the old ones
-    for name in progress([*theirs], after=conversion.PATIENCE):
-        norm = theirs[name]
-        why = _why_left(norm)
-        if why is not None:
-            left[name] = why
-            continue
-        why = _why_input(norm) if save == "output" else None
-        if why is not None:
-            kept[name] = why
-        if id(norm) not in new:
-            new[id(norm)] = _converted(norm, save if why is None else "input", implementation)
-    outcomes = {"are left to equinox": left, conversion.KEPT: kept}
-    own = [
-        type(theirs[name]).__name__
-        for name in left
-        if conversion.converted_as(type(theirs[name]), _CONVERTED) is None
-    ]
-    conversion.log("equinox.convert", len(theirs), outcomes, replaced.sentences(own))
+    for path, saved in decided.items():
+        if id(norms[path]) not in new:
+            new[id(norms[path])] = _converted(norms[path], saved, implementation)
     return _rebuilt(model, lambda made, node, path: new.get(id(node), made))
 
 
@@ -325,7 +281,6 @@ _CONVERTED: dict[type, type] = {
     eqx.nn.RMSNorm: RMSNorm,
     eqx.nn.GroupNorm: GroupNorm,
 }
-_OURS = tuple(_CONVERTED.values())
 
 
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:

@@ -22,8 +22,7 @@ from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
-from jaxnorm_kernels.linear_spec import Activation
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, NormActivation, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -99,7 +98,7 @@ class LayerNorm(nnx.LayerNorm):
       (8, 512)
     """
 
-    @flax_modules.arguments_of(nnx.LayerNorm)
+    @conversion.arguments_of(nnx.LayerNorm)
     def __init__(
         self,
         num_features: int,
@@ -146,7 +145,7 @@ class RMSNorm(nnx.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    @flax_modules.arguments_of(nnx.RMSNorm)
+    @conversion.arguments_of(nnx.RMSNorm)
     def __init__(
         self,
         num_features: int,
@@ -196,7 +195,7 @@ class GroupNorm(nnx.GroupNorm):
 
     activation: NormActivation | None = None  # the default of converted modules
 
-    @flax_modules.arguments_of(nnx.GroupNorm)
+    @conversion.arguments_of(nnx.GroupNorm)
     def __init__(
         self,
         num_features: int,
@@ -287,7 +286,7 @@ class RMSNormDense(nnx.Module):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
-        activation: Activation | None = None,
+        activation: LinearActivation | None = None,
         implementation: Name | None = None,
         scale_offset: float = 0.0,
     ) -> None:

@@ -52,8 +52,7 @@ COVERING = {
     "primitives/stack": ["test_primitive", "test_cache_keys", "test_eager"],
     "primitives/eager": ["test_eager", "test_every_function", "test_cache_keys"],
     "primitives/remat": ["test_remat", "test_programs"],
-    "primitives/recomputation": ["test_gated_linear*", "test_norm_linear*"],
-    "primitives/linear": ["test_gated_linear*", "test_norm_linear*", "test_linear_loss*"],
+    "primitives/recomputation": ["test_gated_linear*", "test_norm_linear*", "test_linear_loss*"],
     "primitives/lowering": ["test_implementation", "test_primitive", "test_set_mesh"],
     "primitives/": ["test_batches", "test_forward_mode", "test_programs", "test_meshes"],
     "mosaic/cross_entropy": ["mosaic/test_losses_mosaic"],
@@ -94,7 +93,7 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A place in a file, its code, and what stands there instead."""
+    """A position in a file, its code, and the replacement."""
 
     file: str
     line: int

@@ -59,7 +59,7 @@ def exact(array: Any) -> Value:
 
 
 def analyse(program: Callable, *operands: Any) -> Any:
-    """The results of ``program(*operands)`` in its tree, each a `Value`."""
+    """Return the results of ``program(*operands)`` in its tree, each as a `Value`."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
         operands = jax.tree.map(_on_the_host, operands)
         jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*operands)
@@ -217,7 +217,7 @@ def _as_jax(operand: Value, atom: Any) -> Any:
 
 
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
-    """One of jaxnorm's primitives, as the plain JAX that it is where nothing is compiled."""
+    """Run one of jaxnorm's primitives as the plain JAX code that it is without compilation."""
     with jax.disable_jit():
         run = functools.partial(equation.primitive.impl, **equation.params)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
@@ -226,7 +226,7 @@ def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
 
 
 def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
-    """One of JAX's high-level primitives, as the JAX program that it stands for."""
+    """Run one of JAX's high-level primitives as the JAX program that it stands for."""
 
     def run(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, arrays)))
@@ -258,7 +258,7 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
 
 def _product(a: Value, b: Value) -> Value:
     error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
-    # 0 times an infinity that a select leaves out.
+    # A select may leave out 0 times infinity.
     return Value(a.value * b.value, error)
 
 
@@ -270,7 +270,7 @@ def _quotient(a: Value, b: Value) -> Value:
 
 
 def _elementwise(function: Callable) -> Callable:
-    """A function whose greatest change over an interval is at one of its ends."""
+    """Return the rule of a function whose largest change over an interval is at one of its ends."""
 
     def rule(operands, **params):
         (x,) = operands
@@ -484,7 +484,7 @@ def _divide(operands, **_):
 
 
 def _one_minus_square(operands, **_):
-    """The derivative of tanh: x * x is rounded, too, unless the subtraction is exact."""
+    """The derivative of tanh. x * x is rounded as well, unless the subtraction is exact."""
     result, rounding = _elementwise(lambda x: 1 - x * x)(operands)
     return result, rounding + operands[0].value ** 2
 

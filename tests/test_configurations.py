@@ -17,7 +17,7 @@ import jaxnorm
 
 @contextlib.contextmanager
 def leaks_raise():
-    """Where JAX collects garbage after each trace: only what is made here, not all there is."""
+    """Check for leaks. Existing objects are frozen, because JAX collects garbage in each trace."""
     gc.freeze()
     try:
         with jax.check_tracer_leaks(True):
@@ -91,7 +91,7 @@ def with_gradient(name, shape):
 
 
 def check_lowering(configuration, shape, dtype, *programs):
-    """What runs does not depend on it: for CUDA kernels, for a CPU XLA's code."""
+    """The configuration does not change what runs: kernels for CUDA, XLA's code for a CPU."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     with CONFIGURATIONS[configuration]():
@@ -101,8 +101,7 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-# Each operation in each configuration; the shapes in turn, so that each configuration and each
-# operation meets all of them.
+# Each operation runs in each configuration, with alternating shapes, so that both meet all shapes.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
@@ -113,7 +112,7 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# In turn, likewise.
+# The shapes alternate here too.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],

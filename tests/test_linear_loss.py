@@ -153,7 +153,7 @@ def test_dtypes_of_products(dtypes, dtype, of):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights(reduction, dtype, options):
-    """Of any sign and size; 0 leaves out whatever is there."""
+    """Weights have any sign and size; a weight of 0 excludes even NaN and invalid labels."""
     x, weight, bias, labels = operands(7, 16, 40, dtype)
     weights = jnp.array([0.3, 0, -2, 1, 1e-6, 4, 0])
     x, labels = x.at[1].set(jnp.nan).at[6, 2].set(jnp.inf), labels.at[1].set(-100)
@@ -179,7 +179,7 @@ def test_float64(of):
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 21, 64, None])
 def test_chunks(chunk):
-    """Any size: one that does not divide the rows, one row, more than there are."""
+    """Chunks may have any size: one that does not divide the rows, one row, or more than all."""
     arrays = operands(21, 16, 40)
     where = arrays[-1] % 3 > 0
     for of in ("mean", "none", "log_prob"):
@@ -187,7 +187,7 @@ def test_chunks(chunk):
 
 
 def test_chunks_by_default():
-    """Chunks of 2048 rows or 1 GiB of logits, as many rows in each, in tiles of 128."""
+    """A chunk has 2048 rows or 1 GiB of logits. Chunks have equal sizes, in tiles of 128 rows."""
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     cases = [
         (None, 8192, (2048, 128256), bf16, 2048),
@@ -210,7 +210,7 @@ def test_chunks_by_default():
 
 @each
 def test_positions_that_do_not_count(of):
-    """Whatever their labels and x: NaN, too, does not reach weight's gradient."""
+    """Labels and x of these positions do not matter: no NaN of them reaches weight's gradient."""
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
@@ -234,7 +234,7 @@ def test_masks_broadcast():
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
 def test_masks_of_classes(shape):
-    """As of the logits, of which each is in a mask that broadcasts; in chunks that have a rest."""
+    """Results match those of the logits, for masks that broadcast and an incomplete last chunk."""
     x, weight, bias, labels = operands(7, 16, 40)
     where = jnp.asarray(np.random.default_rng(3).random(shape) < 0.6)
     d = cotangents_of("log_prob", labels)
@@ -275,7 +275,7 @@ def test_labels_outside(of):
 
 @pytest.mark.parametrize("of", ["mean", "none", "log_prob"])
 def test_shapes(of):
-    """No rows, one class, x of one axis; no bias."""
+    """Arrays without rows, with one class, with one axis of x, and without a bias."""
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
@@ -295,7 +295,7 @@ def test_shapes(of):
 
 
 def test_logits_are_never_rounded():
-    """Results of 16-bit operands are within float32's bounds; of rounded logits, they are not."""
+    """Results of 16-bit operands are within float32's bounds, which rounded logits would exceed."""
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
     weight = 4 * weight  # logits of a trained model's size
     log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
@@ -310,7 +310,7 @@ def test_logits_are_never_rounded():
 
 
 def test_small_gradients_in_float16():
-    """1 / n, and what loss scaling multiplies by, meet gradients in float32."""
+    """1 / n and the factor of loss scaling multiply float32 gradients."""
     x, weight, _, labels = operands(64, 8, 2048, "float16")
     x, scale = x * 2**-6, 2.0**12
 
@@ -336,13 +336,13 @@ def test_small_gradients_in_float16():
     def small(x, weight):
         return plain(x, weight) * 2.0**-16
 
-    # What is below the smallest float16 is lost where it is returned, not before.
+    # Values below the smallest float16 are lost in the returned array, not before.
     ours = gradients(rows)
     assert_computes(ours(x, weight), gradients(small), x, weight, like=ours)
 
 
 def check_gradients(function, arrays, d, **options):
-    """Every gradient of sum(d * losses) within the bound of its own row, or sum over rows."""
+    """Check every gradient of sum(d * losses), with the bound of its row or sum over rows."""
     expected = LOSS.reference(*arrays, **options)
     gradients = jax.jit(jax.grad(function, (0, 1, 2)))(*arrays[:3])
     for gradient, (value, bound) in zip(gradients, expected.gradients(np.float64(d)), strict=True):
@@ -359,7 +359,7 @@ SIZES = {
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_rows_of_different_sizes(dtype):
-    """A row's cotangent, or weight, meets its part of dx in float32, however large others are."""
+    """A row's cotangent, or weight, multiplies its part of dx in float32."""
     arrays = operands(7, 16, 64, dtype)
     d, labels = np.float32(SIZES[dtype]), arrays[-1]
 
@@ -383,7 +383,7 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
 )
 def test_logits_scale_of_any_size(dtype, scale, reduction):
     """It multiplies float32 products, not the gradient of logits, which float16 may not hold."""
-    # Logits of the size of 1, and gradients of that of the loss scaling by 2**10.
+    # Logits of size 1, and gradients of a loss that is scaled by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)
     x, weight, bias = (a / max(1, scale**0.5) for a in (x, weight, bias / max(1, scale**0.5)))
     arrays, d = (x, weight, bias, labels), 2.0**10
@@ -414,7 +414,7 @@ def step_of(labels, *, of="log_prob", wrt=(0, 1), **options):
     return jax.jit(jax.grad(total, wrt) if wrt else total)
 
 
-# Gradients -> products, loops.
+# The arguments to differentiate, and the numbers of matmuls and loops.
 @pytest.mark.parametrize(
     ("wrt", "products", "loops"), [((), 1, 1), ((0, 1), 4, 2), ((0,), 3, 2), ((1,), 3, 2)], ids=str
 )
@@ -427,7 +427,7 @@ def test_products_and_loops(wrt, products, loops):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's program")
 def test_memory():
-    """Of a chunk the logits and their gradient; of weight's size one float32 array."""
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
     compiled = step_of(jnp.zeros(ROWS, jnp.int32), chunk=CHUNK).lower(*GIVEN).compile()
     accumulator, chunk = 4 * WIDTH * CLASSES, 4 * CHUNK * CLASSES
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
@@ -439,7 +439,7 @@ def test_memory():
 
 
 def test_three_numbers_for_each_row_are_kept():
-    """And the operands, which are there anyway."""
+    """Beside the operands, only three numbers for each row are saved."""
     x, weight, bias, labels = operands(6, 4, 9, "bfloat16")
 
     def function(x, w, b):

@@ -18,6 +18,7 @@ import loss_cases
 import numpy as np
 import pytest
 import reference
+from functions import divergences, of_candidates
 
 from jaxnorm.tools import references, running_error
 from jaxnorm.tools.running_error import Bounded
@@ -154,6 +155,28 @@ CASES = [
     ),
     ("cross_entropy", cross_entropy, {"logits": X, "labels": LABELS}, {}),
     ("log_prob_and_entropy", log_prob_and_entropy, {"logits": X, "labels": LABELS}, {}),
+    *(
+        ("kl_divergence", divergences, {"logits": X, "teacher_logits": X}, {"reverse": reverse})
+        for reverse in (False, True)
+    ),
+    (
+        "log_probs_and_entropy",
+        lambda logits, labels: of_candidates(logits, labels, jnp.ones(labels.shape[:-1])),
+        {"logits": X, "labels": (*LABELS, 3)},
+        {},
+    ),
+    (
+        "linear_kl_divergence",
+        lambda x, weight, bias, teacher_x, teacher_weight: divergences(
+            x @ weight + bias, teacher_x @ teacher_weight
+        ).mean(),
+        {
+            **{name: shape for name, shape in _LINEAR.items() if name != "labels"},
+            "teacher_x": _LINEAR["x"],
+            "teacher_weight": _LINEAR["weight"],
+        },
+        {},
+    ),
     (
         "linear_cross_entropy",
         of_layer(lambda *operands: cross_entropy(*operands).mean()),

@@ -62,7 +62,7 @@ class Kernels(StandIn):
 
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """What the default runs here: xla (None), or the stand-in for a kernel."""
+    """The default implementation here: xla (None), or the stand-in for a kernel."""
     if request.param == "xla":
         yield None
         return
@@ -74,7 +74,7 @@ DATA = Case("data", {"data": 8}, P("data"))
 
 
 def moved(compiled):
-    """What collectives move of arrays at least as large as a shard of x."""
+    """Return the shapes of collectives with arrays at least as large as a shard of x."""
     found = collectives(compiled)
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
 
@@ -87,7 +87,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 @pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """Each device has its groups; a gradient is summed over the devices that share one."""
+    """Each device has its groups; a gradient is summed over the devices that share a group."""
     d, x, _ = operands("rms_norm")
     scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
     specs = (
@@ -108,7 +108,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 def test_every_pair_of_explicit_specs(x_spec, params):
-    """However x and the parameters lie on a mesh of two axes, gradients lie as what they are of."""
+    """For any sharding on a mesh of two axes, gradients are sharded like their arrays."""
     mesh = {"data": 4, "seq": 2}
     case = Case("", mesh, x_spec, params)
     shape = (8, 8, 16)
@@ -122,7 +122,7 @@ def test_every_pair_of_explicit_specs(x_spec, params):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)])
 def test_other_axes(kernels, axis, kind):
-    """Axes that are moved to be rows, with another one sharded."""
+    """The function's axes are not the last one, which is sharded."""
     mesh = mesh_of(Case("", {"data": 8}, P()), kind)
     x = operands("softmax")[1]
     sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, "data")))
@@ -151,7 +151,7 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
 
 
 def loss(transform, x, params, **options):
-    """A few pre-norm layers, scanned."""
+    """Return the loss of a few pre-norm layers in a scan."""
 
     def layer(x, p):
         scale, w = p
@@ -198,7 +198,7 @@ def test_training_through_scanned_layers(kernels, transform, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vmap_of_a_sharded_call(kernels, kind):
-    """The batch axis is one more axis of rows; a launch on each device does its share of all."""
+    """The batch axis becomes another axis of rows; each device has one launch for its share."""
     mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
     _, x, scale = operands("rms_norm")
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
@@ -218,7 +218,7 @@ def test_donated_shards(kernels):
 
 
 def test_manual_axes_without_checks(kernels):
-    """check_vma=False: the caller sums the parameters' gradients, as for any function there."""
+    """With check_vma=False the caller sums the gradients of parameters, as for all functions."""
     mesh = mesh_of(DATA, "manual")
     arrays = operands("layer_norm")
 
@@ -238,7 +238,7 @@ def test_manual_axes_without_checks(kernels):
 
 
 def test_some_axes_manual_and_others_not(kernels):
-    """There XLA's partitioner has the rest of the mesh: its own code runs, and is right."""
+    """XLA's partitioner handles the other axes, so XLA's own code runs."""
     mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     _, x, scale = operands("rms_norm")
     mapped = jax.shard_map(
@@ -255,7 +255,7 @@ def test_some_axes_manual_and_others_not(kernels):
 
 
 def test_shards_of_unequal_size(kernels):
-    """XLA pads them; a kernel would take the padding for rows."""
+    """XLA pads unequal shards; a kernel would treat the padding as rows."""
     mesh = mesh_of(DATA, "auto")
     x = jnp.ones((10, 64))
 
@@ -298,7 +298,7 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
 @pytest.mark.parametrize("without_address", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """Hit by every program but a kernel's on Auto axes: that holds a Python function's address."""
+    """The cache is hit, except by kernels on Auto axes, which hold a Python function's address."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_remove_custom_partitioning_ptr_from_cache_key": without_address,
@@ -323,7 +323,7 @@ def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_pa
 
 
 def test_a_mesh_without_devices():
-    """What may run no kernel here can be lowered for a mesh that is only a shape."""
+    """A program without kernels can be lowered for a mesh that is only a shape."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))

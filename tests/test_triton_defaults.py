@@ -16,7 +16,7 @@ from benchmarks.losses import LOSSES
 from benchmarks.workloads import OPERATIONS
 from jaxnorm.calls import backends
 from jaxnorm.tools import machine, wall_time
-from jaxnorm_kernels import devices, timings
+from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.timings import TIMINGS, Timing
 
@@ -61,7 +61,7 @@ def test_every_timing_is_of_a_function_and_every_block_has_a_call():
 
 
 def test_the_table_is_what_was_measured():
-    """The code and the page both have the figures of the committed results."""
+    """The code and the docs page have the figures of the committed results."""
     measured = triton_defaults.times(triton_defaults.FOLDER)
     assert triton_defaults.ratios(measured, "triton_sm80") == TIMINGS
     assert triton_defaults.table() in (ROOT / "docs/platforms.md").read_text()
@@ -90,7 +90,7 @@ def test_the_default_is_what_was_fast_enough(timing, reason, monkeypatch):
     [(80, "no Triton", True), (80, None, False), (90, "no Triton", False), (None, "", False)],
 )
 def test_the_report_says_what_the_extra_would_give(capability, absence, says, monkeypatch):
-    monkeypatch.setattr(devices, "local_capability", lambda: capability)
+    monkeypatch.setattr(launching, "local_capability", lambda: capability)
     monkeypatch.setattr(backends, "absence", lambda name, platform: absence)
     said = machine._advice()
     assert (said is not None) == says

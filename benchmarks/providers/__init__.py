@@ -1,11 +1,11 @@
-"""Whose functions are compared: one entry each, one adapter module beside this file for each.
+"""The compared libraries: an entry for each in this table, and an adapter module beside this file.
 
-An adapter has ``function(name, op, y_dtype)``: a differentiable function of the row operands and
-the parameters that the operation has (x, scale, bias; of a block, x, residual, ...; of a loss, x,
-weight where it has one, labels; of a product, x, weight, scale), made of the library's public API.
-It returns y, or several results in a tuple. It is imported in the processes of its side
-alone, so this table is all that a machine without the library needs. A new provider is a line here,
-an adapter, and a colour in plots.py.
+An adapter has ``function(name, op, y_dtype)``, which returns a differentiable function that uses
+the library's public API. The function takes the row operands and the parameters that the operation
+has: x, scale and bias; x, residual, ... for a block; x, weight (if any) and labels for a loss; x,
+weight and scale for a matmul. It returns y, or several results in a tuple. An adapter is only
+imported in the processes of its side, so a machine without the library needs only this table. A new
+provider is a line here, an adapter, and a colour in plots.py.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from benchmarks.linear import LINEAR
 from benchmarks.losses import CROSS_ENTROPIES, LOSSES
 from benchmarks.workloads import OPERATIONS, Operation, ShapedWorkload, Workload
 
-# Those of Triton's are JAX's, with kernels that another machine has compiled.
+# The two Triton sides are JAX with kernels that another machine has compiled.
 Side = Literal["jax", "triton_sm80", "triton_sm90", "torch"]
 SIDES: tuple[Side, ...] = ("jax", "triton_sm80", "triton_sm90", "torch")
 NORMS: tuple[Operation, ...] = ("layer_norm", "rms_norm")
@@ -28,20 +28,21 @@ NORMS: tuple[Operation, ...] = ("layer_norm", "rms_norm")
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One line of a plot.
+    """A provider, which is one line of a plot.
 
     Attributes:
-      label: name for readers.
-      side: the framework, hence the processes, that it runs in.
-      adapter: module of this package.
-      distributions: what has to be installed; their versions go with every figure.
-      operations: what it offers.
-      blocks, losses, linear: those that it offers.
-      mixed: operations that it offers with x in float32 and the output in bfloat16, and blocks
-        with a float32 residual stream beside bfloat16 x and y.
-      overwrites: what it offers that writes over its row operands.
-      wide_parameters: scale and bias are float32 whatever x is; else they have x's dtype.
-      note: what a reader of its figures has to know.
+      label: the name for readers.
+      side: the framework, and therefore the processes, in which it runs.
+      adapter: the module of this package.
+      distributions: the packages that must be installed; their versions are recorded with every
+        figure.
+      operations: the operations it offers.
+      blocks, losses, linear: the blocks, losses and matmuls it offers.
+      mixed: operations it offers with float32 x and bfloat16 output, and blocks with a float32
+        residual stream and bfloat16 x and y.
+      overwrites: operations that overwrite their row operands.
+      wide_parameters: True if scale and bias are always float32; otherwise they have x's dtype.
+      note: a caveat for readers of its figures.
     """
 
     label: str
@@ -66,7 +67,7 @@ class Provider:
 
     @property
     def software(self) -> str:
-        """Names and versions; raises ModuleNotFoundError where one is not installed."""
+        """Names and versions; raises ModuleNotFoundError if a package is not installed."""
         if self.side in program_folders.SIDES:
             return program_folders.software(self.side)
         try:
@@ -96,12 +97,13 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "jax-triton", "triton"),
         **_NO_PRODUCTS,
     ),
-    # Compiled elsewhere, for an A100 and an H100: see benchmarks/triton_programs.py.
+    # These were compiled elsewhere, for an A100 and an H100: see benchmarks/triton_programs.py.
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
-    # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.
-    # In one dtype, add_rms_norm and add_layer_norm so composed are the blocks residual_*.
+    # jaxnorm's plain functions with jnp's arithmetic, for blocks that one function of jaxnorm
+    # covers. In a single dtype, add_rms_norm and add_layer_norm composed in this way are the blocks
+    # residual_*.
     "composed": Provider(
         "jaxnorm composed",
         "jax",
@@ -117,7 +119,7 @@ PROVIDERS: dict[str, Provider] = {
     "optax": Provider(
         "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=CROSS_ENTROPIES
     ),
-    # No loss, but what the time of one is measured by.
+    # Not a loss, but the matmuls with which the time of a loss is compared.
     "products": Provider(
         "matrix products",
         "jax",
@@ -133,8 +135,8 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
         losses=("linear_cross_entropy",),
-        note="tokamax's backward writes dx over x. The copy of x that XLA makes before it is no "
-        "kernel and is not counted, and of small arrays it leaves a part in the cache.",
+        note="tokamax's backward overwrites x with dx. XLA copies x before it; this copy is not a "
+        "kernel and not counted, and it leaves a part of small arrays in the cache.",
     ),
     "quack": Provider(
         "QuACK",
@@ -157,7 +159,7 @@ PROVIDERS: dict[str, Provider] = {
         losses=CROSS_ENTROPIES,
         overwrites=("cross_entropy", "capped_cross_entropy"),
         wide_parameters=False,
-        note="Liger's RMSNorm writes dx over dy.",
+        note="Liger's RMSNorm overwrites dy with dx.",
     ),
     "fla": Provider(
         "flash-linear-attention",
@@ -189,6 +191,6 @@ PROVIDERS: dict[str, Provider] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    """The differentiable function of operands and parameters that the provider gives for `op`."""
+    """Return the provider's differentiable function of operands and parameters for `op`."""
     adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
     return adapter.function(name, op, y_dtype)

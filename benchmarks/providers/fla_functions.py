@@ -1,4 +1,4 @@
-"""flash-linear-attention's norms and gates, a Triton kernel each way: its own, and Mamba 2's."""
+"""flash-linear-attention's norms and gates, as Triton kernels: its own, and Mamba 2's."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Flax linen's norms. (Its softmaxes are jax.nn's own: those of the provider jnp.)"""
+"""Flax linen's norms. (Its softmaxes are jax.nn's own, which are the provider jnp.)"""
 
 from collections.abc import Callable
 from typing import Any

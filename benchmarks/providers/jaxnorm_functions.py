@@ -1,4 +1,4 @@
-"""jaxnorm itself: what it chooses by default, each implementation by name, and its plain norms."""
+"""jaxnorm itself: the default, each implementation by name, and its plain norms in compositions."""
 
 import functools
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def rms_norm_rope(
     return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
-# Functions of whole blocks and of a norm with its product, and their options.
+# Functions for whole blocks and for a norm with its matmul, with their options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),

@@ -1,4 +1,4 @@
-"""The plain formulas in jax.numpy: what one writes without a library."""
+"""The plain formulas in jax.numpy, as one writes them without a library."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A library's plain norms and softmax, and what a model makes of them."""
+    """A library's plain norms and softmax, and blocks composed of them."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]

@@ -1,6 +1,6 @@
-"""Liger's kernels as its API calls them: RMSNorm's dx is written over dy, logits' over logits.
+"""Liger's kernels through its API: RMSNorm's dx overwrites dy, the gradient of logits the logits.
 
-Its GroupNorm is left out: its images have channels first, where a group's elements are neighbours.
+Its GroupNorm is left out: its images have channels first, so that a group's elements are adjacent.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The matrix products that a loss cannot do without, and no loss: the yardstick of what fuses it.
+"""The matmuls that a loss needs, without the loss: the reference for fused losses.
 
-Logits stand for their own gradient: an array of the same shape and dtype. They are normal, and a
-GPU's clock depends on what it multiplies.
+The logits stand for their own gradient, an array of the same shape and dtype. They are normal,
+because a GPU's clock depends on the values that it multiplies.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ Array = jax.Array
 
 
 def _logits(x: Array, weight: Array) -> Array:
-    # Else XLA might take a part of the product for the few elements that are returned.
+    # Without the barrier, XLA could compute only the few elements that are returned.
     return jax.lax.optimization_barrier(x @ weight)
 
 
 @jax.custom_vjp
 def three(x: Array, weight: Array, labels: Array) -> Array:
-    """An element of the logits, which are kept."""
+    """Return an element of the logits, which are saved."""
     return _three_forward(x, weight, labels)[0]
 
 
@@ -41,7 +41,7 @@ three.defvjp(_three_forward, _three_backward)
 
 @jax.custom_vjp
 def four(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-    """Two elements of each row of the logits, which the backward makes again."""
+    """Return two elements of each row of the logits, which the backward recomputes."""
     return _four_forward(x, weight, labels)[0]
 
 
@@ -55,7 +55,7 @@ def _four_forward(
 def _four_backward(
     saved: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    # Else XLA would keep the logits of the forward.
+    # Without the barrier, XLA would save the logits of the forward.
     (x, weight), _ = jax.lax.optimization_barrier((saved, cotangents))
     return _three_backward((x, weight, _logits(x, weight)), cotangents[0])
 

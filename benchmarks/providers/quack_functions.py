@@ -1,4 +1,4 @@
-"""QuACK's kernels. Its LayerNorm comes as a forward and a backward; here they are one function."""
+"""QuACK's kernels. Its LayerNorm has separate forward and backward functions; this joins them."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_func(x, weight.t())  # tuned on the first call; it takes weight as torch keeps it
+    return linear_func(x, weight.t())  # tuned on the first call; weight is in torch's layout
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:

@@ -1,12 +1,12 @@
-"""tokamax's normalization, by its Triton kernels: its output has x's dtype. And its linear loss."""
+"""tokamax's normalization with its Triton kernels (y has x's dtype), and its linear loss."""
 
 from collections.abc import Callable
 
 import jax
 import triton.backends.nvidia.driver as triton_driver
 
-# jax-triton 0.4.1 imports two names of Triton 3.7. Triton 3.6, which torch 2.11 pins, lacks them,
-# and jax-triton would then take no NVIDIA GPU for granted, without a word.
+# jax-triton 0.4.1 imports two names of Triton 3.7. Triton 3.6, which torch 2.11 requires, lacks
+# them, and jax-triton would then silently assume that there is no NVIDIA GPU.
 if not hasattr(triton_driver, "TMA_TF32"):
     triton_driver.TMA_TF32 = 11
 if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
@@ -15,8 +15,8 @@ if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
 import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
-# As tokamax's own benchmark has it; no public argument says so. What `tokamax.layer_norm` takes is
-# the same but for a forward without a backward, which writes y over x: XLA copies x before, by no
+# As in tokamax's own benchmark; no public argument sets it. `tokamax.layer_norm` differs only in a
+# forward without a backward, which overwrites x with y. XLA then copies x first, but not by a
 # kernel, and the copy of a small array leaves a part of it in the cache.
 _NORM = TritonNormalization(input_output_alias=False)
 

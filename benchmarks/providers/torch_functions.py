@@ -1,4 +1,4 @@
-"""torch's own functions: eager, and the same through torch.compile."""
+"""torch's own functions, eager and through torch.compile."""
 
 import types
 from collections.abc import Callable
@@ -184,10 +184,12 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
 
     if name == "torch":
         return cast
-    # torch keeps what it compiles with a function's code, of 8 shapes at most: later ones would run
-    # eagerly. So each function has its own code: torch._dynamo.reset() would forget them all.
+    # torch caches compiled code by a function's code object, for at most 8 shapes; later shapes
+    # would run eagerly. So each function gets its own code object: torch._dynamo.reset() would drop
+    # all of them.
     code = cast.__code__.replace()
     own = types.FunctionType(code, cast.__globals__, closure=cast.__closure__)
-    # One graph is run backwards on rotating buffers: its saved tensors are not to be donated.
+    # The graph's backward runs several times on rotating buffers, so saved tensors must not be
+    # donated.
     functorch_config.donated_buffer = False
     return torch.compile(own, dynamic=False)

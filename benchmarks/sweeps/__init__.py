@@ -1,1 +1,1 @@
-"""What `benchmarks.sweep` tries: a file for each question."""
+"""Inputs of `benchmarks.sweep`: one file for each question."""

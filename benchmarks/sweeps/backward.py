@@ -1,7 +1,7 @@
-"""Schedules of the backward: of norms, with dh and of two norms, over widths that no table names.
+"""Schedules of the backward of norms, with dh and of two norms, over widths not in the tables.
 
-Of a ring, how many warpgroups and blocks share a row, how many blocks a multiprocessor has, and how
-many rows a step. Of softmaxes in registers, the same shares.
+For pipelined rows: how many warpgroups and blocks share a row, the blocks per multiprocessor, and
+the rows per step. For softmaxes in registers: how many warpgroups and blocks share a row.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _ELEMENTS = 2**26
 _COLS = [512, 640, 768, 896, 1024, 1152, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168]
 _COLS += [8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536, 131072]
 _WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3)
-# Columns of a thread; in a cluster, blocks that have fewer than 8 wait for each other.
+# Columns of a thread. In a cluster, blocks with fewer than 8 wait for each other.
 _RING_COLUMNS = {False: (4, 32), True: (8, 32)}
 _HELD_COLUMNS = (16, 64)
 
@@ -36,7 +36,7 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
-    """The table's first; then every combination that fits, once."""
+    """Return the table's schedule first, then every combination that fits, once."""
     tried = _rings(workload) if workload.is_norm else _held(workload)
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 

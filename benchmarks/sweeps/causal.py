@@ -1,7 +1,7 @@
-"""Schedules of causal softmaxes: how many columns the threads of a row read at a time.
+"""Schedules of causal softmaxes: how many columns the threads of a row load at a time.
 
-Above the diagonal nothing is read but the rest of such a unit: half of one for each row and array,
-on average. Triton's kernels read the rest of a vector alone.
+Above the diagonal, only the rest of such a unit is loaded: on average half a unit for each row and
+array. Triton's kernels load only the rest of a vector.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxnorm_kernels.mosaic.rows.logits import run_of_rows
 from jaxnorm_kernels.mosaic.schedules import forward, softmax_backward
 from jaxnorm_kernels.specs import Spec
 
-_VALUES = 64  # columns of a thread, at most
+_VALUES = 64  # the most columns of a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def workloads() -> Iterator[CausalWorkload]:
 
 
 def schedules(workload: CausalWorkload) -> list[Any]:
-    """The table's first; then others with larger and smaller units."""
+    """Return the table's schedule first, then others with larger and smaller units."""
     spec = workload.spec
     choose = forward.choose if workload.direction == "fwd" else softmax_backward.softmax_schedule
     chosen = choose(spec)

@@ -1,7 +1,7 @@
-"""Forward schedules that queue rows.
+"""Pipelined schedules of the forward.
 
-How many rows a block takes, and how many at the end are taken one each; and how many warpgroups and
-blocks share a row.
+They vary the rows per block, the number of rows at the end that have a block each, and how many
+warpgroups and blocks share a row.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-_TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that could run alone
+_TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that can run at the same time
 _VALUES = (16, 64)  # columns of a thread
 _LEAST_BYTES = 32 * 2**20
 
@@ -26,7 +26,7 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
-    """The table's first; then others of its kind."""
+    """Return the table's schedule first, then others of its kind."""
     chosen = choose(workload.spec)
     if chosen is None or chosen.kind not in ("pipelined_tile", "pipelined_row"):
         return []
@@ -37,18 +37,18 @@ def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
 
 
 def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Other numbers of rows for a block."""
+    """Yield schedules with other numbers of rows per block."""
     blocks = local_gpu().at_a_time(chosen.cluster)
     for tiles, tail in itertools.product(_TILES, _TAILS):
         if 2 * tail * blocks * chosen.rows < workload.rows:
-            # Slots for as many rows as the table gives room.
+            # Use slots for as many rows as the table has room for.
             slots = min(tiles, max(chosen.slots, 2))
             tail_rows = tail * blocks if tiles > 1 else 0
             yield dataclasses.replace(chosen, tiles=tiles, tail=tail_rows, slots=slots)
 
 
 def _shares(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Other numbers of warpgroups and blocks for a row."""
+    """Yield schedules with other numbers of warpgroups and blocks per row."""
     if chosen.kind == "pipelined_tile" or workload.x_dtype != workload.y_dtype:
         return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):

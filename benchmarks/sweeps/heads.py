@@ -1,7 +1,7 @@
 """Schedules of a norm of heads and their rotation.
 
-How many threads share a row, by vectors how wide; rows of a tile or, backward, of a stage; stages,
-and blocks of a multiprocessor.
+They vary the threads per row and the width of vectors, the rows of a tile or (backward) of a stage,
+the stages, and the blocks per multiprocessor.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
 _SHAPES = ((4, 2048, 32, 128), (4, 2048, 32, 64), (4, 2048, 16, 256))
-_THREADS = (1, 2)  # times as many for a row, by as much narrower vectors
+_THREADS = (1, 2)  # factors for the threads of a row; vectors are narrower by the same factor
 _TILES = (1, 2, 4)
 _STAGE_BYTES, _STAGES, _BLOCKS = (8192, 16384, 32768), (3,), (2, 3, 4, 6)
 _SHARED_BYTES = 220 * 1024
@@ -27,7 +27,7 @@ def workloads() -> Iterator[HeadsKernelWorkload]:
 
 
 def schedules(workload: HeadsKernelWorkload) -> list[Heads]:
-    """The table's first; then others."""
+    """Return the table's schedule first, then others."""
     spec = workload.spec
     chosen = (heads.forward if workload.direction == "fwd" else heads.backward)(spec)
     if chosen is None:

@@ -1,7 +1,7 @@
-"""Schedules of a norm and the product after it.
+"""Schedules of a norm and the matmul after it.
 
-How wide a tile is, how many are in shared memory, and how many columns of tiles follow each other
-before the next rows do. With the norm's scale and, as `product`, without.
+They vary the width of a tile, the tiles in shared memory, and the columns of tiles that are
+computed before the next rows. They are timed with the norm's scale and (as `product`) without.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from benchmarks.contract import LinearKernelWorkload
 from benchmarks.linear import LINEAR, SQUARES
-from jaxnorm_kernels.mosaic.linear.product import ProductSchedule, choose
+from jaxnorm_kernels.mosaic.linear import ProductSchedule, choose
 
 _FEATURES = (128, 192, 256)
 _STAGES = (3, 4, 5, 6)
@@ -27,7 +27,7 @@ def workloads() -> Iterator[LinearKernelWorkload]:
 
 def schedules(workload: LinearKernelWorkload) -> list[ProductSchedule]:
     """The table's first; then others, of which the largest have no room in shared memory."""
-    chosen = choose(workload.spec)
+    chosen = choose(workload.sizes[0], workload.sizes[2])
     tried = [
         dataclasses.replace(chosen, features=features, stages=stages, group=group)
         for features, stages, group in itertools.product(_FEATURES, _STAGES, _GROUPS)

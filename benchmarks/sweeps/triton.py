@@ -1,4 +1,4 @@
-"""Triton schedules: rows at once, or parts of a row; in how many warps, in how many programs."""
+"""Triton schedules: whole rows or parts of a row, and numbers of warps and programs."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # that an SM has registers for
-_STAGES = (1, 2, 3, 4, 8)  # rows under way
+_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # for which an SM has registers
+_STAGES = (1, 2, 3, 4, 8)  # rows in flight
 _VALUES = (4, 8, 16)  # of a piece of a row in a thread
 
 
@@ -29,7 +29,7 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[Schedule]:
-    """That of the table first; then every other that may be of use, once."""
+    """Return the table's schedule first, then every other that may be useful, once."""
     spec = workload.spec
     lines = [choose_line(spec), *_held(spec), *(_looped() if spec.cols > 8192 else ())]
     return list(dict.fromkeys(of_line(line, spec, local_gpu()) for line in lines))
@@ -37,7 +37,7 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 def _held(spec: Spec) -> Iterator[Line]:
     hold = spec.cols <= 8192  # beyond, there are no registers for parameters
-    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # beyond, reading ahead was slower
+    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # beyond, prefetching was slower
     for rows, warps, threads, stages, values in itertools.product(
         (1, 2), _WARPS, _THREADS[spec.direction], _STAGES if spec.op == "norm" else (1,), _VALUES
     ):

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxnorm_kernels import devices
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Implementation
-from jaxnorm_kernels.linear_spec import LinearSpec
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Direction, Spec
 
-# Module of each implementation, imported on first use: importing a kernel backend takes time.
-_MODULES = {
+#: Module of each implementation, imported on first use: importing a kernel backend takes time.
+MODULES = {
     "xla": "jaxnorm_kernels.xla",
     "mosaic": "jaxnorm_kernels.mosaic",
     "triton": "jaxnorm_kernels.triton",
@@ -45,10 +44,10 @@ VARIABLE = "JAXNORM_IMPLEMENTATION"
 def _from_environment() -> str | None:
     """Return the value of the environment variable; None if it is empty or not set."""
     name = os.environ.get(VARIABLE) or None
-    if name is not None and name not in _MODULES:
+    if name is not None and name not in MODULES:
         raise ValueError(
             f"jaxnorm: the environment has {VARIABLE}={name!r}; expected one of "
-            f"{', '.join(map(repr, _MODULES))}; unset it to let jaxnorm choose"
+            f"{', '.join(map(repr, MODULES))}; unset it to let jaxnorm choose"
         )
     return name
 
@@ -67,11 +66,6 @@ class Choice:
         return f"{self.name} ({self.reason})"
 
 
-def names() -> tuple[str, ...]:
-    """Return the valid values of ``implementation=``, besides None."""
-    return tuple(_MODULES)
-
-
 def preferred() -> str | None:
     """Return the implementation named by the environment; it runs every call that it supports."""
     return _PREFERRED
@@ -79,7 +73,7 @@ def preferred() -> str | None:
 
 def order(platform: str) -> tuple[str, ...]:
     """Return all names: first those that the default tries, in order, then the others."""
-    return tuple(dict.fromkeys([*_candidates(platform), "xla", *_MODULES]))
+    return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
@@ -126,7 +120,7 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 
     Kernels that are not a GPU's default, such as Triton's on Hopper, need no warning.
     """
-    capability = devices.local_capability() if platform == "cuda" else None
+    capability = launching.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
         return
     if not (is_default_on(name, capability) or is_preferred):
@@ -148,15 +142,15 @@ def is_default_on(name: str, capability: int) -> bool:
     return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
-def forced(function: str, spec: Spec | LinearSpec, name: str) -> Choice:
-    """Choose `name`; ValueError with its reason if it cannot run a call of this spec."""
-    refusal = implementation(name).why_unsupported(spec)
+def refuse(
+    function: str, name: str, direction: Direction, shape: tuple[int, int], refusal: str | None
+) -> None:
+    """Raise ValueError with the reason, if there is one, why `name` cannot run a pass."""
     if refusal is not None:
         raise ValueError(
-            f"{function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
-            f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
+            f"{function}: implementation={name!r} cannot run the {_PASSES[direction]} of "
+            f"({shape[0]}, {shape[1]}): {refusal}; leave implementation out to let jaxnorm choose"
         )
-    return Choice(name, "asked for by name")
 
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:
@@ -192,7 +186,7 @@ def absence(name: str, platform: str) -> str | None:
 
 def implementation(name: str) -> Implementation:
     """Import the implementation `name`. If that fails, it raises ImportError, now and later."""
-    path = _MODULES[name]
+    path = MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])
     try:

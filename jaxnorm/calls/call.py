@@ -81,6 +81,10 @@ class Call:
             text += f" scale={spec.logits.logits_scale}"
         if spec.loss.logit_softcap is not None:
             text += f" softcap={spec.loss.logit_softcap}"
+        if spec.loss.teacher_softcap is not None:
+            text += f" teacher_softcap={spec.loss.teacher_softcap}"
+        if spec.loss.reverse:
+            text += " reverse"
         if spec.softmax.causal:
             text += " causal"
         if spec.loss.label_smoothing:
@@ -95,12 +99,13 @@ class Call:
     def direction(self) -> Direction:
         return self.spec.direction
 
-    @property
+    @functools.cached_property
     def wrt(self) -> tuple[str, ...]:
         return self.spec.wrt
 
     # ------------------------------------------------------------------------- other passes
 
+    @_once
     def with_stats(self) -> "Call":
         """Return the forward with all results and the statistics among its outputs."""
         return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
@@ -125,10 +130,12 @@ class Call:
         """Return the norm of x, whose output is added to the residual."""
         return self.replaced(spec=self.spec.first)
 
-    def tangent(self, wrt: Sequence[str], *, takes_h: bool = False) -> "Call":
-        """Return the tangent along `wrt`, of all results of a forward or as a backward's transpose.
+    @_once
+    def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
+        """Return the call of the tangent along `wrt`.
 
-        `takes_h`: the tangent of a plain norm also returns h's tangent, which is x's.
+        For a forward, it returns the tangents of all results. For a backward, it is the transpose.
+        With `takes_h`, the tangent of a plain norm also returns h's tangent, which is x's.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -137,24 +144,25 @@ class Call:
             outputs = (*spec.operation.results, *h, *stats)
         elif spec.operation.may_add_dh and "x" not in wrt:
             outputs = tuple(name for name in outputs if name != "h")
-        return self.replaced(direction="tan", outputs=outputs, wrt=tuple(wrt))
+        return self.replaced(direction="tan", outputs=outputs, wrt=wrt)
 
+    @_once
     def backward(
         self,
-        wrt: Sequence[str],
-        outputs: Sequence[str] | None = None,
+        wrt: tuple[str, ...],
+        outputs: tuple[str, ...] | None = None,
         *,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
         """Return the backward that takes the cotangents of `outputs`; by default, of all but h."""
         if outputs is None:
-            outputs = [name for name in self.spec.operation.results if name != "h"]
+            outputs = tuple(name for name in self.spec.operation.results if name != "h")
         changes: dict[str, Any] = {}
         if self.spec.is_loss:
             changes["gradient_dtype"] = gradient_dtype
         if self.spec.is_softmax and "logits_bias" not in wrt:
             changes["logits_bias_dtype"] = None
-        return self.replaced(direction="bwd", outputs=tuple(outputs), wrt=tuple(wrt), **changes)
+        return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
         """Return the backward of a plain norm without the extra cotangent of x."""
@@ -164,8 +172,8 @@ class Call:
         """Return the backward that the gradient of all outputs of a forward runs."""
         call = self.first() if self.spec.operation.derivative else self
         # cos and sin are constants: their gradients are not requested.
-        wrt = [*filter(_is_not_table, call.differentiable)]
-        return call.backward(wrt, [*call.spec.operation.results])
+        wrt = tuple(filter(_is_not_table, call.differentiable))
+        return call.backward(wrt, (*call.spec.operation.results,))
 
     @_once
     def on(self, view: RowView) -> "Call":
@@ -301,6 +309,15 @@ class Call:
         takes_it = in_rows.norm.scattered or backends.implementation(name).takes_inner(strided)
         return strided if takes_it else in_rows
 
+    @_once
+    def forced(self, name: str) -> backends.Choice:
+        """Choose the implementation `name`; ValueError with the reason if it cannot run it."""
+        spec = self.as_seen_by(name)
+        refusal = backends.implementation(name).why_unsupported(spec)
+        shape = spec.rows, spec.cols
+        backends.refuse(self.function, name, self.direction, shape, refusal)
+        return backends.Choice(name, "asked for by name")
+
     @functools.cached_property
     def _in_rows(self) -> Spec:
         """The spec of the two-dimensional view."""
@@ -322,7 +339,7 @@ class Call:
             return None
         *_, inner, inner_cols = view.strided
         strided = self._in_rows.replaced(moved_axis=False, inner=inner, inner_cols=inner_cols)
-        kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
+        kinds = {kind for name in self.parameters if (kind := self._kind(name)) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():
             return strided.replaced(
@@ -358,17 +375,12 @@ class Call:
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
         """Give a kernel's arrays separate buffers, so that none is part of a larger array."""
-        if name == "xla":
+        if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
         return [
-            a if self._is_in_place(n, a) else launching.own_buffer(a)
+            a if n in self._in_place and a.nbytes > _COPIED_BYTES else launching.own_buffer(a)
             for n, a in zip(names, arrays, strict=True)
         ]
-
-    def _is_in_place(self, name: str, array: jax.Array) -> bool:
-        if self.primitives is not None and self.spec.is_loss:
-            return True
-        return name in self._in_place and array.nbytes > _COPIED_BYTES
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation = backends.implementation(name)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,10 @@ BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
 
 # Operands whose shapes do not follow from x's, in the order of the fields of `RowView`.
 _SHAPES = (*PARAMETERS, *BROADCAST)
+
+
+# Views are interned, so identical layers of a model share one object and its cached properties.
+_once = functools.lru_cache(maxsize=4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,7 @@ class RowView:
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
         are broadcast.
       table: shape of the cos and sin tables: as above, with one value for each pair of columns.
+      candidates: ``(k,)`` if there are k labels for each row, with an axis of their own.
     """
 
     shape: tuple[int, ...]
@@ -41,16 +47,23 @@ class RowView:
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
     table: tuple[int, ...] = ()
+    candidates: tuple[int, ...] = ()
+
+    @classmethod
+    @_once
+    def of(cls, shape: tuple[int, ...], axes: tuple[int, ...], **shapes: tuple[int, ...]) -> Self:
+        """Return the view of an x of this shape, whose operands have the other shapes."""
+        return cls(shape, axes, **shapes)
 
     @functools.cached_property
     def normalised(self) -> tuple[int, ...]:
         """Sizes of the normalised axes: the default shape of scale and bias."""
-        return tuple(self.shape[a] for a in self.axes)
+        return self._sizes(self.axes)
 
     @functools.cached_property
     def others(self) -> tuple[int, ...]:
         """The axes that are not normalised."""
-        return tuple(a for a in range(len(self.shape)) if a not in self.axes)
+        return tuple([a for a in range(len(self.shape)) if a not in self.axes])
 
     @functools.cached_property
     def cols(self) -> int:
@@ -58,7 +71,7 @@ class RowView:
 
     @functools.cached_property
     def rows(self) -> int:
-        return math.prod(self.shape[a] for a in self.others)
+        return math.prod(self._sizes(self.others))
 
     @functools.cached_property
     def moved(self) -> bool:
@@ -110,6 +123,7 @@ class RowView:
         """True if a parameter has no ``(groups, cols)`` view with groups of consecutive rows."""
         return any(self._groups(kind) is None for kind in PARAMETERS)
 
+    @_once
     def groups(self, kind: Kind) -> int:
         """Return the number of groups of consecutive rows that have a parameter each."""
         return self._groups(kind) or 1
@@ -119,6 +133,7 @@ class RowView:
         is_whole = columns == self.normalised
         return _leading(lead, self._sizes(self.others)) if is_whole else None
 
+    @_once
     def inner_groups(self, kind: Kind) -> int | None:
         """Return the number of groups of outer indices, for a parameter of the inner axis.
 
@@ -142,7 +157,7 @@ class RowView:
         return padded[: len(self.others)], padded[len(self.others) :]
 
     def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.shape[axis] for axis in axes)
+        return tuple([self.shape[axis] for axis in axes])
 
     def shared(self, kind: Kind) -> Shared | None:
         """Describe how x's rows share an operand's rows; None if it has only part of the columns.
@@ -165,8 +180,12 @@ class RowView:
             segments.append((size, has_axis))
         return Shared(tuple(segments), has_columns=has_cols != {False})
 
+    @_once
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
-        """Return the axes of x that an operand of this kind has, in the operand's order."""
+        """Return the axes of x that an operand of this kind has, in the operand's order.
+
+        Candidates have one axis more.
+        """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
         if kind not in PARAMETERS:
@@ -174,18 +193,21 @@ class RowView:
         lacking = len(self.shape) - len(self.shape_of(kind))
         return self.others[lacking:] + self.axes
 
+    @_once
     def shape_of(self, kind: Kind) -> tuple[int, ...]:
         """Return the shape of an operand or result of this kind."""
         if kind in _SHAPES:
             shape: tuple[int, ...] = getattr(self, kind)
             return shape or (self.normalised if kind in PARAMETERS else ())
-        return tuple(self.shape[a] for a in self.axes_of(kind))
+        sizes = self._sizes(self.axes_of(kind))
+        return sizes + self.candidates if kind == "candidate" else sizes
 
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
         """Return the view of another x, whose operands have the shapes ``of(kind)``."""
-        return RowView(shape, axes, *map(of, _SHAPES))
+        view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
+        return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
         """Return the view with a batch axis in front of x and of the operands in `kinds`."""
@@ -202,7 +224,7 @@ class RowView:
         return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """Return the two-dimensional view of an array, or the one-dimensional view of others.
+        """View an array as ``(rows, cols)``, a statistic as ``(rows,)``, a parameter by columns.
 
         A mask or a bias of logits becomes ``(n, cols)`` or ``(n, 1)``, as `shared` describes it. If
         `strided`, arrays become ``(outer, cols, inner)`` instead, and a parameter of the inner axis
@@ -211,6 +233,8 @@ class RowView:
         match kind:
             case "stat" | "label":
                 return a.reshape(self.rows)
+            case "candidate":
+                return a.reshape(self.rows, *self.candidates)
             case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
                 groups = inner_groups or self.groups(kind)
@@ -218,15 +242,15 @@ class RowView:
                 return a.reshape(length if groups == 1 else (groups, length))
         if strided and self.strided is not None:
             return a.reshape(self.strided[:3])
-        rows = math.prod(a.shape[axis] for axis in self.others)
-        cols = math.prod(a.shape[axis] for axis in self.axes)
+        rows = math.prod([a.shape[axis] for axis in self.others])
+        cols = math.prod([a.shape[axis] for axis in self.axes])
         if self.moved:
             a = jnp.transpose(a, self._order)
         return a.reshape(rows, cols)
 
     def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """Invert `to_rows`."""
-        if kind == "stat" or kind in PARAMETERS:
+        if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
         if strided or not self.moved:

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Run
-from jaxnorm.meshes.shards import Factors, Shards
+from jaxnorm.meshes.sharding import Factors, Shards
 
 # Modules that the triton implementation imports, if it can be imported.
 _COMPILERS = ("triton", "jax_triton")

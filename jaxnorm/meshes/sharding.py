@@ -5,17 +5,184 @@ Auto axes       XLA decides when it compiles; see `auto_axes`
 Manual axes     inside `jax.shard_map`, the operands are shards already
 """
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxnorm.calls.call import Arrays, Run
-from jaxnorm.meshes.shards import Shards
+from jaxnorm.calls.call import Arrays, Call, Run
+from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels.operations import PARAMETERS, SHARED, Kind
+
+
+class Shards(NamedTuple):
+    """The sharding of a call's arrays on a mesh, and the function that each device runs."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    run: Run
+
+
+class Factors(NamedTuple):
+    """A sharding rule for Shardy: axes of the same name are sharded over the same mesh axes.
+
+    Attributes:
+      operands, results: for each array, the names of its axes, separated by blanks.
+      whole: names of the axes that are gathered.
+    """
+
+    operands: list[str]
+    results: list[str]
+    whole: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The mesh axes over which each axis of x is sharded."""
+
+    view: RowView
+    mesh_axes: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, spec: Iterable[Any], view: RowView) -> "Layout":
+        """Return the layout of an array with this `PartitionSpec`."""
+        entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+        missing = len(view.shape) - len(entries)
+        return cls(view, (*map(tuple, entries), *[()] * missing))
+
+    @property
+    def cols_over(self) -> tuple[str, ...]:
+        return sum((self.mesh_axes[a] for a in self.view.axes), ())
+
+    def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return the `PartitionSpec` of an operand or result of this kind and global shape."""
+        split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
+        # A mask or a parameter may be broadcast along some axes.
+        return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
+
+    def with_whole_rows(self) -> "Layout":
+        """Return the layout with whole rows, for a rotation, whose pairs must not be split."""
+        axes = self.view.axes
+        split = ((() if i in axes else over) for i, over in enumerate(self.mesh_axes))
+        return dataclasses.replace(self, mesh_axes=tuple(split))
+
+    def summed_over(self, kind: Kind) -> tuple[str, ...]:
+        """Return the mesh axes over which devices have partial sums of a shared gradient."""
+        if kind not in SHARED:
+            return ()
+        split = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
+        return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in split)
+
+    def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
+        """Return the view of a shard of x with this shape."""
+        view = self.view
+
+        def of_shard(kind: Kind) -> tuple[int, ...]:
+            sizes = view.shape_of(kind)
+            split = tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
+            # Pairs of columns are not split.
+            return (*split[:-1], *sizes[-1:]) if kind == "table" else split
+
+        return view.of_shapes(shape, view.axes, of_shard)
+
+    def queries_over(self, call: Call) -> tuple[str, ...]:
+        """Return the mesh axes that shard a matrix's rows, whose indices ``causal`` depends on."""
+        return self.mesh_axes[-2] if call.spec.softmax.causal else ()
+
+    def check(self, function: str, mesh: Any) -> None:
+        """Raise ValueError if an axis of x is not a multiple of its shards."""
+        for size, axes in zip(self.view.shape, self.mesh_axes):
+            shards = math.prod(mesh.shape[a] for a in axes)
+            if size % shards:
+                raise ValueError(
+                    f"{function}: x has shape {self.view.shape} and is sharded by "
+                    f"{self.spec('array', self.view.shape)}; {size} is no multiple of the "
+                    f"{shards} shards of its axis; pad x, or shard it over fewer devices"
+                )
+
+
+def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
+    """Return the sharding of a call, which follows its first array.
+
+    ``run(call, *arrays)`` computes the call on a shard. Rows are independent of each other. A
+    parameter's gradient is summed over the devices that have rows of it. If rows are split, their
+    statistics are summed over the devices that share a row.
+    """
+    layout = Layout.of(types[0].sharding.spec, call.view)
+    if call.spec.norm.rotated:
+        layout = layout.with_whole_rows()
+    layout.check(call.function, mesh)
+
+    def run_shard(*arrays: jax.Array) -> list[jax.Array]:
+        shard = call.on(layout.view_of_shard(arrays[0].shape))
+        if layout.cols_over:
+            results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
+        elif queries_over := layout.queries_over(call):
+            results = shard.replaced(queries_over=queries_over).xla(*arrays)
+        else:
+            results = run(shard, *arrays)
+        return [
+            lax.psum(a, axes) if (axes := layout.summed_over(kind)) else a
+            for kind, a in zip(call.kinds_returned, results)
+        ]
+
+    return Shards(
+        operands=tuple(layout.spec(k, a.shape) for k, a in zip(call.kinds_taken, types)),
+        results=tuple(layout.spec(k, call.view.shape_of(k)) for k in call.kinds_returned),
+        run=run_shard,
+    )
+
+
+def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
+    """Return the sharding rule of a call: axis i of x is named `xi` in all arrays.
+
+    Parameters are gathered, since they are small: their sharding does not affect that of x. Their
+    gradients have separate axis names, so that they can be sharded in any way.
+    """
+    places = itertools.count()
+
+    def factors(kinds: list[Kind], shapes: list[tuple[int, ...]], prefix: str) -> list[str]:
+        return [
+            " ".join(
+                f"{prefix}{next(places)}"
+                if size == 1 or kind in PARAMETERS or (kind == "table" and axis in call.view.axes)
+                else f"x{axis}"
+                for axis, size in zip(call.view.axes_of(kind), shape)
+            )
+            + (f" {prefix}{next(places)}" if kind == "candidate" else "")
+            for kind, shape in zip(kinds, shapes)
+        ]
+
+    operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
+    results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
+    # A pair is two columns, so the columns are whole. Shardy requires the order of occurrence.
+    of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
+    names = dict.fromkeys(" ".join(operands).split())
+    whole = [name for name in names if name.startswith("p") or name in of_pairs]
+    return Factors(operands, results, tuple(whole))
+
+
+def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
+    if shard.implementation not in (None, "xla"):
+        raise ValueError(
+            f"{shard.function}: implementation={shard.implementation!r} cannot run over an axis "
+            f"that is sharded: x has shape {layout.view.shape}, sharded by "
+            f"{layout.spec('array', layout.view.shape)}; leave implementation out, or shard other "
+            "axes"
+        )
+    if queries_over := layout.queries_over(shard):
+        shard = shard.replaced(queries_over=queries_over)
+    return shard.replaced(
+        cols=cols,
+        cols_over=layout.cols_over,
+        axes_over=tuple(layout.mesh_axes[axis] for axis in layout.view.axes),
+    )
 
 
 def run(
@@ -78,7 +245,7 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """Return the type of x with another shape and dtype, and its axes split as `split` names."""
+    """Return x's type with another shape and dtype; `split` names the mesh axes of each axis."""
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 

@@ -1,6 +1,7 @@
 """Helpers that the linen, nnx and equinox conversions of existing models share."""
 
 import functools
+import inspect
 import logging
 import weakref
 from collections import Counter
@@ -12,19 +13,38 @@ import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.tools import check_params
+from jaxnorm.tools.text import progress
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 #: How a log line describes norms that save their input instead of their output.
 KEPT = 'keep their input, as with save="input"'
 
-#: Seconds after which a conversion shows a progress bar.
-PATIENCE = 2.0
+# Seconds after which a conversion shows a progress bar.
+_PATIENCE = 2.0
 
 
 def check(function: str, save: Save, implementation: Name | None) -> None:
     """Raise ValueError if an argument of a conversion is wrong."""
     checks.one_of(function, "save", save, checks.SAVE_MODES)
     checks.implementation(function, implementation)
+
+
+def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Show the arguments of `base` in the signature of an ``__init__`` that passes them on.
+
+    The decorated method takes arguments of `base` as ``**fields``. `inspect.signature` and ``help``
+    then list all of them by name, with the defaults of the package that is installed.
+    """
+
+    def with_signature(init: Callable[P, None]) -> Callable[P, None]:
+        shown = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+        shown = {name: p for name, p in shown.items() if p.kind is not p.VAR_KEYWORD}
+        own = inspect.signature(init).parameters
+        shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+        vars(init)["__signature__"] = inspect.Signature([*shown.values()])
+        return init
+
+    return with_signature
 
 
 def are_known(parameters: Iterable[Any]) -> bool:
@@ -67,6 +87,44 @@ def _values(parameter: Any) -> np.ndarray | None:
         parameter = jax.device_get(parameter) if whole and not parameter.is_deleted() else None
     is_known = isinstance(parameter, np.ndarray) and parameter.dtype.name in FLOAT_DTYPES
     return parameter if is_known else None
+
+
+def decided(
+    function: str,
+    norms: Mapping[str, Any],
+    classes: Mapping[type, type],
+    save: Save,
+    calls: "Calls",
+    why_left: Callable[[Any], str | None],
+    why_input: Callable[[Any], str | None],
+) -> dict[str, Save]:
+    """Return what each norm that is converted saves, by its path, and log the other norms.
+
+    Args:
+      function: the conversion, such as ``"nnx.convert"``.
+      norms: all norms of a model, by path.
+      classes: jaxnorm's class for each of the package's.
+      save: for all norms except those that must save their input.
+      calls: the functions that replace classes, for the log line.
+      why_left: returns why a norm is left to its package, or None.
+      why_input: returns why a norm must save its input, or None.
+    """
+    ours = tuple(classes.values())
+    theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, ours)}
+    left, kept, saves = dict[str, str](), dict[str, str](), dict[str, Save]()
+    for path in progress([*theirs], after=_PATIENCE):
+        if (why := why_left(theirs[path])) is not None:
+            left[path] = why
+            continue
+        why = why_input(theirs[path]) if save == "output" else None
+        saves[path] = save if why is None else "input"
+        if why is not None:
+            kept[path] = why
+    package = "equinox" if function.startswith("equinox") else "Flax"
+    own = [type(theirs[p]).__name__ for p in left if converted_as(type(theirs[p]), classes) is None]
+    outcomes = {f"are left to {package}": left, KEPT: kept}
+    log(function, len(theirs), outcomes, calls.sentences(own))
+    return saves
 
 
 def subclass(module: Any, base: type, package: str) -> str:
@@ -228,7 +286,8 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     return made
 
 
-# The classes of `with_call`. Each holds its function, so an identity is of one function.
+# The classes of `with_call`, by class and identity of the function. Each class holds its function,
+# so no other function gets the same identity.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
@@ -236,6 +295,17 @@ _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 def original(kind: type) -> type:
     """Return the class that `with_call` made a class of, or the class itself."""
     return _ORIGINAL.get(kind, kind)
+
+
+def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
+    """Log that a model has none of the package's `norms`."""
+    others = "".join(f". {sentence}" for sentence in calls.sentences())
+    warn(
+        f"jaxnorm.{function}: %s has no {norms}; norms of other classes can call "
+        "jaxnorm.layer_norm and jaxnorm.rms_norm%s",
+        type(model).__name__,
+        others,
+    )
 
 
 def warn(text: str, *arguments: object) -> None:

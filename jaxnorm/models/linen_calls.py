@@ -1,7 +1,7 @@
-"""Calls of linen norms by jaxnorm's functions, or by Flax's own code."""
+"""Calls of linen norms, and what `jaxnorm.linen.converted` decides and records about them."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 from flax.linen import dtypes
 
-from jaxnorm.models import flax_modules
+from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
@@ -130,3 +130,137 @@ def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     if why is None and _axes(norm, x) is None:
         return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
     return why
+
+
+# -------------------------------------------------------------------------------------- conversion
+
+
+class Stored:
+    """The norms that must save their input, judged by the values in a tree of parameters, or None.
+
+    Two objects are equal if they name the same norms, so that `jax.jit` retraces only if these
+    change.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self.reasons: dict[tuple[str, str], str] = {}  # by the norm's path and its output's dtype
+        self._paths: set[str] | None = None
+        if params is not None:
+            if not isinstance(params, Mapping):
+                raise TypeError(
+                    f"converted: params is a {type(params).__name__}; expected a model's "
+                    'variables, or those of the collection "params": a dictionary'
+                )
+            params = nn.unbox(params)
+            self._paths = set(self._norms(params.get("params", params), ()))
+
+    def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
+        """Yield the paths of the norms in a tree, and note which of them must save their input."""
+        if not isinstance(tree, Mapping):
+            return
+        name = "/".join(path)
+        if "scale" in tree:
+            yield name
+            parameters = [tree[p] for p in ("scale", "bias") if p in tree]
+            for dtype in FLOAT_DTYPES:
+                why = conversion.why_input(parameters, np.dtype(dtype))
+                if why is not None:
+                    self.reasons[name, dtype] = why
+        for key, subtree in tree.items():
+            yield from self._norms(subtree, (*path, key))
+
+    def knows(self, path: str) -> bool:
+        """Return True if the parameters have this norm, or if no parameters were given."""
+        return self._paths is None or path in self._paths
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.reasons))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stored) and self.reasons.keys() == other.reasons.keys()
+
+
+class Seen:
+    """The calls of modules inside a context.
+
+    Attributes:
+      modules: names of the classes of all modules.
+      has_norms: True if some of them were norms, of Flax or of jaxnorm.
+      norms: paths of Flax's norms, each with the reason why it was left to Flax, or None.
+      kept: paths of the norms that save their input, each with the reason.
+      unknown: paths of norms that are missing in the given parameters.
+      calls: the functions that replace classes, and where they were used.
+      own: names of subclasses of Flax's norms that were left because they override code.
+    """
+
+    def __init__(self, calls: conversion.Calls) -> None:
+        self.calls = calls
+        self.own: dict[str, None] = {}
+        self.modules: set[str] = set()
+        self.has_norms = False
+        self.norms: dict[str, str | None] = {}
+        self.kept: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
+
+    def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
+        """Note the class of a norm that is left to Flax because it overrides code."""
+        if conversion.converted_as(type(norm), flax) is None:
+            self.own[type(norm).__name__] = None
+
+    def judged(
+        self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
+    ) -> Save:
+        """Return whether a norm can save its output, judged by its parameters or `stored` ones."""
+        if "scale" not in parameters:
+            return "output"
+        if conversion.are_known(parameters.values()):
+            why = conversion.why_input(parameters.values(), y_dtype)
+        else:
+            why = stored.reasons.get((path, y_dtype.name))
+            if not stored.knows(path):
+                self.unknown[path] = "params has no such norm"
+        if why is None:
+            return "output"
+        self.kept[path] = why
+        return "input"
+
+    def tell(self, settings: Hashable, around: Hashable) -> None:
+        """Log what was converted at the end of a context, and warn if nothing was.
+
+        `settings` are the settings of the context, `around` those of the enclosing one, or None.
+        """
+        if around is not None:
+            _seen_before.setdefault(around, set())  # The enclosing context is not empty.
+        left = {path: why for path, why in self.norms.items() if why is not None}
+        before = _seen_before.get(settings)
+        is_part = before is not None and self.modules <= before  # jax.jit had traced the rest
+        names = before if before and is_part else self.modules
+        conversion.log(
+            "linen.converted",
+            len(self.norms),
+            {
+                "are left to Flax": left,
+                conversion.KEPT: self.kept,
+                "were not looked at": self.unknown,
+            },
+            self.calls.sentences(self.own, names) if self.modules else (),
+        )
+        _seen_before[settings] = self.modules | (before or set())
+        if self.has_norms or self.calls.applied or is_part:
+            return  # Modules are called while jax.jit traces, and not in a compiled program.
+        if not self.modules:
+            conversion.warn(
+                "jaxnorm.linen.converted: no linen module was called inside it, so nothing is "
+                "converted; put it around calls of init and apply, not around what makes a model"
+            )
+            return
+        conversion.warn(
+            "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
+            "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
+            "jaxnorm.rms_norm, by calls={class: function}",
+            ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
+        )
+
+
+#: By settings, the names of the module classes called in earlier contexts with these settings.
+_seen_before: dict[Hashable, set[str]] = {}

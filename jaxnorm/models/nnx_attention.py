@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm.models import attention
-from jaxnorm.operations.attention_weights import attention_weights, logits_of
+from jaxnorm.models import flax_modules
 from jaxnorm.operations.checks import DTypeLike
+from jaxnorm.operations.softmax import attention_weights, logits_of
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 # The fill value of jax.nn.dot_product_attention, which uses it for float64 logits as well.
@@ -76,10 +76,10 @@ def dot_product_attention(
       (2, 16, 64)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    attention.check_shapes(query, key, value)
-    attention.check_heads(query, key, "key")
-    attention.check_heads(query, value, "value")
-    return attention.attend(
+    flax_modules.check_shapes(query, key, value)
+    flax_modules.check_heads(query, key, "key")
+    flax_modules.check_heads(query, value, "value")
+    return flax_modules.attend(
         query,
         key,
         value,
@@ -88,7 +88,7 @@ def dot_product_attention(
         weigh=functools.partial(_weigh, precision, is_causal),
         einsum=functools.partial(jnp.einsum, precision=precision),
         sow=module and functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
-        dropout=attention.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
+        dropout=flax_modules.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
     )
 
 
@@ -105,14 +105,14 @@ def _weigh(
     # With a causal mask alone, each query has an unmasked key, so a fill of -inf gives the same
     # weights, and the kernels can skip masked entries.
     only_causal = is_causal and bias is None and mask is None
-    if is_causal and not (only_causal and attention.is_supported(dtype)):
+    if is_causal and not (only_causal and flax_modules.is_supported(dtype)):
         causal = jnp.tril(jnp.ones(lengths, bool))
         mask, only_causal = causal if mask is None else jnp.logical_and(mask, causal), False
     shape = (*query.shape[:-3], query.shape[-2], *lengths)
     if (
-        attention.is_supported(dtype)
-        and attention.fits(bias, shape, FLOAT_DTYPES)
-        and attention.fits(mask, shape)
+        flax_modules.is_supported(dtype)
+        and flax_modules.fits(bias, shape, FLOAT_DTYPES)
+        and flax_modules.fits(mask, shape)
     ):
         return attention_weights(
             query,
@@ -125,4 +125,4 @@ def _weigh(
             precision=precision,
         )
     logits = logits_of(precision, query, key) * scale
-    return attention.masked_softmax(logits, bias, mask, fill=fill, dtype=dtype)
+    return flax_modules.masked_softmax(logits, bias, mask, fill=fill, dtype=dtype)

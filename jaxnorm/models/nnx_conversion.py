@@ -1,5 +1,6 @@
 """The implementation of `jaxnorm.nnx.convert`: find the norms in a model, and convert each."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from flax import nnx
 
 from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations import checks
-from jaxnorm.tools.text import progress
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
@@ -37,44 +37,34 @@ def convert(
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
-    norms = []
+    norms = {}
     for path, node in modules:
         function = calls.of(type(node), path)
         if function is not None:
             node.__class__ = conversion.with_call(conversion.original(type(node)), function)
         elif isinstance(node, tuple(classes)) and not calls.has(path):
-            norms.append((path, node))
+            norms[path] = node
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
             calls.note(type(node), path)
     if not norms and not calls.applied:
-        others = "".join(f". {sentence}" for sentence in calls.sentences())
-        conversion.warn(
-            "jaxnorm.nnx.convert: %s has no nnx.LayerNorm, RMSNorm or GroupNorm; norms of other "
-            "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm%s",
-            type(model).__name__,
-            others,
-        )
+        names = "nnx.LayerNorm, RMSNorm or GroupNorm"
+        conversion.warn_of_none("nnx.convert", model, names, calls)
         return
-    theirs = [(path, norm) for path, norm in norms if not isinstance(norm, tuple(classes.values()))]
-    reasons = {path: why_left(norm, [*classes]) for path, norm in theirs}
-    left = {path: why for path, why in reasons.items() if why is not None}
-    kept = {}
-    converted = {path: norm for path, norm in theirs if path not in left}
-    for path in progress([*converted], after=conversion.PATIENCE):
-        norm, attributes = converted[path], added
-        if added.save == "output" and (why := why_input(norm)) is not None:
-            attributes, kept[path] = added._replace(save="input"), why
-        flax_modules.set_fields(norm, attributes)
+    decided = conversion.decided(
+        "nnx.convert",
+        norms,
+        classes,
+        added.save,
+        calls,
+        functools.partial(why_left, classes=[*classes]),
+        why_input,
+    )
+    for path, save in decided.items():
+        norm = norms[path]
+        flax_modules.set_fields(norm, added._replace(save=save))
         base = conversion.converted_as(type(norm), classes)
         assert base is not None
         norm.__class__ = classes[base]
-    outcomes = {"are left to Flax": left, conversion.KEPT: kept}
-    own = [
-        type(norm).__name__
-        for path, norm in theirs
-        if path in left and conversion.converted_as(type(norm), classes) is None
-    ]
-    conversion.log("nnx.convert", len(theirs), outcomes, calls.sentences(own))
 
 
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:

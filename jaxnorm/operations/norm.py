@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm, and the checks that all functions of norms share."""
+"""layer_norm, rms_norm and rms_norm_gated, and the checks that all functions of norms share."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -38,16 +38,16 @@ def norm_call(
     `NormOptions` that only this operation has.
     """
     axes = checks.axes(function, axis, x.shape)
-    view = RowView(x.shape, axes)
+    view = RowView.of(x.shape, axes)
     shapes = {name: a.shape for name, a in given.items() if OPERANDS[name] in PARAMETERS}
     for name, own in shapes.items():
         checks.check_parameter(function, _PUBLIC_NAMES.get(name, name), own, view)
     by_kind = {
-        kind: jnp.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
+        kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
     # In a view, `()` means: the parameter has exactly the normalised axes.
-    view = RowView(
+    view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
     checks.one_of(function, "save", save, checks.SAVE_MODES)
@@ -275,4 +275,86 @@ def rms_norm(
     """
     options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
     (y,) = normalise("rms_norm", x, scale=scale, bias=bias, activation=activation, **options)
+    return y
+
+
+_GATED = "rms_norm_gated"
+
+
+@eager.compiled("x", "gate", "scale")
+def rms_norm_gated(
+    x: checks.ArrayLike,
+    gate: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    *,
+    norm_before_gate: bool = True,
+    activation: Activation = "silu",
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""RMSNorm over the last axis and a gate in one pass, as in Mamba 2 and gated delta nets.
+
+    .. math::
+      y = \mathrm{rms\_norm}(x) \cdot \mathrm{activation}(\mathrm{gate})
+      \qquad \text{or} \qquad
+      y = \mathrm{rms\_norm}(x \cdot \mathrm{activation}(\mathrm{gate}))
+
+    Gated delta nets use the first form, over the columns of each head (Yang, Kautz and Hatamizadeh,
+    2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second (Dao
+    and Gu, 2024, https://arxiv.org/abs/2405.21060). Arithmetic is float32 (float64 if x, gate or
+    the output is float64), rounded once. The residuals are x, gate and a number for each row. The
+    backward recomputes the normalised x and the activated gate, without storing them.
+
+    Args:
+      x: array (..., d); bfloat16, float16, float32 or float64.
+      gate: array of x's shape; any of these dtypes.
+      scale: (d,), as in :func:`jaxnorm.rms_norm`, or with axes before that, which broadcast to x's
+        other axes: (groups, d) where x is (..., groups, d), as in Mamba 2 with groups. None
+        multiplies by 1 (``scale_offset`` is then unused).
+      norm_before_gate: True to normalise x (the first form), False to normalise its product with
+        the gate (the second form).
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
+      epsilon: added to the mean square, at least 0.
+      scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
+      dtype: dtype of the output; x's by default.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of x's shape in ``dtype``. Differentiable in reverse and forward mode, to any order;
+      gradients have the dtypes of their arguments.
+
+    Raises:
+      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      ValueError: x and gate differ in shape, scale's shape, ``activation``, ``epsilon`` or
+        ``implementation`` is wrong, or the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x = gate = jnp.ones((2, 16, 8, 128), jnp.bfloat16)  # (batch, length, heads, d)
+      >>> y = jaxnorm.rms_norm_gated(x, gate, jnp.ones(128))  # a gated delta net's
+      >>> y.shape, y.dtype.name
+      ((2, 16, 8, 128), 'bfloat16')
+      >>> scale = jnp.ones((8, 128))  # Mamba 2's, in 8 groups
+      >>> jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False).shape
+      (2, 16, 8, 128)
+    """
+    x, gate = (checks.float_array(_GATED, n, a) for n, a in (("x", x), ("gate", gate)))
+    checks.same_shape(_GATED, "gate", gate.shape, x.shape)
+    if scale is not None:
+        scale = checks.float_array(_GATED, "scale", scale)
+    checks.one_of(_GATED, "activation", activation, get_args(Activation))
+    call = norm_call(
+        _GATED,
+        x,
+        {} if scale is None else {"scale": scale},
+        **common_options(-1, epsilon, scale_offset, dtype, "input", implementation),
+        gate_dtype=gate.dtype,
+        norm_before_gate=checks.flag(_GATED, "norm_before_gate", norm_before_gate),
+        activation=activation,
+    )
+    (y,) = row_operations.run(call, x, sharding.lie_alike(gate, x), scale)
     return y

@@ -7,18 +7,16 @@ Only the norm is a primitive. Each step saves these residuals:
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, overload
+from typing import Any, NamedTuple, get_args, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
@@ -26,16 +24,35 @@ from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
 from jaxnorm.operations.norm import norm_call
-from jaxnorm.primitives import eager, remat, row_operations
+from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.linear_spec import Activation, LinearSpec
-from jaxnorm_kernels.specs import Name
+from jaxnorm_kernels.specs import LinearActivation, Name
 
 NAME = "rms_norm_linear"
 
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    name: products.ACTIVATIONS[name] for name in get_args(Activation)
-}
+# A Triton kernel of a norm and a matmul was removed: XLA's were faster in every timing
+# (docs/linear.md).
+_NO_TRITON = (
+    "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
+    "was timed"
+)
+
+
+class _Linear(NamedTuple):
+    """The static description of the linear layer.
+
+    Attributes:
+      dtype: dtype of the matmul's operands. Sums, bias and activation are computed in `wide`.
+      y_dtype: dtype of y, which is rounded once.
+      activation: function of `jax.nn`, with its defaults; None for none.
+      precision: ``jax.default_matmul_precision`` when the call was made.
+    """
+
+    dtype: np.dtype
+    wide: np.dtype
+    y_dtype: np.dtype
+    activation: LinearActivation | None
+    precision: str | None
 
 
 @overload
@@ -46,7 +63,7 @@ def rms_norm_linear(
     *,
     bias: checks.ArrayLike | None = None,
     residual: None = None,
-    activation: Activation | None = None,
+    activation: LinearActivation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     dtype: checks.DTypeLike | None = None,
@@ -62,7 +79,7 @@ def rms_norm_linear(
     *,
     bias: checks.ArrayLike | None = None,
     residual: checks.ArrayLike,
-    activation: Activation | None = None,
+    activation: LinearActivation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     dtype: checks.DTypeLike | None = None,
@@ -78,7 +95,7 @@ def rms_norm_linear(
     *,
     bias: checks.ArrayLike | None = None,
     residual: checks.ArrayLike | None = None,
-    activation: Activation | None = None,
+    activation: LinearActivation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     dtype: checks.DTypeLike | None = None,
@@ -144,18 +161,16 @@ def rms_norm_linear(
         if array is not None:
             others[name] = checks.float_array(NAME, name, array)
     _check_shapes(x.shape, {name: a.shape for name, a in others.items()})
-    norm, spec = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation)
-    if implementation is not None:
-        backends.forced(NAME, spec, implementation)
+    norm, layer = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation)
     added = others.pop("residual", None)
     h = [] if added is None else [_sum(x, added)]
     operands = dict(zip(("x", *others), sharding.vary_alike([*(h or [x]), *others.values()])))
     with jax.named_scope(f"jaxnorm.{NAME}"):
         if implementation == "mosaic":
             _check_whole([*operands.values()])
-            y = _by_kernel(norm, spec, tuple(operands), *operands.values())
+            y = _by_kernel(norm, layer, tuple(operands), *operands.values())
         else:
-            y = _composed(norm, spec, tuple(operands), *operands.values())
+            y = _composed(norm, layer, tuple(operands), *operands.values())
     return (y, h[0]) if h else y
 
 
@@ -174,57 +189,58 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
 def _call_of(
     x: jax.Array,
     others: dict[str, jax.Array],
-    activation: Activation | None,
+    activation: LinearActivation | None,
     epsilon: float,
     scale_offset: float,
     dtype: checks.DTypeLike | None,
     implementation: Name | None,
-) -> tuple[Call, LinearSpec]:
-    """Check the arguments, and return the norm before the matmul and the spec of the whole call.
+) -> tuple[Call, _Linear]:
+    """Check the arguments, and return the norm before the matmul and the linear layer.
 
     `others`: weight, scale, bias, residual.
     """
     shape, weight = x.shape, others["weight"]
-    dtypes = {name: a.dtype for name, a in others.items()}
-    if not isinstance(activation, str | None) or activation not in (None, *_ACTIVATIONS):
+    names = get_args(LinearActivation)
+    if not isinstance(activation, str | None) or activation not in (None, *names):
         raise ValueError(
             f"{NAME}: activation={activation!r}; expected one of "
-            f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
+            f"{', '.join(map(repr, names))}, or None; apply another one to the result"
         )
     checks.implementation(NAME, implementation)
     promoted = checks.product_dtype(x.dtype, weight.dtype)
     y_dtype = checks.output_dtype(NAME, dtype, promoted)
-    spec = LinearSpec(
-        rows=math.prod(shape[:-1]),
-        cols=shape[-1],
-        features=weight.shape[1],
-        x_dtype=dtypes.get("residual", x.dtype),
-        weight_dtype=weight.dtype,
-        product_dtype=min(promoted, y_dtype, key=lambda dtype: dtype.itemsize),
-        y_dtype=y_dtype,
-        scale_dtype=dtypes.get("scale"),
-        bias_dtype=dtypes.get("bias"),
-        epsilon=checks.number(NAME, "epsilon", epsilon, minimum=0.0),
-        scale_offset=checks.number(NAME, "scale_offset", scale_offset),
-        activation=activation,
-        precision=jax.config.jax_default_matmul_precision,
+    product_dtype = min(promoted, y_dtype, key=lambda dtype: dtype.itemsize)
+    h = others.get("residual", x)
+    wide = checks.arithmetic_dtype(h.dtype, product_dtype, y_dtype)
+    epsilon = checks.number(NAME, "epsilon", epsilon, minimum=0.0)
+    scale_offset = checks.number(NAME, "scale_offset", scale_offset)
+    checks.finite_in(NAME, wide, {"epsilon": epsilon, "scale_offset": scale_offset})
+    layer = _Linear(
+        product_dtype, wide, y_dtype, activation, jax.config.jax_default_matmul_precision
     )
-    numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
-    checks.finite_in(NAME, spec.compute_dtype, numbers)
+    if implementation in ("mosaic", "triton"):
+        refusal: str | None = _NO_TRITON
+        if implementation == "mosaic":
+            from jaxnorm_kernels.mosaic import linear
+
+            sizes = math.prod(shape[:-1]), shape[-1], weight.shape[1]
+            arrays = {"x": h, **{n: a for n, a in others.items() if n != "residual"}}
+            dtypes = {"y": y_dtype, **{name: a.dtype for name, a in arrays.items()}}
+            refusal = linear.why_unsupported(sizes, layer.dtype, dtypes, layer.precision)
+        backends.refuse(NAME, implementation, "fwd", (math.prod(shape[:-1]), shape[-1]), refusal)
     norm = norm_call(
         "rms_norm",
-        jax.ShapeDtypeStruct(shape, spec.x_dtype),
+        jax.ShapeDtypeStruct(shape, h.dtype),
         {name: a for name, a in others.items() if name == "scale"},
         axis=-1,
-        epsilon=spec.epsilon,
-        scale_offset=spec.scale_offset,
-        dtype=spec.product_dtype,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=layer.dtype,
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
     # Another function's call: policies do not save its result (`remat.name`).
-    norm = norm.replaced(function=NAME, primitives=norm.function)
-    return norm, spec
+    return norm.replaced(function=NAME, primitives=norm.function), layer
 
 
 def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) -> None:
@@ -242,9 +258,7 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 # ----------------------------------------------------------------------------- the composition
 
 
-def _composed(
-    norm: Call, spec: LinearSpec, names: tuple[str, ...], *arrays: jax.Array
-) -> jax.Array:
+def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y, given the arrays in `names`: x, weight and, if present, scale and bias."""
     operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
@@ -257,24 +271,25 @@ def _composed(
     # sums over shards of x's columns are rounded before the all-reduce, as in plain JAX: in float32
     # the devices would exchange twice the bytes.
     is_split = layout is not None and bool(layout.cols)
-    is_alone = is_split or ("bias" not in operands and spec.activation is None)
+    is_alone = is_split or ("bias" not in operands and layer.activation is None)
     z = products.product(
         functools.partial(_normalised, norm),
         normalised,
         operands["weight"],
-        dtype=spec.product_dtype,
-        result=spec.y_dtype if is_alone else spec.compute_dtype,
-        precision=spec.precision,
+        dtype=layer.dtype,
+        result=layer.y_dtype if is_alone else layer.wide,
+        precision=layer.precision,
         weight_sharding=None if layout is None else layout.sharding("weight"),
         out_sharding=None if layout is None else layout.sharding("z"),
     )
     if "bias" in operands:
         bias = operands["bias"].astype(z.dtype)
         z = z + jnp.expand_dims(bias, range(z.ndim - 1))
-    if spec.activation is None:
-        return z.astype(spec.y_dtype)
-    kept = remat.name_of_linear("z", z.astype(spec.y_dtype))
-    return products.activated(_ACTIVATIONS[spec.activation], z, kept).astype(spec.y_dtype)
+    if layer.activation is None:
+        return z.astype(layer.y_dtype)
+    kept = remat.name_of_linear("z", z.astype(layer.y_dtype))
+    activation = products.ACTIVATIONS[layer.activation]
+    return products.activated(activation, z, kept).astype(layer.y_dtype)
 
 
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
@@ -287,42 +302,63 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _by_kernel(
-    norm: Call, spec: LinearSpec, names: tuple[str, ...], *arrays: jax.Array
-) -> jax.Array:
+def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y by Mosaic's kernel of the norm and the matmul, with the derivative of `_composed`.
 
     It raises ValueError when the call is lowered for a platform without the kernel.
     """
-    return _kernel(spec, names)(*arrays)
+    return _kernel(norm, layer, names)(*arrays)
 
 
 @functools.partial(_by_kernel.defjvp, symbolic_zeros=True)
 def _(
     norm: Call,
-    spec: LinearSpec,
+    layer: _Linear,
     names: tuple[str, ...],
     primals: Sequence[jax.Array],
     tangents: Sequence[Any],
 ) -> Any:
-    _, dy = products.jvp(functools.partial(_composed, norm, spec, names), primals, tangents)
-    return _by_kernel(norm, spec, names, *primals), dy
+    _, dy = rules.jvp(functools.partial(_composed, norm, layer, names), primals, tangents)
+    return _by_kernel(norm, layer, names, *primals), dy
 
 
-def _kernel(spec: LinearSpec, names: tuple[str, ...]) -> Callable[..., jax.Array]:
+def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[..., jax.Array]:
     """Return the kernel. Under vmap, a batch of x is more rows; a batch of parameters is a loop."""
     from jaxnorm_kernels import mosaic
 
-    @custom_vmap
-    def run(*arrays: jax.Array) -> jax.Array:
+    def kernel(*arrays: jax.Array) -> jax.Array:
         operands = dict(zip(names, map(launching.own_buffer, arrays)))
-        x, weight = _placed.bind(operands["x"]), operands["weight"]
+        x, weight = operands["x"], operands["weight"]
         *lead, cols = x.shape
-        rows = dataclasses.replace(spec, rows=math.prod(lead))
         y = mosaic.rms_norm_linear_fwd(
-            x.reshape(rows.rows, cols), weight, operands.get("scale"), operands.get("bias"), rows
+            x.reshape(math.prod(lead), cols),
+            weight,
+            operands.get("scale"),
+            operands.get("bias"),
+            dtype=layer.y_dtype,
+            epsilon=norm.spec.norm.epsilon,
+            scale_offset=norm.spec.norm.scale_offset,
+            activation=layer.activation,
         )
         return launching.own_buffer(y).reshape(*lead, weight.shape[1])
+
+    def refused(*arrays: jax.Array) -> jax.Array:
+        """Ask for Mosaic's norm, which raises ValueError when it is lowered elsewhere."""
+        call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
+        for _ in range(arrays[0].ndim - len(norm.view.shape)):
+            call = jax.vmap(call, (0, *[None] * (len(arrays) - 1)))
+        return call(*arrays)
+
+    platforms = mosaic.IMPLEMENTATION.platforms() or ()
+    if jax.config.jax_disable_jit:
+        backends.placed(NAME, "mosaic", (backends.local_platform(),))
+
+    @custom_vmap
+    def run(*arrays: jax.Array) -> jax.Array:
+        # The platform is unknown until the call is lowered.
+        branches = dict.fromkeys(platforms, kernel)
+        y: jax.Array = lax.platform_dependent(*arrays, **branches, default=refused)
+        return y
 
     @run.def_vmap
     def _(size: int, is_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
@@ -338,25 +374,6 @@ def _kernel(spec: LinearSpec, names: tuple[str, ...]) -> Callable[..., jax.Array
         return lax.map(one, batched), True
 
     return run
-
-
-def _lower(ctx: Any, x: Any) -> list[Any]:
-    """Return x, and check the platform of the program, which is unknown before lowering."""
-    backends.placed(NAME, "mosaic", ctx.platforms or ctx.module_context.platforms)
-    return [x]
-
-
-def _run(x: jax.Array) -> jax.Array:
-    backends.placed(NAME, "mosaic", (backends.local_platform(),))
-    return x
-
-
-# The identity on x, which raises ValueError on a platform without the kernel. It needs no JVP or
-# batching rule, since it is inside a `custom_vmap` and a `custom_jvp`.
-_placed = Primitive("jaxnorm.placed")
-_placed.def_abstract_eval(lambda x: x)
-_placed.def_impl(_run)
-mlir.register_lowering(_placed, _lower)
 
 
 def _check_whole(arrays: Sequence[jax.Array]) -> None:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.primitives.linear import linear
+from jaxnorm.primitives.recomputation import linear
 
 #: Elementwise functions of `jax.nn`, with their defaults, by name.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -192,23 +192,6 @@ def _(
 def nonzero(tangent: Any) -> jax.Array | None:
     """Return a tangent, or None if it is a symbolic zero."""
     return None if isinstance(tangent, SymbolicZero) else tangent
-
-
-def jvp(
-    f: Callable[..., jax.Array], primals: Sequence[jax.Array], tangents: Sequence[Any]
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return `jax.jvp` along the tangents that are not symbolic zeros; a zero tangent is None."""
-    at = [i for i, t in enumerate(tangents) if nonzero(t) is not None]
-    if not at:
-        return f(*primals), None
-
-    def function(*arrays: jax.Array) -> jax.Array:
-        operands = list(primals)
-        for i, a in zip(at, arrays):
-            operands[i] = a
-        return f(*operands)
-
-    return jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
 
 
 # ------------------------------------------------------------------------------- the mesh

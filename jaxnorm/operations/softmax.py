@@ -1,27 +1,39 @@
-"""softmax and log_softmax: the public functions, and the checks that they share."""
+"""softmax and log_softmax, their checks, and the attention weights of queries and keys.
 
+Attention weights are the softmax of a matmul, as one function:
+
+    weights = softmax(scale query key^T + bias, masked)
+
+The logits of 16-bit queries and keys are float32. Their cotangent is 16 bits: the backward matmuls
+would round it, so the softmax's backward kernel writes it in 16 bits, in half the memory.
+"""
+
+import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks
+from jaxnorm.operations import checks, products, scales
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import Name, SoftmaxOptions, Spec
 
 
-@eager.compiled("x", "where", "bias")
+@eager.compiled("x", "where", "bias", either=("scale",))
 def softmax(
     x: checks.ArrayLike,
     axis: checks.Axis = -1,
     where: checks.ArrayLike | None = None,
     *,
-    scale: float = 1.0,
+    scale: checks.ArrayLike = 1.0,
     bias: checks.ArrayLike | None = None,
     causal: bool = False,
     dtype: checks.DTypeLike | None = None,
@@ -40,7 +52,8 @@ def softmax(
       axis: axis or axes over which the output sums to 1; None for all.
       where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
         their output and gradient are 0, even if the whole row is False.
-      scale: a finite Python number.
+      scale: a finite number, or a scalar array, which may be traced: its value is not checked, and
+        has no derivative.
       bias: float array that broadcasts to x's shape; its -inf count as those of x.
       causal: if True, only columns j <= i of row i are included, as with ``where``. Columns are the
         last axis, rows the axis before it, and both count from 0.
@@ -55,7 +68,7 @@ def softmax(
 
     Raises:
       TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
-        ``scale`` is not a Python number, or ``causal`` is neither True nor False.
+        ``scale`` is no number or is differentiated, or ``causal`` is neither True nor False.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
 
@@ -81,13 +94,13 @@ def softmax(
     )
 
 
-@eager.compiled("x", "where", "bias")
+@eager.compiled("x", "where", "bias", either=("scale",))
 def log_softmax(
     x: checks.ArrayLike,
     axis: checks.Axis = -1,
     where: checks.ArrayLike | None = None,
     *,
-    scale: float = 1.0,
+    scale: checks.ArrayLike = 1.0,
     bias: checks.ArrayLike | None = None,
     causal: bool = False,
     dtype: checks.DTypeLike | None = None,
@@ -157,7 +170,11 @@ def _softmax_of(function: str, x: checks.ArrayLike, **options: Any) -> jax.Array
     """Run a softmax; `options` are those of `softmax_call`."""
     x = checks.float_array(function, "x", x)
     call, mask, bias = softmax_call(function, x, **options)
-    return row_operations.run(call, x, mask, bias)[0]
+    scale = None
+    if call.spec.logits.has_scale:
+        rows, dtype = call.view.shape_of("stat"), call.spec.compute_dtype
+        scale = scales.of_softmax(function, options["scale"], rows, dtype)
+    return row_operations.run(call, x, mask, bias, scale)[0]
 
 
 def softmax_call(
@@ -168,7 +185,7 @@ def softmax_call(
     bias: checks.ArrayLike | None,
     dtype: checks.DTypeLike | None,
     axis: checks.Axis = -1,
-    scale: float = 1.0,
+    scale: checks.ArrayLike = 1.0,
     causal: bool = False,
     masked_logit: float = -math.inf,
     implementation: Name | None = None,
@@ -180,11 +197,13 @@ def softmax_call(
         bias = checks.broadcastable(function, "bias", bias, x.shape)
     axes = checks.axes(function, axis, x.shape)
     mask_shape, bias_shape = (() if a is None else a.shape for a in (mask, bias))
-    view = RowView(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
+    view = RowView.of(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
     checks.implementation(function, implementation)
     causal = checks.flag(function, "causal", causal)
     if causal:
         checks.matrix(function, "causal", view)
+    has_scale = scales.is_array(scale)
+    number = 1.0 if has_scale else checks.number(function, "scale", cast(float, scale))
     op = FUNCTIONS[function].op
     spec = Spec(
         op=op,
@@ -197,7 +216,8 @@ def softmax_call(
         options=SoftmaxOptions(
             has_mask=mask is not None,
             masked_logit=masked_logit,
-            logits_scale=checks.number(function, "scale", scale),
+            logits_scale=number,
+            has_scale=has_scale,
             logits_bias_dtype=None if bias is None else bias.dtype,
             causal=causal,
         ),
@@ -206,3 +226,96 @@ def softmax_call(
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
     return Call.of(function, spec, view, implementation).on(view), mask, bias
+
+
+@eager.compiled("query", "key", "where", "bias")
+def attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    where: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    scale: float,
+    fill: float,
+    causal: bool,
+    precision: Any,
+) -> jax.Array:
+    """Return the softmax of scale query key^T + bias over the keys, in the dtype of the query.
+
+    Args:
+      query: ``(batch..., q_length, heads, depth)``.
+      key: ``(batch..., kv_length, kv_heads, depth)`` of the same dtype, where heads is a multiple
+        of kv_heads.
+      where: mask that broadcasts to the logits, or None. `fill` replaces the logits where it is
+        False.
+      bias: float array that broadcasts to the logits, or None.
+      scale: multiplies the logits, without rounding.
+      fill: a finite number, or -inf to leave entries out.
+      causal: leave out the keys that come after the query; only with a `fill` of -inf.
+      precision: of the matmuls, as in `jax.numpy.einsum`.
+
+    Returns:
+      ``(batch..., heads, q_length, kv_length)``.
+    """
+    logits = jax.eval_shape(functools.partial(logits_of, precision), query, key)
+    call, mask, bias = softmax_call(
+        "softmax", logits, where=where, scale=scale, bias=bias, causal=causal, dtype=query.dtype,
+        masked_logit=fill,
+    )  # fmt: skip
+    (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
+    return _with_narrow_derivative(call, precision, y, query, key, mask, bias)
+
+
+def logits_of(
+    precision: Any, query: jax.Array, key: jax.Array, dtype: np.dtype | None = None
+) -> jax.Array:
+    """Return query key^T in `dtype`; by default, in the arithmetic dtype."""
+    einsum = functools.partial(
+        jnp.einsum,
+        precision=precision,
+        preferred_element_type=dtype or jnp.promote_types(query.dtype, jnp.float32),
+    )
+    size = query.shape[-2] // key.shape[-2]
+    if size == 1:
+        return einsum("...qhd,...khd->...hqk", query, key)
+    # Grouped-query attention: `size` query heads share a head of the keys.
+    split = query.reshape(*query.shape[:-2], key.shape[-2], size, query.shape[-1])
+    logits = einsum("...qhgd,...khd->...hgqk", split, key)
+    return logits.reshape(*logits.shape[:-4], query.shape[-2], *logits.shape[-2:])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _with_narrow_derivative(
+    call: Call,
+    precision: Any,
+    y: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """Return the weights y, with a derivative whose cotangent of the logits has 16 bits.
+
+    The caller computes y, so that policies of rematerialisation see its name. The rule replaces
+    the tangent of y. JAX drops the computation of the tangent that the rule ignores.
+    """
+    del call, precision, query, key, mask, bias
+    return y
+
+
+@functools.partial(_with_narrow_derivative.defjvp, symbolic_zeros=True)
+def _(call: Call, precision: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    y, query, key, mask, bias = primals
+    _, dquery, dkey, _, dbias = tangents
+    terms = []
+    if products.nonzero(dquery) is not None:
+        terms.append(logits_of(precision, dquery, key, query.dtype))
+    if products.nonzero(dkey) is not None:
+        terms.append(logits_of(precision, query, dkey, query.dtype))
+    along = {} if bias is None else {"logits_bias": products.nonzero(dbias)}
+    if terms:
+        along = {"x": functools.reduce(jnp.add, terms), **along}
+    narrow = call.replaced(x_dtype=np.dtype(query.dtype))
+    residuals = [y] if mask is None else [y, mask]
+    (dy,) = row_operations.tangents_of(narrow, residuals, along)
+    return y, SymbolicZero(jax.typeof(y).to_tangent_aval()) if dy is None else dy

@@ -1,5 +1,6 @@
-"""Functions whose backward pass recomputes everything from their arguments.
+"""Functions in the rules of differentiation that save exactly the arrays they are given.
 
+`recomputed` is a function whose backward pass recomputes everything from its arguments.
 `jax.checkpoint` does the same, but its optimization barrier is around all arguments. In a loop over
 layers, XLA copies the slice of each stacked array for such a barrier. Without a barrier, XLA would
 save the forward's intermediates and use them in the backward pass. Here the barrier is only around
@@ -8,6 +9,13 @@ bools on which the recomputed values depend.
     y = f(x, ..., *arrays)                              a `jax.custom_jvp`
     dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
     df(select(barrier(true, dy), x), ...)^T(dy)         its transpose, by the same primitive
+
+`linear` is for the rules themselves. A rule `dy = f(residuals, dx)` written in plain JAX saves
+whatever its operations save: a cast copy of a residual, or an array that is computed from
+residuals. Here f is one primitive, linear in dx, and f's transpose is the same primitive. Both
+compute what they need from the residuals. `jax.checkpoint` around f has the same effect, but under
+``jax_remat3`` it has no transpose (``RematTraced must implement transpose``, jax 0.11.2 to
+0.12.0.1).
 """
 
 import functools
@@ -23,7 +31,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxnorm.primitives.rules import with_wide_types
+from jaxnorm.primitives.rules import jvp, with_wide_types
 
 Function = Callable[..., jax.Array]
 
@@ -60,7 +68,7 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
 
     def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
-        # The select is here, because in f it would be differentiated.
+        # The select is here and not in f, where it would be differentiated.
         x = lax.select(true, x, jnp.zeros_like(x))
         return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
@@ -70,14 +78,14 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
     traced = ClosedJaxpr(jaxpr, traced.consts)
     groups = tuple(int(i >= rows) for i, is_along in enumerate(along) if is_along)
-    (dy,) = _linear.bind(*operands, jaxpr=traced, groups=groups, awaits=False)
+    (dy,) = _recomputed_p.bind(*operands, jaxpr=traced, groups=groups, awaits=False)
     return f(*arrays), dy
 
 
 # ------------------------------------------------------------------------------- the tangent
 
 
-def _lower(
+def _lower_recomputed(
     *operands: Any, jaxpr: ClosedJaxpr, groups: tuple[int, ...], awaits: bool
 ) -> list[jax.Array]:
     if awaits:
@@ -89,7 +97,7 @@ def _lower(
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
-def _transpose(
+def _transpose_recomputed(
     cotangents: Sequence[Any],
     *operands: Any,
     jaxpr: ClosedJaxpr,
@@ -120,7 +128,7 @@ def _transpose(
     operands = (*known, *cotangents)
     traced = jax.make_jaxpr(transposed)(*operands)
     jaxpr_, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(avals), instantiate=True)
-    results = _linear.bind(
+    results = _recomputed_p.bind(
         *operands,
         jaxpr=ClosedJaxpr(jaxpr_, traced.consts),
         groups=(0,) * len(cotangents),
@@ -129,7 +137,7 @@ def _transpose(
     return _merge(is_linear, results, [None] * len(known))
 
 
-def _batch(
+def _batch_recomputed(
     axis: Any,
     arrays: Sequence[jax.Array],
     dims: Sequence[Any],
@@ -137,36 +145,40 @@ def _batch(
     jaxpr: ClosedJaxpr,
     **params: Any,
 ) -> tuple[list[jax.Array], Sequence[int]]:
+    traced = _batched(axis, arrays, dims, jaxpr)
+    return _recomputed_p.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
+
+
+def _batched(
+    axis: Any, arrays: Sequence[jax.Array], dims: Sequence[Any], jaxpr: ClosedJaxpr
+) -> Any:
+    """Return the program of a batch; results have the batch first."""
     batched = jax.vmap(
         jaxpr_as_fun(jaxpr),
-        in_axes=dims,
+        in_axes=tuple(dims),
         axis_size=axis.size,
         axis_name=axis.name,
         spmd_axis_name=axis.spmd_name,
     )
-    traced = jax.make_jaxpr(batched)(*arrays)
-    return _linear.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
+    return jax.make_jaxpr(batched)(*arrays)
 
 
-def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any
-) -> tuple[list[jax.Array], list[jax.Array]]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
     """The JVP of plain JAX, which saves more residuals: it is only for second derivatives."""
-    along = [not isinstance(t, ad.Zero) for t in tangents]
-    return _jvp_along(jaxpr_as_fun(jaxpr), along, primals, _partition(along, tangents)[0])
+    return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
 
 
 # A linear function (true, true, *arrays, *tangents) -> tangent, or its transpose
 # (true, true, *arrays, cotangent) -> cotangents, in which the bools wait for the cotangent
 # (`awaits`). groups: for each tangent, the index of the bool on which its cotangent depends.
-_linear = Primitive("jaxnorm.recomputed")
-_linear.multiple_results = True
-_linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-_linear.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
-mlir.register_lowering(_linear, mlir.lower_fun(_lower))
-ad.primitive_jvps[_linear] = with_wide_types(_jvp)
-ad.primitive_transposes[_linear] = with_wide_types(_transpose)
-batching.fancy_primitive_batchers[_linear] = with_wide_types(_batch)
+_recomputed_p = Primitive("jaxnorm.recomputed")
+_recomputed_p.multiple_results = True
+_recomputed_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+_recomputed_p.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
+mlir.register_lowering(_recomputed_p, mlir.lower_fun(_lower_recomputed))
+ad.primitive_jvps[_recomputed_p] = with_wide_types(_jvp)
+ad.primitive_transposes[_recomputed_p] = with_wide_types(_transpose_recomputed)
+batching.fancy_primitive_batchers[_recomputed_p] = with_wide_types(_batch_recomputed)
 
 
 def _jvp_along(
@@ -194,3 +206,100 @@ def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -
     """Invert `_partition`."""
     sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
     return [next(sources[c]) for c in chosen]
+
+
+# ------------------------------------------------------------------- linear functions of a tangent
+
+
+def linear(
+    f: Callable[..., jax.Array],
+    residuals: Sequence[jax.Array],
+    tangent: jax.Array,
+    *,
+    barrier: bool = False,
+) -> jax.Array:
+    """Return ``f(*residuals, tangent)``; its transpose saves `residuals` and nothing else.
+
+    Args:
+      f: a function of arrays, linear in the last one.
+      residuals: arrays of any dtypes.
+      tangent: the array in which f is linear.
+      barrier: if True, XLA computes the transpose's intermediates from the residuals, after the
+        cotangent is there. If False, it may reuse arrays that the forward pass has computed.
+    """
+    traced = jax.make_jaxpr(f)(*residuals, tangent)
+    operands = (*traced.consts, *residuals, tangent)
+    jaxpr = _without_constants(traced)
+    (result,) = _linear_p.bind(*operands, jaxpr=jaxpr, barrier=barrier, transposed=False)
+    return result
+
+
+def _without_constants(traced: Any) -> ClosedJaxpr:
+    """Return the program with its constants as its first arguments."""
+    jaxpr = traced.jaxpr
+    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
+
+
+def _run_linear(
+    *operands: jax.Array, jaxpr: ClosedJaxpr, barrier: bool, transposed: bool
+) -> list[jax.Array]:
+    if barrier and transposed:
+        operands = lax.optimization_barrier(operands)
+    results: list[jax.Array] = jaxpr_as_fun(jaxpr)(*operands)
+    return results
+
+
+def _transpose_linear(
+    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, barrier: bool, transposed: bool
+) -> list[jax.Array | None]:
+    *residuals, tangent = operands
+    none = [None] * len(residuals)
+    (cotangent,) = cotangents
+    if isinstance(cotangent, ad.Zero):
+        return [*none, None]
+
+    def transpose(*arrays: jax.Array) -> jax.Array:
+        *residuals, cotangent = arrays
+        of_tangent = functools.partial(jaxpr_as_fun(jaxpr), *residuals)
+        (result,) = jax.linear_transpose(of_tangent, tangent.aval)([cotangent])
+        return result
+
+    jaxpr = _without_constants(traced := jax.make_jaxpr(transpose)(*residuals, cotangent))
+    operands = (*traced.consts, *residuals, cotangent)
+    return [
+        *none,
+        *_linear_p.bind(*operands, jaxpr=jaxpr, barrier=barrier, transposed=not transposed),
+    ]
+
+
+def _jvp_linear(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
+    *zeros, along = [isinstance(t, ad.Zero) for t in tangents]
+    if along or not all(zeros):
+        return _jvp(primals, tangents, **static)
+    of = (*primals[:-1], tangents[-1])
+    return _linear_p.bind(*primals, **static), _linear_p.bind(*of, **static)
+
+
+def _batch_linear(
+    axis: Any,
+    arrays: Sequence[jax.Array],
+    dims: Sequence[Any],
+    *,
+    jaxpr: ClosedJaxpr,
+    **static: Any,
+) -> tuple[list[jax.Array], list[int]]:
+    traced = _batched(axis, arrays, dims, jaxpr)
+    operands = (*traced.consts, *arrays)
+    return _linear_p.bind(*operands, jaxpr=_without_constants(traced), **static), [0]
+
+
+# (*residuals, tangent) -> result, or, `transposed`, (*residuals, cotangent) -> the tangent's
+# cotangent.
+_linear_p = Primitive("jaxnorm.linear")
+_linear_p.multiple_results = True
+_linear_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+_linear_p.def_impl(_run_linear)
+mlir.register_lowering(_linear_p, mlir.lower_fun(_run_linear))
+ad.primitive_jvps[_linear_p] = _jvp_linear
+ad.primitive_transposes[_linear_p] = _transpose_linear
+batching.fancy_primitive_batchers[_linear_p] = _batch_linear

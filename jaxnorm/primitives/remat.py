@@ -14,7 +14,7 @@ runs, so that it sees no names in JVP rules. Each forward primitive has a remate
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -90,72 +90,53 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 # ----------------------------------------------------------------------------- jax_remat3
 
 
-class Family[P](Protocol):
-    """The forward calls of a family of functions, as rematerialisation needs them."""
+def register(primitive: Primitive, rules: Any) -> None:
+    """Let policies save the named outputs of a forward primitive under ``jax_remat3``.
 
-    def bind(self, call: P, *arrays: jax.Array | None) -> list[jax.Array]: ...
-
-    def types(self, call: P, *avals: Any) -> list[Any]: ...
-
-    def with_residuals(self, call: P) -> P | None:
-        """The call that also returns its residuals; None if no policy can save any."""
-
-    def names(self, call: P) -> Sequence[str | None]:
-        """The names of the outputs of a call with residuals."""
-
-    def results(self, call: P, outputs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Pick the results of a call from the outputs of the call with residuals."""
-
-    def derived(
-        self, call: P, outputs: Sequence[jax.Array], primals: Any, tangents: Any
-    ) -> tuple[Any, Any]:
-        """Return a call's results and tangents, computed from the residuals in `outputs`."""
-
-
-def register[P](primitive: Primitive, family: Family[P]) -> None:
-    """Let policies save the named outputs of a forward primitive under ``jax_remat3``."""
+    `rules` are the `jaxnorm.primitives.rules.Rules` of its calls.
+    """
     private = private_jax.remat3()
     if private is None:
         return
-    rules, transform, name = private
+    table, transform, name = private
 
-    def rule(trace: Any, *primals: Any, **static: P) -> tuple[list[jax.Array], Any, Any]:
+    def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
         """Return the results, what the policy saves, and a function of it and of the primals."""
         (call,) = static.values()
-        recompute = functools.partial(family.bind, call)
-        if (full := family.with_residuals(call)) is None:
+        recompute = functools.partial(rules.bind, call)
+        if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
         # A saved array is used as it is; its own derivative, for second order, is the forward's.
-        with_names = functools.partial(named, family.names(full), name=name)
+        with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules
         )
-        types = family.types(full, *map(jax.typeof, primals))
+        types = rules.types(full, *map(jax.typeof, primals))
         shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
         if not jax.tree.leaves(jax.eval_shape(apply, shapes)[1]):  # Nothing is saved.
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        outputs, saved = apply(family.bind(full, *primals))
+        outputs, saved = apply(rules.bind(full, *primals))
 
         def restored(saved: Callable[..., list[jax.Array]], *primals: Any) -> list[jax.Array]:
-            return _restored(family, call, saved(family.bind(full, *primals)), *primals)
+            return _restored(rules, call, saved(rules.bind(full, *primals)), *primals)
 
-        return family.results(call, outputs), saved, restored
+        return rules.results(call, outputs), saved, restored
 
-    rules[primitive] = rule
+    table[primitive] = rule
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _restored(
-    family: Family[Any], call: Any, outputs: Sequence[jax.Array], *primals: jax.Array
+    rules: Any, call: Any, outputs: Sequence[jax.Array], *primals: jax.Array
 ) -> list[jax.Array]:
     """Return the results of a call whose outputs are given, with the derivative of the call."""
     del primals
-    return family.results(call, outputs)
+    return rules.results(call, outputs)
 
 
 @functools.partial(_restored.defjvp, symbolic_zeros=True)
-def _(family: Family[Any], call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _(rules: Any, call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (outputs, *primals), (_, *tangents) = primals, tangents
     tangents = [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
-    results, tangents = family.derived(call, outputs, primals, tangents)
+    results, tangents = rules.derived(call, outputs, primals, tangents)
     return results, [SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in tangents]

@@ -28,7 +28,7 @@ from jaxnorm.calls import backends, private_jax
 from jaxnorm.calls.call import Arrays, Call, Run
 from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import auto_axes, sharding
-from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
+from jaxnorm.meshes.sharding import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
@@ -82,7 +82,7 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
         name = call.implementation
         backends.placed(call.function, name, platforms)
         # The rows are known only here: under `jax.vmap`, a backward has more than when called.
-        backends.forced(call.function, call.as_seen_by(name), name)
+        call.forced(name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
         return "xla"  # An exported program outlives this version's kernels.
@@ -137,6 +137,8 @@ class _RowRules(Rules[Call]):
                 continue
             shape = view.shape_of(kind)
             split = [spec[axis] for axis in view.axes_of(kind)]
+            if kind == "candidate":
+                split.append(None)
             if kind == "table":
                 split = [*split[:-1], None]
             if kind in ("logits_bias", "table"):
@@ -213,7 +215,9 @@ class _RowRules(Rules[Call]):
             absent.update(statistics)
         outputs = [name for name in call.returns if name not in absent]
         linear = [ad.instantiate_zeros(by_name[name]) for name in outputs]
-        return dict(zip(names, self.bind(call.backward(names, outputs), *residuals, *linear)))
+        return dict(
+            zip(names, self.bind(call.backward((*names,), (*outputs,)), *residuals, *linear))
+        )
 
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
@@ -225,14 +229,14 @@ class _RowRules(Rules[Call]):
             return by_name
         if "branch_scale" in operation.operands:
             wrt = [name for name in names if name in operation.through_h]
-            results = self.bind(call.backward(wrt, ["h"]), *residuals, dh) if wrt else []
+            results = self.bind(call.backward((*wrt,), ("h",)), *residuals, dh) if wrt else []
             return by_name | dict(zip(wrt, results))
         if operation.starts_from_x:
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
             arrays["saved"] = arrays["x"]
             inner = [name for name in names if name in ("x", "scale")]
             of_first = [arrays[name] for name in first.residual_names]
-            results = self.bind(first.backward(inner), *of_first, dh) if inner else []
+            results = self.bind(first.backward((*inner,)), *of_first, dh) if inner else []
             by_name.update(zip(inner, results))
         elif "x" in names:
             by_name["x"] = dh.astype(call.spec.x_dtype)
@@ -330,6 +334,5 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Run a user's call; raise ValueError if the named implementation cannot run it."""
     if call.implementation is not None:
-        name = call.implementation
-        backends.forced(call.function, call.as_seen_by(name), name)
+        call.forced(call.implementation)
     return bind(call, *arrays)

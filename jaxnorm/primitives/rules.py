@@ -14,13 +14,14 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxnorm.calls import private_jax
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import auto_axes, sharding
-from jaxnorm.meshes.shards import Factors, Shards
+from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.primitives import eager, remat
 from jaxnorm_kernels.specs import Direction
 
@@ -55,9 +56,9 @@ class Pass(Protocol):
     @property
     def returns(self) -> tuple[str, ...]: ...
 
-    def tangent(self, wrt: Sequence[str]) -> Self: ...
+    def tangent(self, wrt: tuple[str, ...]) -> Self: ...
 
-    def backward(self, wrt: Sequence[str]) -> Self: ...
+    def backward(self, wrt: tuple[str, ...]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
         """Return the pass without the unused results that can be left out."""
@@ -153,7 +154,9 @@ class Rules[P: Pass](abc.ABC):
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
-        operands = sharding.vary_alike(leaves)
+        # Only in `jax.shard_map`, where a mesh is set, may arrays vary over different mesh axes.
+        is_outside = jax.sharding.get_abstract_mesh().empty
+        operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
         return results
 
@@ -181,17 +184,10 @@ class Rules[P: Pass](abc.ABC):
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
         """Return the results of a pass, and their tangents differentiated in plain JAX."""
-        at = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-        def function(*arrays: jax.Array) -> list[jax.Array]:
-            operands = list(primals)
-            for i, a in zip(at, arrays):
-                operands[i] = a
-            return self.anywhere(self.differentiated, call, *operands)
-
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
-            _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
+            plain = functools.partial(self.anywhere, self.differentiated, call)
+            _, tangents_out = jvp(plain, primals, tangents)
         return results, tangents_out
 
     def tangents_of(
@@ -199,7 +195,7 @@ class Rules[P: Pass](abc.ABC):
     ) -> list[jax.Array | None]:
         """Run the tangent pass of a call. Zero tangents are None, in `tangents` and results."""
         nonzeros = nonzero(tangents.items())
-        tangent = call.tangent([*nonzeros])
+        tangent = call.tangent((*nonzeros,))
         if not nonzeros:
             return [None] * len(tangent.returns)
         return [*self.bind(tangent, *residuals, *nonzeros.values())]
@@ -213,7 +209,7 @@ class Rules[P: Pass](abc.ABC):
             by_name = self.transposed_tangent(call, residuals, cotangents, wanted)
         else:
             nonzeros = nonzero(zip(call.wrt, cotangents))
-            tangent = call.tangent([*nonzeros])
+            tangent = call.tangent((*nonzeros,))
             results = self.bind(tangent, *residuals, *nonzeros.values())
             by_name = dict(zip(tangent.returns, results))
         of_linear = [by_name.get(name) if name in wanted else None for name in names]
@@ -226,7 +222,7 @@ class Rules[P: Pass](abc.ABC):
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
         arrays = map(ad.instantiate_zeros, cotangents)
-        return dict(zip(names, self.bind(call.backward(names), *residuals, *arrays)))
+        return dict(zip(names, self.bind(call.backward((*names,)), *residuals, *arrays)))
 
     def drop_unused(self, used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         """Eliminate dead code: drop an unused call, or its unused results."""
@@ -321,6 +317,19 @@ def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
     return {n: t for n, t in tangents if t is not None and not isinstance(t, ad.Zero)}
 
 
+def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Return `jax.jvp` along the tangents that are not symbolic zeros."""
+    at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
+
+    def function(*arrays: jax.Array) -> Any:
+        operands = list(primals)
+        for i, a in zip(at, arrays):
+            operands[i] = a
+        return f(*operands)
+
+    return jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
+
+
 def zero_like(a: jax.Array) -> ad.Zero:
     """Return the symbolic zero tangent of an array."""
     return ad.Zero(jax.typeof(a).to_tangent_aval())
@@ -359,9 +368,11 @@ def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[A
     JAX runs a rule later than the call: when it lowers, differentiates or batches. By then the
     caller may have left `jax.enable_x64`, and `astype(float64)` would give float32.
     """
-    if jax.config.jax_enable_x64 or not any(map(_is_wide, arrays)):
+    if jax.config.jax_enable_x64:
         return contextlib.nullcontext()
-    return jax.enable_x64(True)
+    dtypes = [getattr(getattr(a, "aval", a), "dtype", None) for a in arrays]
+    is_wide = 8 in [getattr(dtype, "itemsize", 0) for dtype in dtypes]
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
 def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
@@ -377,8 +388,3 @@ def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
 
 def _is_symbolic(a: Any) -> bool:
     return isinstance(a, ad.Zero) or ad.is_undefined_primal(a)
-
-
-def _is_wide(a: Any) -> bool:
-    dtype = getattr(getattr(a, "aval", a), "dtype", None)
-    return getattr(dtype, "itemsize", 0) == 8

@@ -1,4 +1,4 @@
-"""A traced derivative as a graph of arrays, through calls and loops.
+"""A traced derivative as a graph of arrays, through calls and loops, and advice on its arrays.
 
 Calls (`jax.jit`, custom rules, `jax.checkpoint`) become part of the graph of their caller. The body
 of a scan is traced once: its values stand for one layer, and what the scan stacks is the value of a
@@ -9,8 +9,8 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,9 +105,9 @@ class Graph:
     """
 
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
-        """Build the graph of a closed jaxpr, of whose results the first `count` are saved.
+        """Build the graph of a closed jaxpr whose first `count` results are saved.
 
-        Its other results take their place in the graph as ``"result"``.
+        Its other results are users in the graph, made by ``"result"``.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
@@ -282,6 +282,209 @@ def _line_of(operands: Sequence[Value]) -> str:
 
 
 def _is_library_s(body: Jaxpr) -> bool:
-    """Return True for a compiled function of a library, whose one trace serves all its callers."""
+    """Return True for a jitted function of a library: all its callers share one trace."""
     place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
     return any(folder in place for folder in _folders())
+
+
+# -------------------------------------------------------------------------- elementwise operations
+
+
+# Primitives that return the same elements in another shape or dtype.
+COPYING = {"reshape", "transpose", "squeeze", "convert_element_type"}
+
+ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp",
+    "convert_element_type", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "polynomial", "pow",
+    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "tanh", "xor", *NAMING,
+}  # fmt: skip
+
+# Primitives of activations. A product with a gate, or a norm, uses others.
+NONLINEAR = {
+    "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
+    "max", "min", "select_n", "tanh",
+}  # fmt: skip
+
+# Values that are there without being computed.
+GIVEN = ("argument", "layer's", "literal")
+
+
+def users(value: Value) -> Iterator[Value]:
+    """Yield the users of a value, also those of its casts and of its other names."""
+    for user in value.users:
+        yield user
+        if user.made_by in NAMING or user.made_by == "convert_element_type":
+            yield from users(user)
+
+
+def uncast(value: Value) -> Value:
+    """Return what made an array, before it was cast."""
+    value = origin(value)
+    while value.made_by == "convert_element_type":
+        value = origin(value.operands[0])
+    return value
+
+
+def number(value: Value) -> float | None:
+    """Return the number that a literal, or a cast or broadcast of one, consists of."""
+    value = origin(value)
+    while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
+        value = origin(value.operands[0])
+    return None if value.number is None or np.size(value.number) != 1 else float(value.number)
+
+
+def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
+    """Return the factors of a linear layer's matmul; None for any other value.
+
+    The factors may come in either order, and the matmul may be along any axis of the rows:
+    `jax.vmap` of ``weight @ x`` puts the weight first.
+    """
+    if product.made_by != "dot_general" or product.equation is None:
+        return None
+    (lhs, rhs), batch = product.equation.params["dimension_numbers"]
+    first, second = product.operands
+    found = [
+        (rows, weight)
+        for rows, over, weight in ((first, lhs, second), (second, rhs, first))
+        if len(over) == 1 and len(weight.shape) == 2
+    ]
+    if any(batch) or not found:
+        return None
+    return next((pair for pair in found if not _is_given(pair[0])), found[0])
+
+
+def _is_given(value: Value) -> bool:
+    """Return True for a parameter, or a copy of one."""
+    value = origin(value)
+    while value.made_by in COPYING:
+        value = origin(value.operands[0])
+    return value.made_by in GIVEN
+
+
+def is_product(value: Value) -> bool:
+    """Return True for a matmul, also with a linear layer's bias, a cast or a reshape after it."""
+    value = origin(value)
+    if value.made_by == "dot_general":
+        return True
+    if value.made_by in COPYING:
+        return is_product(value.operands[0])
+    if value.made_by == "add":
+        rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
+        # A number is not a bias: softplus and hard_swish add one to their operand.
+        is_number = any(v.made_by == "literal" for v in value.operands)
+        return len(rest) == 1 and not is_number and is_product(rest[0])
+    return False
+
+
+@functools.cache
+def is_spread(value: Value) -> bool:
+    """Return True if a value is made of smaller arrays alone: numbers of rows, or of columns."""
+    value = origin(value)
+    if value.made_by == "broadcast_in_dim":
+        return True
+    return (
+        value.made_by in ELEMENTWISE
+        and bool(value.operands)
+        and all(v.size < value.size or is_spread(v) for v in value.operands)
+    )
+
+
+def is_zeros(value: Value, like: Value) -> bool:
+    """Return True for an array of one number, which JAX saves for some derivatives."""
+    is_of_literals = all(v.made_by == "literal" for v in value.operands)
+    return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
+
+
+def is_reduced(value: Value, limit: int) -> bool:
+    """Return True if a small array depends on a sum, or on another reduction."""
+    return any(
+        v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
+    )
+
+
+def ancestors(value: Value, limit: int) -> Iterable[Value]:
+    """Return a value and what it is made of; an array of `limit` elements is not followed."""
+
+    def made_of(v: Value) -> Sequence[Value]:
+        is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"
+        return v.operands if v is value or v.size < limit or is_copy or is_spread(v) else ()
+
+    return reached([value], made_of).values()
+
+
+# ------------------------------------------------------------------------------------------ advice
+
+
+class Advice(NamedTuple):
+    """A change that saves fewer bytes, and where.
+
+    Attributes:
+      function: the function to use, as the report's summary names it.
+      line: where: ``"file.py:12 (function)"``.
+      template: an instruction, with ``{at}`` in place of "at file.py:12".
+      members: saved arrays that are no longer saved if the advice is followed.
+      instead: bytes that are saved in place of the members.
+      runs: how often the line runs.
+      label: what the sentence begins with, if not the function.
+    """
+
+    function: str
+    line: str
+    template: str
+    members: Sequence[Value]
+    instead: int
+    runs: int
+    label: str = ""
+
+    @property
+    def place(self) -> str:
+        """The file and the number of the line."""
+        return self.line.partition(" ")[0] or "an unknown line"
+
+    @property
+    def sentence(self) -> str:
+        instruction = self.template.format(at=f"at {self.place}")
+        return f"{self.label or self.function}: {instruction}"
+
+    @property
+    def saves(self) -> int:
+        return sum(v.bytes for v in self.members) - self.instead
+
+
+class Program:
+    """A graph, as recognisers look at it.
+
+    Attributes:
+      values: all arrays, in the order in which they are made.
+      saved: those that go from forward to backward.
+      by_origin: each of these, by the identity of the value that made it.
+      advised: identities of the saved arrays that have advice.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.values, self.saved = graph.values, graph.saved
+        self.by_origin = {id(origin(v)): v for v in graph.saved}
+        self.advised: set[int] = set()
+
+    def saved_of(self, values: Iterable[Value]) -> list[Value]:
+        """Return the saved arrays of values, each once, without those that have advice."""
+        found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
+        return [v for v in found.values() if id(v) not in self.advised]
+
+    def zeros_like(self, value: Value) -> list[Value]:
+        """Return zeros of a value's shape that JAX saves, without those that have advice."""
+        zeros = [v for v in self.saved if is_zeros(origin(v), value)]
+        return [v for v in zeros if id(v) not in self.advised]
+
+    def extra_bytes(self, value: Value) -> int:
+        """Return the bytes of all layers of a value, or 0 if it is there anyway."""
+        is_there = id(value) in self.by_origin or value.made_by in GIVEN
+        return 0 if is_there else value.bytes * value.layers
+
+
+#: A function that finds pieces of advice. Its docstring shows the code that it recognises.
+Recogniser = Callable[[Program], Iterator[Advice]]

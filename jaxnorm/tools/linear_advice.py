@@ -3,9 +3,8 @@
 import functools
 from collections.abc import Iterator, Mapping
 
-from jaxnorm.tools import elementwise
-from jaxnorm.tools.advice import Advice, Program
-from jaxnorm.tools.kept_arrays import STACKED, Value, origin, reached
+from jaxnorm.tools import kept_arrays
+from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, reached
 
 
 def linear_layers(program: Program) -> Iterator[Advice]:
@@ -19,7 +18,7 @@ def linear_layers(program: Program) -> Iterator[Advice]:
     Any elementwise function is an activation. The weight may be trained, frozen or a constant.
     """
     for value in program.values:
-        factors = elementwise.rows_and_weight(value)
+        factors = kept_arrays.rows_and_weight(value)
         advice = None if factors is None else _of_matmul(value, origin(factors[0]), program)
         if advice is not None:
             yield advice
@@ -57,10 +56,10 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
 
 @functools.cache
 def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
-    """Return the arrays of h's size that it is made of, element by element.
+    """Return the arrays of h's size from which h is computed elementwise.
 
-    Also return whether an activation is on the way, and whether no other elements take part, as
-    they do in a norm or a softmax.
+    Also return whether an activation is on the way, and whether the computation is purely
+    elementwise, unlike a norm or a softmax.
     """
     sources: dict[int, Value] = {}
     is_nonlinear, is_alone = False, True
@@ -70,10 +69,10 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if value.size != h.size or elementwise.is_spread(value):
-            is_alone &= not elementwise.is_reduced(value, h.size)
-        elif value.made_by in elementwise.ELEMENTWISE and not elementwise.is_product(value):
-            is_nonlinear |= value.made_by in elementwise.NONLINEAR
+        if value.size != h.size or kept_arrays.is_spread(value):
+            is_alone &= not kept_arrays.is_reduced(value, h.size)
+        elif value.made_by in kept_arrays.ELEMENTWISE and not kept_arrays.is_product(value):
+            is_nonlinear |= value.made_by in kept_arrays.NONLINEAR
             stack += value.operands
         else:
             sources[id(value)] = value
@@ -81,14 +80,14 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
 
 
 def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if only this matmul uses what is made of the sources on the way to h."""
+    """Return True if only this matmul uses the arrays between the sources and h."""
 
     def before(value: Value) -> list[Value]:
-        made_of = (v for v in map(origin, value.operands) if not elementwise.is_spread(v))
+        made_of = (v for v in map(origin, value.operands) if not kept_arrays.is_spread(v))
         return [v for v in made_of if id(v) not in sources and v.size == h.size]
 
     def fits(user: Value) -> bool:
-        return user.made_by in elementwise.ELEMENTWISE and _is_between(user, sources)
+        return user.made_by in kept_arrays.ELEMENTWISE and _is_between(user, sources)
 
     inside = reached([h], before).values()
     inside_or_after = reached(inside, lambda v: filter(fits, v.users))
@@ -100,6 +99,6 @@ def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
 
 
 def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if an array is made of the sources alone."""
+    """Return True if an array is computed elementwise from the sources only."""
     own, _, is_alone = _sources(value)
     return bool(own) and is_alone and own.keys() <= sources.keys()

@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from jaxnorm.tools import elementwise
-from jaxnorm.tools.advice import Advice, Program
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
+from jaxnorm.tools import kept_arrays
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
 # Functions of logits, and the functions of a linear layer that stand for both.
@@ -46,11 +45,11 @@ class Loss:
     """A cross-entropy, or another function of logits and labels.
 
     Attributes:
-      logits: before they are capped and cast.
-      inside: the arrays of their size that are made of them, by and for the loss alone.
+      logits: the logits before they are capped and cast.
+      inside: the arrays of their size that are computed from them for the loss only.
       source: the line of the loss.
       ours: the name of the function, if it is jaxnorm's.
-      options: what the instruction says of a softcap.
+      options: the part of the advice about a softcap.
     """
 
     logits: Value
@@ -109,10 +108,10 @@ def _found(program: Program) -> Iterator[Loss]:
 
 def _ours(value: Value) -> Loss | None:
     """Return the loss of jaxnorm's whose logits a value is."""
-    for user in elementwise.users(value):
+    for user in kept_arrays.users(value):
         name = user.made_by.removeprefix("jaxnorm.")
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
-            logits = elementwise.uncast(value)
+            logits = kept_arrays.uncast(value)
             inside = [] if logits is value else [value]
             return _uncapped(Loss(logits, inside, user.source, name))
     return None
@@ -123,8 +122,8 @@ def _plain(value: Value) -> Loss | None:
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
-    is_shifted = shifted.made_by == "sub" and elementwise.is_spread(shifted.operands[1])
-    logits = elementwise.uncast(shifted.operands[0] if is_shifted else shifted)
+    is_shifted = shifted.made_by == "sub" and kept_arrays.is_spread(shifted.operands[1])
+    logits = kept_arrays.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
     if not any(v is value for v in inside) or not _is_logarithm(value, inside):
         return None
@@ -145,7 +144,7 @@ def _uncapped(loss: Loss) -> Loss:
     capped, factors = _factors(sliced[0].operands[0] if sliced else loss.logits)
     if capped.made_by != "tanh":
         return loss
-    logits, inverses = _factors(elementwise.uncast(capped.operands[0]))
+    logits, inverses = _factors(kept_arrays.uncast(capped.operands[0]))
     cap, scale = np.prod(factors), np.prod(factors) * np.prod(inverses)
     region = reached(
         [logits],
@@ -171,25 +170,25 @@ def _uncapped(loss: Loss) -> Loss:
 
 
 def _factors(value: Value) -> tuple[Value, list[float]]:
-    """Return what is multiplied by numbers, before casts, and these numbers."""
-    value, factors = elementwise.uncast(value), list[float]()
+    """Return the value that is multiplied by constants, before casts, and the constants."""
+    value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
-        numbers = [elementwise.number(v) for v in value.operands]
+        numbers = [kept_arrays.number(v) for v in value.operands]
         at = next((i for i, n in enumerate(numbers) if n is not None), None)
         if at is None or (value.made_by == "div" and at == 0):
             break
         factor = numbers[at] or 1.0
         factors.append(factor if value.made_by == "mul" else 1 / factor)
-        value = elementwise.uncast(value.operands[1 - at])
+        value = kept_arrays.uncast(value.operands[1 - at])
     return value, factors
 
 
 def _inside(logits: Value) -> list[Value]:
-    """Return what is made of each element of the logits, and of numbers of its row."""
+    """Return the arrays that are computed elementwise from the logits and numbers per row."""
 
     def is_step(value: Value) -> bool:
         same = [v for v in value.operands if v.size == logits.size]
-        rows = [v for v in same if not elementwise.is_spread(v)]
+        rows = [v for v in same if not kept_arrays.is_spread(v)]
         fits = value.made_by in (*_STEPS, *NAMING) and value.size == logits.size
         return fits and len(rows) == 1
 
@@ -200,7 +199,7 @@ def _inside(logits: Value) -> list[Value]:
 def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
     """Return True if a logarithm is taken of a sum over the last axis, or of shares of that sum."""
     last = len(exponential.shape) - 1
-    sums = [t for t in elementwise.users(exponential) if t.made_by == "reduce_sum"]
+    sums = [t for t in kept_arrays.users(exponential) if t.made_by == "reduce_sum"]
     if not any(
         s.equation is not None and tuple(s.equation.params["axes"]) == (last,) for s in sums
     ):
@@ -208,7 +207,7 @@ def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
     picked = [t for v in inside for t in v.users if t.made_by == "gather"]
     if any(v.made_by == "log" for v in inside) or (picked and all(map(_is_logged, picked))):
         return True
-    names = (*elementwise.ELEMENTWISE, *elementwise.COPYING, "broadcast_in_dim")
+    names = (*kept_arrays.ELEMENTWISE, *kept_arrays.COPYING, "broadcast_in_dim")
 
     def made_of_rows(value: Value) -> list[Value]:
         is_of_row = value.size < exponential.size
@@ -220,7 +219,7 @@ def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
 def _is_logged(value: Value) -> bool:
     """Return True if the logarithm, and nothing else, uses a probability."""
     users = [t for t in value.users if t.made_by != STACKED]
-    names = (*elementwise.COPYING, *NAMING)
+    names = (*kept_arrays.COPYING, *NAMING)
     of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in users]
     return bool(of_it) and all(of_it)
 
@@ -238,11 +237,11 @@ def _one_hots(values: Sequence[Value]) -> list[Value]:
 
 
 def _is_one_hot(value: Value) -> bool:
-    """Return True for labels that are compared with the numbers of the classes."""
-    compared = elementwise.uncast(value)
+    """Return True for one-hot labels: a comparison of labels with an iota over the classes."""
+    compared = kept_arrays.uncast(value)
     if compared.made_by != "eq":
         return False
-    return any(v.made_by == "iota" for v in elementwise.ancestors(compared, compared.size))
+    return any(v.made_by == "iota" for v in kept_arrays.ancestors(compared, compared.size))
 
 
 def _is_pick(user: Value) -> bool:
@@ -297,20 +296,20 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
 
 
 def _from_matmul(logits: Value) -> list[Value] | None:
-    """Return the logits, and what they are made of, to the matmul of rows with a weight."""
+    """Return the arrays from the logits back to the matmul of rows with a weight, or None."""
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
         path.append(value)
-        if _is_slice(value) or value.made_by in elementwise.COPYING or value.made_by in NAMING:
+        if _is_slice(value) or value.made_by in kept_arrays.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
-            rest = [v for v in value.operands if not elementwise.is_spread(v)]
+            rest = [v for v in value.operands if not kept_arrays.is_spread(v)]
             if len(rest) != 1:
                 return None
             value = origin(rest[0])
         else:
             return None
-    factors = elementwise.rows_and_weight(value)
+    factors = kept_arrays.rows_and_weight(value)
     if factors is None or logits.shape[-1] not in factors[1].shape:
         return None
     return [*path, value]
@@ -322,11 +321,11 @@ def _is_slice(value: Value) -> bool:
 
 
 def _is_saved(operand: Value, program: Program) -> bool:
-    """Return True if an operand, or what it is a copy of, is there for the backward pass."""
+    """Return True if an operand, or the array it copies, is saved for the backward pass."""
     value = origin(operand)
-    while id(value) not in program.by_origin and value.made_by in elementwise.COPYING:
+    while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
         value = origin(value.operands[0])
-    return id(value) in program.by_origin or value.made_by in elementwise.GIVEN
+    return id(value) in program.by_origin or value.made_by in kept_arrays.GIVEN
 
 
 def _goes(operand: Value, matmul: Value, program: Program) -> Value | None:
@@ -337,6 +336,6 @@ def _goes(operand: Value, matmul: Value, program: Program) -> Value | None:
         if id(value) in program.by_origin:
             is_for_it = not others and not value.made_by.startswith("jaxnorm.")
             return program.by_origin[id(value)] if is_for_it else None
-        if value.made_by not in elementwise.COPYING or others:
+        if value.made_by not in kept_arrays.COPYING or others:
             return None
         value, user = origin(value.operands[0]), value

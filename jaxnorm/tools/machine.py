@@ -14,7 +14,7 @@ import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
-from jaxnorm_kernels import devices, timings
+from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
@@ -133,7 +133,7 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 
 def _advice() -> str | None:
     """Return advice to install the extra `triton` if its kernels would be this GPU's default."""
-    capability = devices.local_capability()
+    capability = launching.local_capability()
     if capability is None or not backends.is_default_on("triton", capability):
         return None
     if (absence := backends.absence("triton", backends.local_platform())) is None:

@@ -9,9 +9,8 @@ a new version of JAX renames one of these primitives, its recognisers must be up
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxnorm.tools import elementwise, linear_advice, loss_advice, norm_advice, softmax_advice
-from jaxnorm.tools.advice import Advice, Program, Recogniser
-from jaxnorm.tools.kept_arrays import NAMING, Graph, Value, origin
+from jaxnorm.tools import kept_arrays, linear_advice, loss_advice, norm_advice, softmax_advice
+from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program, Recogniser, Value, origin
 
 
 def saved_twice(program: Program) -> Iterator[Advice]:
@@ -26,7 +25,7 @@ def saved_twice(program: Program) -> Iterator[Advice]:
     """
     for value in program.saved:
         made = origin(value)
-        if made.layers > 1 and made.made_by in elementwise.COPYING:
+        if made.layers > 1 and made.made_by in kept_arrays.COPYING:
             before = _original(made, program)
             if before is not None:
                 shown = f"{before.dtype.name}[{','.join(map(str, before.shape))}]"
@@ -42,7 +41,7 @@ def saved_twice(program: Program) -> Iterator[Advice]:
 
 def _original(copy: Value, program: Program) -> Value | None:
     """Return a saved array with the same elements in another shape or dtype."""
-    while copy.made_by in elementwise.COPYING:
+    while copy.made_by in kept_arrays.COPYING:
         copy = origin(copy.operands[0])
         if id(copy) in program.by_origin:
             return copy
@@ -56,7 +55,7 @@ class Recognised(NamedTuple):
     primitives: frozenset[str]
 
 
-_COMMON = {*elementwise.COPYING, *elementwise.ELEMENTWISE, *NAMING, "broadcast_in_dim", "scan"}
+_COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in_dim", "scan"}
 
 #: All recognisers, in the order in which they run: an array has the advice of the first.
 RECOGNISERS = (
@@ -82,12 +81,12 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
                 program.advised.update(found)
     finally:  # caches that are keyed by the values of this graph
         linear_advice.clear_caches()
-        elementwise.is_spread.cache_clear()
+        kept_arrays.is_spread.cache_clear()
     return found
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return what each member saves: the smaller ones stand for what is saved in their place."""
+    """Return the bytes that the advice saves per member, less those saved instead of it."""
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)
     instead = advice.instead

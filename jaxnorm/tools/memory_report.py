@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.tools import kept_arrays, memory_advice
-from jaxnorm.tools.advice import Advice
+from jaxnorm.tools.kept_arrays import Advice
 from jaxnorm.tools.text import table
 
 # Limits of what is printed: columns, rows, and the share of the total below which rows are summed.

@@ -5,12 +5,11 @@ A norm is x times the reciprocal root of a mean of squares, whatever class or fu
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxnorm.tools import elementwise
-from jaxnorm.tools.advice import Advice, Program
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
+from jaxnorm.tools import kept_arrays
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 # Primitives whose derivative does not use their operand.
-_LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
+_LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *kept_arrays.COPYING, *NAMING}
 
 # Activations that a norm can have: the one nonlinear primitive of each, another primitive of it,
 # and the primitive of its result.
@@ -68,10 +67,10 @@ def gated_sums(program: Program) -> Iterator[Advice]:
     for norm in program.values:
         name = norm.made_by.removeprefix("jaxnorm.")
         if norm.made_by in ("jaxnorm.layer_norm", "jaxnorm.rms_norm"):
-            branch = _gated_branch(elementwise.uncast(norm.operands[0]))
+            branch = _gated_branch(kept_arrays.uncast(norm.operands[0]))
             cast = [] if branch is None else program.saved_of([origin(branch)])
             if branch is not None and cast and branch.made_by == "convert_element_type":
-                instead = program.extra_bytes(elementwise.uncast(branch))
+                instead = program.extra_bytes(kept_arrays.uncast(branch))
                 how = _WITH_GATE.replace("NAME", name)
                 yield Advice(f"add_{name}", norm.source, how, cast, instead, norm.layers)
 
@@ -79,15 +78,15 @@ def gated_sums(program: Program) -> Iterator[Advice]:
 def _gated_branch(h: Value) -> Value | None:
     """Return the branch of ``residual + gate * branch``, whose gate is of rows or of columns."""
     for operand in h.operands if h.made_by == "add" else ():
-        product = elementwise.uncast(operand)
+        product = kept_arrays.uncast(operand)
         if product.made_by == "mul" and product.size == h.size:
             whole = [v for v in product.operands if v.size == h.size]
-            branches = [v for v in whole if not elementwise.is_spread(v)]
+            branches = [v for v in whole if not kept_arrays.is_spread(v)]
             is_number = any(v.size == 1 for v in product.operands)
             if (
                 len(branches) == 1
                 and not is_number
-                and not _is_by_a_root(elementwise.uncast(branches[0]))
+                and not _is_by_a_root(kept_arrays.uncast(branches[0]))
             ):
                 return branches[0]
     return None
@@ -125,7 +124,7 @@ def rotations(program: Program) -> Iterator[Advice]:
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
-    """Yield what may be normalised, and the arrays of its size that are made of it, in order."""
+    """Yield arrays that may be normalised, with those computed from them elementwise, in order."""
     done: set[int] = set()
     for value in program.saved:
         root = _root(value)
@@ -136,15 +135,15 @@ def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Return the one array of its size that a value is made of, element by element."""
+    """Return the single array of its size from which a value is computed elementwise."""
     while True:
         value = origin(value)
-        same = [v for v in value.operands if v.size == value.size and not elementwise.is_spread(v)]
+        same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
         # A matmul that is cast to more bits may be cast more than once.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
-            value.made_by not in elementwise.ELEMENTWISE
-            or (elementwise.is_product(value) and not is_widened)
+            value.made_by not in kept_arrays.ELEMENTWISE
+            or (kept_arrays.is_product(value) and not is_widened)
             or len({*same}) != 1
         ):
             return value
@@ -152,15 +151,15 @@ def _root(value: Value) -> Value:
 
 
 def _nonlinear(region: Iterable[Value]) -> set[str]:
-    return {v.made_by for v in region} & elementwise.NONLINEAR
+    return {v.made_by for v in region} & kept_arrays.NONLINEAR
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return an activation that a norm can have, if nothing else is made of the norm's result."""
+    """Return an activation that a norm supports, if nothing else uses the norm's result."""
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(
-        o.size < v.size or elementwise.is_spread(o) for v in ends for o in v.operands
+        o.size < v.size or kept_arrays.is_spread(o) for v in ends for o in v.operands
     ):
         return None  # a multiple of one
     if _in_a_row(region):
@@ -175,7 +174,7 @@ def _in_a_row(region: Iterable[Value]) -> bool:
     """Return True if an activation is applied to an activation's result."""
     after: set[int] = set()
     for value in region:  # in the order in which they are made
-        is_nonlinear = value.made_by in elementwise.NONLINEAR
+        is_nonlinear = value.made_by in kept_arrays.NONLINEAR
         is_after = any(id(v) in after for v in value.operands)
         if is_nonlinear and is_after:
             return True
@@ -185,15 +184,15 @@ def _in_a_row(region: Iterable[Value]) -> bool:
 
 
 def _region(root: Value) -> list[Value]:
-    """Return what is made of `root`, element by element, with numbers of rows or columns."""
+    """Return the arrays computed elementwise from `root` and numbers per row or column."""
     region = {id(root): root}
     stack = [root]
     while stack:
         for user in stack.pop().users:
             same = [
-                v for v in user.operands if v.size == root.size and not elementwise.is_spread(v)
+                v for v in user.operands if v.size == root.size and not kept_arrays.is_spread(v)
             ]
-            of_norm = user.made_by in elementwise.ELEMENTWISE - _WAVES
+            of_norm = user.made_by in kept_arrays.ELEMENTWISE - _WAVES
             fits = (of_norm and user.size == root.size) or _is_for_sums(user)
             if fits and id(user) not in region and all(id(v) in region for v in same):
                 region[id(user)] = user
@@ -224,9 +223,9 @@ def _is_by_a_root(value: Value) -> bool:
     """Return True for something times the reciprocal root of a sum over its row."""
     for operand in value.operands:
         operand = origin(operand)
-        if operand.size == value.size and not elementwise.is_spread(operand):
+        if operand.size == value.size and not kept_arrays.is_spread(operand):
             continue
-        made_of = [*elementwise.ancestors(operand, value.size)]
+        made_of = [*kept_arrays.ancestors(operand, value.size)]
         is_of_rows = any(v.made_by == "reduce_sum" and v.size < value.size for v in made_of)
         if is_of_rows and any(v.made_by in ("rsqrt", "sqrt") for v in made_of):
             return value.made_by in ("mul", "div")
@@ -251,7 +250,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
-    if activation is None and is_free and root.made_by not in elementwise.GIVEN:
+    if activation is None and is_free and root.made_by not in kept_arrays.GIVEN:
         freed.append(root)
     members = program.saved_of(freed)
     if activation == "relu":
@@ -282,7 +281,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         if branch.made_by == "convert_element_type":
             cast_branch = program.saved_of([branch])
             members += cast_branch
-            instead += program.extra_bytes(elementwise.uncast(branch)) if cast_branch else 0
+            instead += program.extra_bytes(kept_arrays.uncast(branch)) if cast_branch else 0
     if activation is not None:
         name, how = _with_activation(name, activation, cast)
     return Advice(name, line, how, members, instead, root.layers)
@@ -291,7 +290,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
 def _subtracts_mean(root: Value, region: Sequence[Value], inside: set[int]) -> bool:
     centred = [v for v in region if v.made_by == "sub"]
     subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
-    return any(elementwise.is_reduced(a, root.size) for a in subtracted)
+    return any(kept_arrays.is_reduced(a, root.size) for a in subtracted)
 
 
 def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
@@ -371,7 +370,7 @@ def _is_saved_rotated(result: Value, program: Program) -> bool:
         way = _way(result, value, inside)
         names = {v.made_by for v in way}
         if "mul" in names and names & {"concatenate", "stack"} and names & {"add", "sub"}:
-            casts = [t for t in elementwise.users(value) if t.size == value.size]
+            casts = [t for t in kept_arrays.users(value) if t.size == value.size]
             is_saved = any(id(origin(v)) in program.by_origin for v in (value, *casts))
             before = [result, *[v for v in way if v is not value]]
             if is_saved and _is_for_it(before, inside):

@@ -130,7 +130,7 @@ def implementation_for(
         backends.placed(function, name, [platform])
         if first is None:  # Not a row operation's kernel: the function has checked its name.
             return backends.Choice(name, "asked for by name")
-        return backends.forced(first.function, first.as_seen_by(name), name)
+        return first.forced(name)
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
 

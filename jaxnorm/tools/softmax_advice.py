@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from jaxnorm.tools import elementwise
-from jaxnorm.tools.advice import Advice, Program
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
+from jaxnorm.tools import kept_arrays
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
 #: Primitives that are in no other table.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
@@ -67,7 +66,7 @@ def _quotient(exponential: Value) -> Value | None:
     """Return what exponentials are over their sum."""
     for user in exponential.users:
         if user.made_by == "div" and user.operands[0] is exponential:
-            sums = elementwise.ancestors(user.operands[1], user.size)
+            sums = kept_arrays.ancestors(user.operands[1], user.size)
             if any(v is exponential for v in sums):
                 return user
     return None
@@ -96,15 +95,15 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
 
 
 def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
-    """Return what is saved for a mask of logits, and the option in its place."""
+    """Return the arrays that are saved for a mask of logits, and the option that avoids them."""
     value = origin(logits)
     if value.made_by == "sub":  # less the maximum of its row
         value = origin(value.operands[0])
-    select = elementwise.uncast(value)
+    select = kept_arrays.uncast(value)
     if select.made_by != "select_n" or len(select.operands) != 3:
         return [], ""
     predicate, *cases = map(origin, select.operands)
-    fills = [v for v in cases if elementwise.is_spread(v) or elementwise.number(v) is not None]
+    fills = [v for v in cases if kept_arrays.is_spread(v) or kept_arrays.number(v) is not None]
     if len(fills) != 1:
         return [], ""
     saved = program.saved_of([predicate])
@@ -117,11 +116,11 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
-    """Return True for the mask of `jnp.tril`, or the inverse of that of ``jnp.triu(.., 1)``."""
+    """Return True for a causal mask: `jnp.tril`, or the inverse of ``jnp.triu(.., 1)``."""
     shape = mask.shape[-2:]
     while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
         if mask.made_by == "select_n":
-            numbers = [elementwise.number(v) for v in mask.operands[1:]]
+            numbers = [kept_arrays.number(v) for v in mask.operands[1:]]
             if {*numbers} != {0, 1}:
                 return False
             is_inverted ^= numbers[0] == 1
@@ -132,7 +131,7 @@ def _is_causal(mask: Value, is_inverted: bool) -> bool:
     if mask.made_by != "ge" or is_inverted:
         return False
     rows, columns = map(origin, mask.operands)
-    while rows.made_by == "add" and elementwise.number(rows.operands[1]) == 0:
+    while rows.made_by == "add" and kept_arrays.number(rows.operands[1]) == 0:
         rows = origin(rows.operands[0])
     axes = [v.equation.params["dimension"] for v in (rows, columns) if v.made_by == "iota"]
     return axes == [len(mask.shape) - 2, len(mask.shape) - 1]

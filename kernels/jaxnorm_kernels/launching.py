@@ -1,4 +1,4 @@
-"""Give a kernel's operands and results separate buffers, which start at aligned addresses.
+"""The local GPU, and what every kernel's launch needs: separate buffers, and JAX's settings.
 
 XLA passes a contiguous slice to a kernel as an address inside the sliced array, and lets a kernel
 write its result into a part of a larger array (XLA calls both a dynamic-slice fusion). It does so
@@ -16,6 +16,7 @@ rematerialisation, on an H100), and added 1 to 2 seconds of compilation.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -25,9 +26,8 @@ from jax import lax
 ALIGNMENT = 256
 
 
-def own_buffer(array: jax.Array) -> jax.Array:
-    """Return an operand or a result of a kernel in a separate buffer."""
-    return lax.optimization_barrier(array)
+#: Return an operand or a result of a kernel in a separate buffer.
+own_buffer = lax.optimization_barrier
 
 
 @contextlib.contextmanager
@@ -40,3 +40,13 @@ def settings() -> Iterator[None]:
     """
     with jax.enable_x64(False), jax.check_tracer_leaks(False):
         yield
+
+
+@functools.cache
+def local_capability() -> int | None:
+    """Return the compute capability of the local NVIDIA GPU, times ten; None if there is none."""
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", "")  # for AMD GPUs, a name: "gfx942"
+    if device.platform != "gpu" or not capability.replace(".", "").isdigit():
+        return None
+    return round(10 * float(capability))

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.specs import Spec
 
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
-LinearTable = tuple[tuple[str, Callable[[LinearSpec], bool]], ...]
 
 #: Calls that no kernel supports.
 NO_KERNEL: Table = (
@@ -31,6 +29,10 @@ NO_KERNEL: Table = (
         "tangents, second derivatives, gradients of a rotation's tables and sums whose norm is not "
         "used are plain JAX's",
         lambda s: s.plain,
+    ),
+    (
+        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
+        lambda s: s.logits.has_scale,
     ),
     (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "
@@ -62,46 +64,6 @@ NO_ROWS: Table = (
     (
         "its kernels know no shards of the rows or columns that a causal mask counts",
         lambda s: bool(s.cols_over or s.softmax.queries_over),
-    ),
-)
-
-# 16-bit matmuls satisfy a precision such as "float32" anyway, since products of 16-bit numbers are
-# exact and summed in float32. A name in upper case requests a particular algorithm.
-_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
-
-#: Calls of a norm and a matmul that no kernel supports.
-NO_PRODUCT: LinearTable = (
-    (
-        "its kernels need sizes that are known when the call is traced, not symbolic ones",
-        lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols, s.features)),
-    ),
-    (
-        "its kernels compute in float32, and float64 arrays ask for more",
-        lambda s: any(
-            dtype is not None and dtype.itemsize > 4
-            for dtype in (s.x_dtype, s.weight_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
-        ),
-    ),
-    (
-        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits",
-        lambda s: s.product_dtype.name not in _ALGORITHMS,
-    ),
-    (
-        "its product kernel reads x as it multiplies it, in the product's dtype",
-        lambda s: s.x_dtype != s.product_dtype,
-    ),
-    (
-        "there is nothing to compute in an array of size 0",
-        lambda s: 0 in (s.rows, s.cols, s.features),
-    ),
-    (
-        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
-        "jax_default_matmul_precision names another",
-        lambda s: (
-            s.precision is not None
-            and s.precision.isupper()
-            and s.precision != _ALGORITHMS[s.product_dtype.name]
-        ),
     ),
 )
 
@@ -138,8 +100,3 @@ def first(table: Table, spec: Spec) -> str | None:
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]
     return next((reason for reason, applies in table if any(map(applies, specs))), None)
-
-
-def first_of_linear(table: LinearTable, spec: LinearSpec) -> str | None:
-    """Return the first reason that applies to `spec`, or None."""
-    return next((reason for reason, applies in table if applies(spec)), None)

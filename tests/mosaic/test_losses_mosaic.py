@@ -82,7 +82,7 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
     rows, classes = x.shape
     has = {"has_positions": positions is not None, "padding": padding}
     spec = make_spec(op, rows, classes + padding, x.dtype, **has, **options)
-    # Of which nothing may become a part of a sum, and nothing of NaN for the products that follow.
+    # The padding must not enter a sum, and its gradient must not be NaN in the matmuls that follow.
     wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
     d = cotangents(op, d)
     arrays = [a for a in (wide, labels, *d, positions) if a is not None]
@@ -158,7 +158,7 @@ def test_rows_of_all_kinds(op):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
 def test_labels(dtype):
-    """Of other dtypes, inside and outside of the classes."""
+    """Labels may have other dtypes, and be inside or outside the classes."""
     values = [0, 5, 127, 2**15, 2**31 + 5, 2**32 + 5, -(2**33) + 5]
     info = np.iinfo(dtype)
     x, _, d = operands((3, 256), "bfloat16")
@@ -169,7 +169,7 @@ def test_labels(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_classes_that_are_masked_by_the_lowest_number(dtype):
-    """Of a thread all that it reads first, or all."""
+    """A mask of the lowest number may cover everything that a thread reads first, or at all."""
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
@@ -214,7 +214,7 @@ def test_padding(op, classes, padding, dtype, options):
     ],
 )
 def test_gradient_in_the_logits_place(op, cols, dtype):
-    """The same bits where dx is written over x: units that overlap, and edges, included."""
+    """Results have the same bits if dx overwrites x, including overlapping units and edges."""
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(op, 9, cols, dtype, **(SMOOTHED if op == CE else {}))
     forward = jax.jit(functools.partial(contract.call, xla, spec))
@@ -317,7 +317,7 @@ def test_lowers(op, rows, cols, dtype, label_dtype):
 
 
 def test_programs():
-    """A kernel each way, under `jax.vmap` and with what `save_policy` keeps, too."""
+    """There is one kernel each way, also under `jax.vmap` and with `save_policy`."""
     types = [((8, 512, 32768), BF16), ((8, 512), "int32"), ((8, 512), bool)]
     x, labels, where = (jax.ShapeDtypeStruct(*of) for of in types)
 

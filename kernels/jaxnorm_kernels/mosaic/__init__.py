@@ -6,8 +6,9 @@ from typing import Any
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
+from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import kl_divergence_bwd, kl_divergence_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
-from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
+from jaxnorm_kernels.mosaic.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import (
     norm_bwd,
     norm_gated_bwd,
@@ -29,16 +30,18 @@ from jaxnorm_kernels.mosaic.support import (
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
-# Of the families, and of the operations whose kernels are not their family's.
+# The kernels of each family, and of operations that do not use the kernel of their family.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,
+    "kl_divergence": kl_divergence_fwd,
     "norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
 }
 _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
     "loss": cross_entropy_bwd,
+    "kl_divergence": kl_divergence_bwd,
     "norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "scaled_add_norm": scaled_sum_bwd,
@@ -48,7 +51,7 @@ _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
-    """See `Implementation.forward`; `schedule` stands in for the one of a table."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` overrides the table's."""
     if spec.inner > 1:
         return norm_strided_fwd(operands, spec)
     kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
@@ -56,7 +59,7 @@ def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
-    """See `Implementation.backward`; `schedule` stands in for the one of a table."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` overrides the table's."""
     if spec.inner > 1:
         return norm_strided_bwd(residuals, cotangents, spec)
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]

@@ -1,7 +1,6 @@
-"""What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
+"""Calls that the kernels cannot run, or that the default leaves to XLA: tables of sentences."""
 
-from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.linear_spec import LinearSpec
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
@@ -10,22 +9,12 @@ from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.columns import row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.refusals import (
-    BETTER_FUSED,
-    NO_PRODUCT,
-    NO_ROWS,
-    LinearTable,
-    Table,
-    first,
-    first_of_linear,
-)
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Rows are numbered in int32, and the last block may start a tile further.
+# Rows are numbered in int32. The last block may start up to a tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
-# Rows of 16 bytes, and tiles of 8 of them, are what asynchronous copies of a product's tiles take.
-_MULTIPLE = 8
 
 _TOO_OLD: Table = (
     (
@@ -102,29 +91,15 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# By name alone: measured on an H100 (`python -m benchmarks.run linear`), the product's kernel takes
-# 1.03 to 1.3 times as long as XLA's norm and product, but 0.95 for 8192 x 2048 by 3072.
-_CANNOT_MULTIPLY: LinearTable = (
-    (
-        "its product kernel is made of the matrix instructions of compute capability 9.0 (Hopper)",
-        lambda s: local_capability() not in (90, None),
-    ),
-    *NO_PRODUCT,
-    (
-        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}",
-        lambda s: any(size % _MULTIPLE for size in (s.rows, s.cols, s.features)),
-    ),
-    (f"its kernels number rows in 32 bits, up to {_MAX_ROWS}", lambda s: s.rows > _MAX_ROWS),
-)
-
-# Compute capabilities where its kernels are the default because all of them compile, with few words
-# of spills (`tests/mosaic/test_blackwell.py`): B200.
+# Compute capabilities on which these kernels are the default without having been timed: they all
+# compile with few words of spills (`tests/mosaic/test_blackwell.py`). This is the B200.
 _NOT_TIMED = (100,)
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
 # committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
+    ("its divergence kernels have not been timed", lambda s: s.op == "kl_divergence"),
     (
         "on compute capability 12.0 (RTX 50), with less than half of the shared memory that its "
         "schedules are made for, its kernels compile, but have not run",
@@ -154,31 +129,32 @@ _LEFT_TO_XLA: Table = (
 
 
 def platforms() -> tuple[str, ...]:
-    """Where it can run."""
+    """Return the platforms on which the kernels can run."""
     return ("cuda", "cpu") if is_interpreted() else ("cuda",)
 
 
 def takes_inner(spec: Spec) -> bool:
-    """Whether the kernels over an axis that is not the last take this call, without a transpose."""
+    """Return True if the kernels for an axis that is not the last can run this call.
+
+    These kernels need no transpose.
+    """
     return strip_schedule.refusal(spec) is None
 
 
-def why_unsupported(spec: Spec | LinearSpec) -> str | None:
-    """None, or why this call cannot run here."""
-    if isinstance(spec, LinearSpec):
-        return first_of_linear(_CANNOT_MULTIPLY, spec)
+def why_unsupported(spec: Spec) -> str | None:
+    """Return None, or the reason why this call cannot run on this GPU."""
     if spec.inner > 1:
         return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """None, or why the default leaves this call to xla."""
+    """Return None, or the reason why the default leaves this call to XLA."""
     return first(_LEFT_TO_XLA, spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """What is unknown about these kernels on the GPU at hand; None for nothing."""
+    """Return what is unverified about these kernels on the local GPU, or None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -186,23 +162,24 @@ def caveat(spec: Spec) -> str | None:
 
 
 def _is_held(spec: Spec) -> bool:
-    """Whether registers and shared memory have room for the rows of a call."""
+    """Return True if a block's registers and shared memory have room for the rows of a call."""
     if spec.is_loss:
-        return True  # In a loop.
+        return True  # It loops over parts of a row.
     if spec.norm.rotated:
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
-        return True  # In a kernel for each norm, if need be.
+        return True  # If the fused kernel does not fit, each norm has its own kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each.
+    """Return True for the backward of a single norm, which uses the rows of `norm_schedule`.
 
-    But a sum of a scaled x has rows of its own beside the norm's.
+    A norm with a plain residual addition is excluded: each of its norms is checked separately. A
+    scaled sum is included, because it reads rows beside the norm's.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

@@ -3,43 +3,41 @@
 With a = label_smoothing, b = z_loss, d = dloss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
-
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
-
     dx = d (p - targets + 2 b lse p)      p = exp(x - m - log(s))
                                           targets = (1 - a) [j = l] + a / V
 
 With d = dlog_prob, e = dentropy and the entropy H::
 
     log_prob = -(D + log(s))      H = log(s) - T / s      T = sum(exp(x - m) (x - m))
-
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
-scale or a cap logits are z = f g(x), so that x is g(x), whose differences are times f, and dx is
+r is x_l, or 0 if x_l is infinite. It is close to the mean, so the sum of x - r loses little
+accuracy. With a scale or a cap, the logits are z = f g(x): x then stands for g(x), its differences
+are multiplied by f, and dx is
 
     dx = dz (dz / dx)    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
                          g = x                f = a    dz / dx = a              c = logit_softcap
 
-The forward reads a row once, block after block, and exchanges nothing meanwhile: each thread has a
-maximum of its own of what it has read so far, and sums by that (Milakov, Gimelshein 2018),
+The forward reads a row once, block after block, without exchange between threads. Each thread holds
+the maximum of what it has read so far, and the sums relative to it (Milakov, Gimelshein 2018),
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-which merge at the end. The label's own term is not in the sum s_o of the others, because
-log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
+which are merged at the end. The label's own term is not in the sum s_o of the others, because log(1
++ s_o) of a small s_o is accurate, but the log of the rounded sum is not:
 
     log(s) = log1p(s_o)                 where D = 0
              log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
 
-In the backward no element needs another one: a program reads a block, each element once, before it
-writes it, which may be where it was. A row without an entry has log(s) = -inf and dx = 0; one whose
-label is no column has NaN for both.
+In the backward, elements do not depend on each other. A program reads each element of its block
+before it stores the result, which may overwrite x. A row without entries has log(s) = -inf and dx =
+0. If the label of a row is not a class, both are NaN.
 
-Rows that are no multiple of 16 bytes begin between two of them. The blocks of such a row begin up
-to a vector before its first column, at a multiple of 16 bytes, so that all of them but the first
-and the last are read and written by 16 bytes, too.
+Rows that are not a multiple of 16 bytes may begin between two multiples. The blocks of such a row
+begin at the multiple of 16 bytes before its first column. All blocks but the first and the last can
+then be loaded and stored 16 bytes at a time.
 """
 
 import dataclasses
@@ -55,24 +53,24 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# What exponents are held above as factors: an exponential is 0 long before. Lower, times a sum or a
-# cotangent it would be infinite, and NaN times that 0: of logits that are -inf, and of float32's
-# lowest, which masks are made of.
+# The lower bound of exponents that are used as factors: the exponential of this is 0. A lower
+# exponent, such as -inf or float32's lowest number in masks, could become infinite when multiplied
+# by a sum or a cotangent, and 0 times infinity is NaN.
 _FAR = tl.constexpr(-1e20)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a kernel is compiled for, beside how rows are cut.
+    """The compile-time parameters of a kernel, beside the tile sizes.
 
     Attributes:
-      classes: columns that take part, the first ones.
+      classes: the number of columns that are classes; they come first.
       label_smoothing, z_loss: a and b.
-      logits_scale, softcap: of the logits; 0 for no cap.
+      logits_scale, softcap: scale and cap of the logits; 0 for no cap.
       factor: f.
-      entropy: whether log-probability and entropy are asked for, and no loss.
-      blocks: of a row.
-      vector: elements that a thread reads at once.
+      entropy: True to compute log-probability and entropy instead of a loss.
+      blocks: the blocks of a row.
+      vector: elements that a thread loads at once.
     """
 
     classes: int
@@ -87,17 +85,17 @@ class Options:
 
     @property
     def other_target(self) -> float:
-        """That of a column which is not the label."""
+        """The target probability of a class that is not the label."""
         return self.label_smoothing / self.classes
 
     @property
     def label_target(self) -> float:
-        """The label's."""
+        """The target probability of the label."""
         return 1 - self.label_smoothing + self.other_target
 
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Options":
-        """That of a call."""
+        """Return the parameters of a call."""
         blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
         return cls(
             spec.classes,
@@ -115,7 +113,7 @@ class Options:
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 ) -> Results:
-    """The results and the statistics; `schedule` stands in for the one of the table."""
+    """Return the results and the statistics. `schedule` overrides the schedule of the table."""
     x, labels, positions = operands.x, operands.labels, operands.positions
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
@@ -148,7 +146,7 @@ def cross_entropy_fwd(
 def cross_entropy_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """The gradient of x; `schedule` stands in for the one of the table."""
+    """Return the gradient of x. `schedule` overrides the schedule of the table."""
     x, labels, dy = residuals.saved, residuals.labels, cotangents.y
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
@@ -198,7 +196,7 @@ def _cross_entropy_fwd(
         counts = exists & tl.load(positions_ptr + row, exists, 0)
     begin, lead = _start(row, tiling.cols, options.vector)
     at = label[:, None] + lead
-    # Nothing outside of the row is read, whatever the label is.
+    # An invalid label must not cause loads outside the row.
     read = counts[:, None]
     x_l = _g(tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0), options)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
@@ -213,7 +211,7 @@ def _cross_entropy_fwd(
     sums = (m, zero, zero)
     if first_whole > 0:
         sums = _add(sums, of_rows, 0, options, tiling, False)
-    # Of rows that do not count, no block is read.
+    # If none of a tile's rows count, no block is loaded.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
         sums = _add(sums, of_rows, first, options, tiling, True)
@@ -255,14 +253,14 @@ def _cross_entropy_fwd(
 
 @triton.jit
 def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
-    """The sums of each thread, with a block.
+    """Add a block to the sums of each thread.
 
     Args:
-      sums: m, s, and the sum of x - r, or T over f; `(tile_rows, lanes)` each.
-      of_rows: where the first block begins, by how much before the first column, and where from
-        there the label's column is; r, and whether the row is read. `(tile_rows, 1)` each.
-      first: where the block begins, from the first one's beginning.
-      is_whole: the block lies inside of the row.
+      sums: m, s, and the sum of x - r, or T / f; `(tile_rows, lanes)` each.
+      of_rows: the start of the first block, its distance from the first column, the position of the
+        label's column, r, and whether the row is read; `(tile_rows, 1)` each.
+      first: the start of the block, relative to the first block.
+      is_whole: True if the block is entirely inside the row.
     """
     m, s, t = sums
     begin, lead, at, r, read = of_rows
@@ -270,7 +268,7 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     if not is_whole:
         read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
     x = _g(tl.load(begin + first + lane, read, float("-inf")), options)
-    if options.softcap > 0.0:  # tanh of -inf is a number.
+    if options.softcap > 0.0:  # The tanh of -inf is finite.
         x = tl.where(read, x, float("-inf"))
     if options.label_smoothing > 0.0:
         rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)
@@ -287,16 +285,16 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
 
 @triton.jit
 def _rescaled(s, t, depth, options: tl.constexpr):
-    """Sums by another maximum; `depth` is the one that they have less that."""
+    """Rescale sums to another maximum; `depth` is the old maximum minus the new one."""
     exp = tl.exp(options.factor * depth)
-    if options.entropy:  # Of which no factor may be infinite where the other is 0.
+    if options.entropy:  # No factor may be infinite where the other is 0.
         t = (t + s * tl.maximum(depth, _FAR)) * exp
     return s * exp, t
 
 
 @triton.jit
 def _by_lanes(x, m, vector: tl.constexpr):
-    """A block `(tile_rows, n, lanes, vector)`: the second and the last axis lie in a thread."""
+    """View a block as `(tile_rows, n, lanes, vector)`; a thread holds the second and last axis."""
     tile_rows: tl.constexpr = m.shape[0]
     lanes: tl.constexpr = m.shape[1]
     return tl.reshape(x, [tile_rows, x.shape[1] // (lanes * vector), lanes, vector])
@@ -334,7 +332,7 @@ def _cross_entropy_bwd(
 def _store_gradient(
     x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
 ):
-    """dx of the block of that number; `is_whole` is one that lies inside of the row."""
+    """Store dx of block `nth`; `is_whole` is True if it is entirely inside the row."""
     m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, exists = of_rows
     begin, lead = _start(row, tiling.cols, options.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -342,7 +340,7 @@ def _store_gradient(
     if not is_whole:
         read = read & _is_column(lane, first, lead, tiling.cols, tiling.cols, options.vector)
     offset = begin + first + lane
-    # The logits first: the numbers of a row are small, and on their way meanwhile.
+    # Load the logits first. The few numbers of a row then arrive at the same time.
     x = _g(tl.load(x_ptr + offset, read, 0.0), options)
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
@@ -369,7 +367,7 @@ def _store_gradient(
 
 @triton.jit
 def _g(x, options: tl.constexpr):
-    """Of x, in float32."""
+    """Return g(x), in float32."""
     x = x.to(tl.float32)
     if options.softcap > 0.0:
         x = _tanh(x * (options.logits_scale / options.softcap))
@@ -378,7 +376,7 @@ def _g(x, options: tl.constexpr):
 
 @triton.jit
 def _times_slope(dz, g, options: tl.constexpr):
-    """The gradient of x, from that of z."""
+    """Return the gradient of x from the gradient of z."""
     if options.softcap > 0.0:
         dz *= (1.0 - g) * (1.0 + g)
     if options.logits_scale != 1.0:
@@ -388,7 +386,7 @@ def _times_slope(dz, g, options: tl.constexpr):
 
 @triton.jit
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
-    """The label of each row, -1 for one that is no column; and whether it is one."""
+    """Load the label of each row, -1 if it is not a class, and return whether it is one."""
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column
@@ -396,7 +394,7 @@ def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
 
 @triton.jit
 def _start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Where the first block of each row begins, and by how much before the first column."""
+    """Return the start of each row's first block, and its distance from the first column."""
     start = row.to(tl.int64)[:, None] * cols
     begin = start // vector * vector
     return begin, (start - begin).to(tl.int32)
@@ -404,9 +402,9 @@ def _start(row, cols: tl.constexpr, vector: tl.constexpr):
 
 @triton.jit
 def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
-    """Which elements of a block are columns up to `end`.
+    """Return which elements of a block are columns before `end`.
 
-    Alike for `vector` neighbours if that divides both.
+    `vector` neighbours have equal values if `vector` divides `cols` and `end`.
     """
     if cols % vector == 0:
         is_column = lane + first < end
@@ -417,9 +415,9 @@ def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector:
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x > -1, right to a few units in the last place where x is small, too.
+    """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    1 + x is rounded to u, whose log(u) / (u - 1) is nearly that of 1 + x.
+    1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x.
     """
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -427,9 +425,9 @@ def _log1p(x):
 
 @triton.jit
 def _tanh(x):
-    """tanh(x), right to a few units in the last place where x is small, too.
+    """Compute the tanh, accurate to a few units in the last place even for small x.
 
-    There 1 - exp(-2 |x|) would lose digits: a series, up to where it is as accurate.
+    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used as far as it is as accurate.
     """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))

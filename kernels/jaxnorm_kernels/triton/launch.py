@@ -10,7 +10,7 @@ import jax_triton
 from jax import lax
 
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.triton import extra
 
 # PTX 8.7, which CUDA 12.8 accepts: Triton would emit PTX for the newest CUDA that it supports. FP
@@ -43,7 +43,7 @@ _LEAST_SMEM = 99 * 1024
 
 @functools.cache
 def local_gpu() -> Gpu:
-    """Return the local GPU; an A100 if there is none."""
+    """Return the local GPU, or an A100 without a GPU."""
     device = jax.local_devices()[0]
     capability = local_capability()
     if capability is None:

@@ -1,7 +1,7 @@
-"""What a softmax reads of its rows beside, or instead of, all their columns.
+"""Masks, biases and causal masks of a softmax, and the part of a row that it loads.
 
-A mask and a bias are broadcast among the rows (`broadcast`), and are read as they are. Above the
-diagonal of a causal softmax, nothing is read but the rest of a vector.
+A mask and a bias are broadcast over the rows (`broadcast`), and loaded without expanding them. A
+causal softmax loads nothing above the diagonal except the rest of a vector.
 """
 
 import dataclasses
@@ -10,26 +10,25 @@ import triton
 import triton.language as tl
 
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import broadcast
-from jaxnorm_kernels.triton.broadcast import Operand, renumbered
-from jaxnorm_kernels.triton.tiles import tile_at, zeros
+from jaxnorm_kernels.triton import tiles
+from jaxnorm_kernels.triton.tiles import Operand, renumbered, tile_at, zeros
 
-# With a predicate for each element, each would be read alone. As many as these have one: they are
-# 16 bytes of the narrowest, a mask's.
+# With a predicate for each element, each element would be loaded separately. So this many elements
+# share a predicate: 16 bytes of the narrowest array, a mask.
 _VECTOR = tl.constexpr(16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """What a kernel is compiled for, beside x.
+    """The compile-time parameters of a kernel, beside the tile sizes.
 
     Attributes:
-      log: log_softmax, not softmax.
-      scale: of x.
-      queries: rows of a matrix; 0 without `causal`.
-      mask, bias: None for one that the kernel does not have.
-      drops: some elements take no part, as the mask or `queries` say.
-      drops_zeros: so do others, whose output is 0.
+      log: True for log_softmax, False for softmax.
+      scale: the scale of x.
+      queries: the rows of a matrix; 0 without `causal`.
+      mask, bias: how each is broadcast, or None if the kernel has none.
+      drops: some elements are excluded by the mask or by `queries`.
+      drops_zeros: elements whose output is 0 are excluded too.
       renormalises: the backward divides by sum(y).
     """
 
@@ -44,19 +43,19 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but x."""
+        """True if the logits are x itself."""
         return self == Logits(log=self.log, renormalises=self.renormalises)
 
 
 def of(spec: Spec) -> Logits:
-    """That of a call."""
+    """Return the parameters of a call."""
     has_bias = spec.softmax.logits_bias_dtype is not None
     return Logits(
         log=spec.op == "log_softmax",
         scale=spec.logits.logits_scale,
         queries=spec.softmax.queries if spec.softmax.causal else 0,
-        mask=broadcast.of(spec.logits.mask_rows) if spec.reads_mask else None,
-        bias=broadcast.of(spec.softmax.logits_bias_rows) if has_bias else None,
+        mask=tiles.operand_of(spec.logits.mask_rows) if spec.reads_mask else None,
+        bias=tiles.operand_of(spec.softmax.logits_bias_rows) if has_bias else None,
         drops=spec.softmax.causal or spec.reads_mask,
         drops_zeros=spec.logits.has_mask and not spec.reads_mask,
         renormalises=spec.direction == "bwd" and spec.renormalises,
@@ -64,7 +63,7 @@ def of(spec: Spec) -> Logits:
 
 
 def sums_columns(spec: Spec) -> bool:
-    """Whether a backward returns the gradient of a bias that has columns."""
+    """Return True if a backward computes the gradient of a bias that has columns."""
     shared = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
     return spec.direction == "bwd" and shared is not None and shared.has_columns
 
@@ -79,7 +78,7 @@ def load_logits(
     cols: tl.constexpr,
     eviction: tl.constexpr = "",
 ):
-    """z = scale x + bias of a tile in float32, -inf where it takes no part; and where it does."""
+    """Return scale x + bias of a tile in float32, -inf if excluded, and which are included."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     z = tl.load(x_ptr + start + col, read, float("-inf"), eviction_policy=eviction).to(tl.float32)
@@ -96,7 +95,7 @@ def load_logits(
 
 @triton.jit
 def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
-    """y of a tile in float32, and that of what takes no part where it is not read."""
+    """Return y of a tile in float32. Excluded elements that are not loaded get 0, or -inf."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     nothing: tl.constexpr = float("-inf") if logits.log and not logits.is_plain else 0.0
@@ -107,7 +106,7 @@ def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
 def load_cotangent(
     dy_ptr, mask_ptr, tile, logits: tl.constexpr, cols: tl.constexpr, eviction: tl.constexpr = ""
 ):
-    """d of a tile in float32, 0 where it takes no part."""
+    """Return d of a tile in float32, with 0 for excluded elements."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     d = tl.load(dy_ptr + start + col, read, 0.0, eviction_policy=eviction).to(tl.float32)
@@ -118,7 +117,7 @@ def load_cotangent(
 
 @triton.jit
 def drop_zeros(d, y, logits: tl.constexpr):
-    """d, and 0 where y is 0, if that says what takes no part."""
+    """Return d, with 0 where y is 0, if a y of 0 marks excluded elements."""
     if logits.drops_zeros:
         d = tl.where(y == 0.0, 0.0, d)
     return d
@@ -126,7 +125,7 @@ def drop_zeros(d, y, logits: tl.constexpr):
 
 @triton.jit
 def masked(y, takes_part, logits: tl.constexpr):
-    """y, and 0 (or -inf) for what takes no part, in a row of NaN, too."""
+    """Return y, with 0 (or -inf) for excluded elements, even in a row of NaN."""
     if logits.drops:
         y = tl.where(takes_part, y, float("-inf") if logits.log else 0.0)
     return y
@@ -134,7 +133,7 @@ def masked(y, takes_part, logits: tl.constexpr):
 
 @triton.jit
 def scaled(dz, logits: tl.constexpr):
-    """dx."""
+    """Return dx from dz."""
     if logits.scale != 1.0:
         dz *= logits.scale
     return dz
@@ -142,7 +141,7 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """How many columns there are up to the diagonal in the rows of a tile."""
+    """Return the number of columns up to the diagonal in the rows of a tile."""
     end = tiling.cols
     if logits.queries > 0:
         row = tl.minimum(first_row + tl.arange(0, tiling.tile_rows), rows - 1)
@@ -152,13 +151,13 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def term_of_total(y, d, logits: tl.constexpr):
-    """The total of a row is sum(d y) / sum(y), or sum(d) of a log_softmax."""
+    """Return a term of the row's total: sum(d y) / sum(y) for softmax, sum(d) for log_softmax."""
     return d if logits.log else d * y
 
 
 @triton.jit
 def total_of(terms, weights, logits: tl.constexpr):
-    """The total of each row, ``(tile_rows, 1)``, from a tile of partial sums of its terms and y."""
+    """Return the total of each row, ``(tile_rows, 1)``, from partial sums of its terms and y."""
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:
         weight = tl.sum(weights, axis=1)[:, None]
@@ -168,9 +167,9 @@ def total_of(terms, weights, logits: tl.constexpr):
 
 @triton.jit
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
-    """dz = y (d - total), or d - exp(y) total of a log_softmax.
+    """Return dz = y (d - total), or d - exp(y) total for log_softmax.
 
-    A total of NaN must not reach what takes no part, whose y or exp(y) is 0.
+    A total of NaN must not reach excluded elements, whose y or exp(y) is 0.
     """
     multiple = tl.exp(y) * total if logits.log else y * (d - total)
     if logits.drops or logits.drops_zeros:
@@ -182,7 +181,7 @@ def cotangent_of_logits(y, d, total, logits: tl.constexpr):
 def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """The total of rows that are read block after block: `(tile_rows, 1)`."""
+    """Return the total of rows that are loaded block after block: `(tile_rows, 1)`."""
     terms, weights = zeros(tiling), zeros(tiling)
     for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
@@ -199,7 +198,7 @@ def looped_total(
 
 @triton.jit
 def _read(row, col, exists, logits: tl.constexpr):
-    """Of the elements that exist, those that are read: vectors that begin up to the diagonal."""
+    """Return which existing elements are loaded: vectors that begin up to the diagonal."""
     if logits.queries > 0:
         exists = exists & (col // _VECTOR * _VECTOR <= (row % logits.queries)[:, None])
     return exists
@@ -207,7 +206,7 @@ def _read(row, col, exists, logits: tl.constexpr):
 
 @triton.jit
 def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
-    """Which elements take part."""
+    """Return which elements are included."""
     takes_part = read
     if logits.queries > 0:
         takes_part = takes_part & (col <= (row % logits.queries)[:, None])
@@ -218,7 +217,7 @@ def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constex
 
 @triton.jit
 def _load_shared(ptr, row, col, read, cols: tl.constexpr, operand: tl.constexpr):
-    """Of an operand that is broadcast among the rows: of each element, or of each row."""
+    """Load an operand that is broadcast over the rows: a value per element, or per row."""
     start = renumbered(row, operand.row).to(tl.int64)[:, None]
     if operand.has_columns:
         value = tl.load(ptr + (start * cols + col), read, 0)

@@ -1,33 +1,34 @@
 """Backward passes of LayerNorm and RMSNorm from the output or from the input.
 
-Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
+For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (only LayerNorm has c1):
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, from the input, n = xh G + bias is made again, and
-d = dy activation'(n).
+With an activation after the norm, the backward starts from the input. It recomputes n = xh G +
+bias, and d = dy activation'(n).
 
-Another cotangent of x, dh, is added to dx before it is rounded. Of h = residual + branch_scale x,
-the dx above is t:
+dh, a further cotangent of x, is added to dx before dx is rounded. For h = residual + branch_scale
+x, let t be the dx above:
 
     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
-With a gate, a = activation(gate), d is a dy; or the norm is that of x a, and dt the dx above:
+With a gate and a = activation(gate), either d is a dy, or the norm is that of x a and dt is the dx
+above:
 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a
 
-G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound, where a bias or a vanishing G may have cost y what it knew of xh; |y| is clipped to
-the largest number (`Spec.y_limit`).
+As in the forward, G is floored and the bias is rounded to y's dtype. If a bias or a vanishing G may
+have removed information about xh from y, |xh| is clipped to sqrt(N), its true bound. |y| is clipped
+to the largest finite number (`Spec.y_limit`).
 
-A program walks over its share of the rows and adds up dscale and dbias in registers; the programs'
-sums are added outside, always in the same order. Rows too wide for that are cut into blocks, each
-with programs of its own, and c1 and c2 come from a kernel that ran before. Where groups of rows
-have parameters of their own, a program has rows of one group alone.
+A program loops over its share of the rows and sums dscale and dbias in registers. The sums of the
+programs are added outside the kernel in a fixed order. If rows are too wide for this, they are
+split into blocks with separate programs, and an earlier kernel computes c1 and c2. If groups of
+rows have their own parameters, a program processes rows of one group only.
 """
 
 from typing import Any
@@ -41,13 +42,14 @@ from jaxnorm_kernels import gradients
 from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import activations, norm_parameters
+from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.activations import activated, gated
 from jaxnorm_kernels.triton.norm_parameters import (
+    activated,
     effective_bias,
     gain,
     gain_and_inverse,
+    gated,
     group_rows,
     of_groups,
 )
@@ -67,7 +69,7 @@ from jaxnorm_kernels.triton.tiles import (
 def norm_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """See `Implementation.backward`; `schedule` stands in for the one of the table."""
+    """See `Implementation.backward`; `schedule` overrides the schedule of the table."""
     if spec.op == "add_norm":
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
@@ -86,7 +88,7 @@ def norm_bwd(
         "bias_rows": group_rows(bias, spec),
         "norm": norm_parameters.of(spec.last),
         "gate_ptr": gate,
-        "gate": activations.of(spec),
+        "gate": norm_parameters.gate_of(spec),
     }
     c2, c1 = None, None
     if schedule.is_looped(spec):
@@ -134,18 +136,18 @@ def norm_bwd(
 
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of norm_add_norm: a kernel for each norm."""
+    """Backward pass of norm_add_norm: one kernel for each norm."""
     return gradients.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
 
 
 def parameter_gradients(
     partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
 ) -> list[jax.Array | None]:
-    """Those of `parameters`: sums of the programs' sums."""
+    """Return the gradients of `parameters`: the sums of the programs' partial sums."""
     dtypes = [None if p is None else p.dtype for p in parameters]
     if spec.groups == 1:
         return add_partials(partials, dtypes)
-    # A partial has a row for each group of each program.
+    # A partial sum has a row for each group of each program.
     sums: list[jax.Array | None] = []
     for parameter, dtype in zip(parameters, dtypes):
         of_programs = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
@@ -155,18 +157,18 @@ def parameter_gradients(
 
 @triton.jit
 def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """G, 1 / G and the bias of the columns of a tile."""
+    """Return G, 1 / G and the bias of the columns of a tile."""
     g, inverse = gain_and_inverse(scale, col, cols, norm)
     return g, inverse, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
-    """d, of dy; d G; the terms of c2; and xh: elements of a tile."""
+    """Return d (from dy), d G, the terms of c2, and xh for the elements of a tile."""
     g, inverse, b = params
     if norm.activation is not None:
         _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
-        d = zero_beyond(d * slope, first_col, tiling)  # where a slope may be anything
+        d = zero_beyond(d * slope, first_col, tiling)  # where the slope is arbitrary
     dg = d * g
     if norm.from_output:
         z = clipped(saved, norm.y_limit) - b
@@ -214,10 +216,10 @@ def _norm_bwd(
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx = r (d G - c1 - xh c2) + dh, and a program's sums of d xh and of d over its rows.
+    """Store dx = r (d G - c1 - xh c2) + dh, and a program's sums of d xh and of d over its rows.
 
-    c1 and c2 are None where the pieces of a tile are whole rows. `scale_rows` and its like are the
-    rows of a group, None where all rows share the parameter.
+    If the pieces of a tile are whole rows, the pointers to c1 and c2 are None. `scale_rows` and
+    similar arguments are the rows of a group, or None if all rows share the parameter.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
@@ -344,7 +346,7 @@ def _norm_bwd_row_means(
     gate: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """c2 and, of LayerNorm, c1 of rows that are too wide for registers."""
+    """Compute c2, and c1 for LayerNorm, of rows that are too wide for registers."""
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)

@@ -1,19 +1,19 @@
-"""Forward passes of LayerNorm and RMSNorm, and of those that a residual is added to.
+"""Forward passes of LayerNorm and RMSNorm, alone or with a residual addition or a gate.
 
-LayerNorm subtracts the mean, RMSNorm has mean = 0:
+LayerNorm subtracts the mean; RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias       or the activation of that
 
-Where a residual is added to x, or to the normalised x before another norm, what is normalised is
-the sum h as it is stored: rounded. x may be scaled before it is added. A gate's activation is a
-factor of x, or of its norm, and all is rounded once.
+If a residual is added to x, or to the normalised x before a second norm, the sum h is rounded to
+its stored dtype before it is normalised. x may be scaled before the addition. The activation of a
+gate is a factor of x or of its norm, and the result is rounded once.
 
-Rows that fit are held in registers, as pieces side by side, and reduced twice; where they are
-short, persistent programs may take turns over them and read the next ones meanwhile. Wider rows
-are read twice, block after block; of h, what is read is what the program has written. A block of n
-columns has its own mean m and sum of squares about it, M; it is merged with those of the k columns
-before it (Chan, Golub, LeVeque 1979):
+Rows that fit are held in registers, as adjacent pieces, and reduced twice. For short rows,
+persistent programs may loop over the rows and prefetch the next ones. Wider rows are loaded twice,
+block after block; the second pass over h reads what the program has stored. A block of n columns
+has its own mean m and sum of squares about it, M. It is merged with those of the k columns before
+it (Chan, Golub, LeVeque 1979):
 
     mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
 
@@ -29,10 +29,16 @@ import triton.language as tl
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import activations, norm_parameters
+from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.activations import activated, gated
-from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, group_rows, of_groups
+from jaxnorm_kernels.triton.norm_parameters import (
+    activated,
+    gain,
+    gain_and_bias,
+    gated,
+    group_rows,
+    of_groups,
+)
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import (
     columns_at,
@@ -47,19 +53,20 @@ from jaxnorm_kernels.triton.tiles import (
 
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    """See `Implementation.forward`; `schedule` overrides the schedule of the table."""
     x, scale, bias, next_scale = operands.x, operands.scale, operands.bias, operands.next_scale
     residual, branch_scale = operands.residual, operands.branch_scale
     schedule = schedule or schedules.choose(spec)
     kernel = norm_fwd_in_registers
-    options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": activations.of(spec)}
+    options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": norm_parameters.gate_of(spec)}
     if schedule.is_looped(spec):
         kernel = norm_fwd_looped
     elif schedule.stages > 1 and _may_persist(spec):
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
-    # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
+    # The first of two norms saves x and has neither mean, floor nor bias, so the second one
+    # decides.
     norm = spec.norms[-1]
     y_dtype = spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.norm.residual_dtype) if spec.normalises_h else None
@@ -91,12 +98,12 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     )
     if h is None:
         return Results(y, stats=tuple(results))
-    # The kernels write h in any case: rows too wide for registers are read back.
+    # The kernels always store h, because rows that are too wide for registers are read back.
     return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
 def _may_persist(spec: Spec) -> bool:
-    """Whether the kernel of persistent programs is for such calls."""
+    """Return True if the kernel of persistent programs supports this call."""
     return spec.operation.norms == ("last",) and spec.groups == 1 and spec.norm.gate_dtype is None
 
 
@@ -124,7 +131,11 @@ def norm_fwd_in_registers(
     tiling: tl.constexpr,
     gate: tl.constexpr,
 ):
-    """Whole rows in registers. `scale_rows` and its like: rows of a group; None for all rows."""
+    """Normalise whole rows in registers.
+
+    `scale_rows` and similar arguments are the rows of a group, or None if all rows share the
+    parameter.
+    """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
     scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
@@ -188,9 +199,9 @@ def norm_fwd_persistent(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Persistent programs take turns over the rows, and read the next ones meanwhile.
+    """Normalise rows with persistent programs that prefetch the next rows.
 
-    Of one norm without a gate, whose parameters all rows share: a program keeps them.
+    They support one norm without a gate, whose parameters all rows share: a program holds them.
     """
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -218,10 +229,10 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """Return x - mean, by pieces; r; and the mean.
+    """Return x - mean, by pieces, r and the mean.
 
-    The division is rounded correctly. Triton's `/` errs by up to 2 ulp, so that a row of equal
-    numbers would have a mean beside them, and results of 1 instead of 0.
+    The division is rounded correctly. Triton's `/` has an error of up to 2 ulp. The mean of a row
+    of equal numbers could then differ from them, and results could be 1 instead of 0.
     """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:
@@ -263,7 +274,7 @@ def norm_fwd_looped(
     tiling: tl.constexpr,
     gate: tl.constexpr,
 ):
-    """Rows are read block after block: for the statistics, and again for what comes of them."""
+    """Normalise rows that are loaded block after block, once for the statistics and once for y."""
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
     scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
@@ -302,7 +313,7 @@ def norm_fwd_looped(
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
-        # A thread may read what another has written: all of a program's writes come first.
+        # A thread may read what another has stored, so all stores of the program come first.
         tl.debug_barrier()
         x_ptr = h_ptr
     for first_col in tl.range(0, tiling.cols, tiling.block):
@@ -319,7 +330,7 @@ def norm_fwd_looped(
 
 @triton.jit
 def _after_norm(n, norm: tl.constexpr):
-    """The activation of a norm, if there is one."""
+    """Apply the activation after a norm, if there is one."""
     if norm.activation is not None:
         n, _ = activated(n, norm.activation)
     return n
@@ -327,7 +338,7 @@ def _after_norm(n, norm: tl.constexpr):
 
 @triton.jit
 def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
-    """Stores h = residual + x, by pieces; and h as stored, in float32."""
+    """Store h = residual + x, by pieces, and return it as stored, in float32."""
     sums = ()
     for i in tl.static_range(len(x)):
         tile = tile_at(first_row, i * tiling.block, rows, tiling)
@@ -339,7 +350,7 @@ def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
 
 @triton.jit
 def _sum(x, residual_ptr, h_ptr, at, exists):
-    """Stores h = residual + x of a tile; and h as stored, in float32."""
+    """Store h = residual + x of a tile, and return it as stored, in float32."""
     residual = tl.load(residual_ptr + at, exists, 0.0, eviction_policy="evict_first")
     h = rounded_like(residual.to(tl.float32) + x, h_ptr)
     tl.store(h_ptr + at, h, mask=exists)

@@ -1,4 +1,15 @@
-"""What a norm is compiled for, and G and the bias of its columns."""
+"""The compile-time parameters of a norm and its gate, G and the bias of columns, and activations.
+
+The functions of `jax.nn`, and their derivatives, with one sigmoid:
+
+    sigmoid       s(g)              s (1 - s)
+    silu          g s(g)            s + g s (1 - s)
+    gelu          g s(z)            s + g s (1 - s) z'           z = sqrt(8 / pi) (g + 0.044715 g^3)
+    relu          max(g, 0)         1 for g > 0, else 0
+    leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
+
+gelu is the approximation by tanh, since (1 + tanh(v)) / 2 = s(2 v).
+"""
 
 import dataclasses
 import math
@@ -8,21 +19,21 @@ import triton
 import triton.language as tl
 
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton.tiles import rounded_like
+from jaxnorm_kernels.triton.tiles import load_tile, rounded_like
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """What a kernel is compiled for, beside how rows are cut. A limit or a floor of 0 is none.
+    """The compile-time parameters of a norm's kernel, beside the tile sizes.
 
     Attributes:
-      subtract_mean: LayerNorm, not RMSNorm.
+      subtract_mean: True for LayerNorm, False for RMSNorm.
       epsilon: added to the mean square.
       scale_offset: G = scale + scale_offset.
-      scale_floor: that G is raised to in magnitude.
-      from_output: the backward starts from y, not from x.
-      x_hat_limit, y_limit: that such a backward clips these to.
-      activation: after the norm; None for none.
+      scale_floor: the least magnitude of G; 0 for none.
+      from_output: True if the backward starts from y, False if it starts from x.
+      x_hat_limit, y_limit: the limits to which such a backward clips these; 0 for none.
+      activation: the activation after the norm, or None.
     """
 
     subtract_mean: bool
@@ -36,7 +47,7 @@ class Norm:
 
 
 def of(spec: Spec) -> Norm:
-    """That of a call with one norm."""
+    """Return the parameters of a call with one norm."""
     return Norm(
         subtract_mean=spec.norm.subtract_mean,
         epsilon=spec.norm.epsilon,
@@ -50,7 +61,7 @@ def of(spec: Spec) -> Norm:
 
 
 def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Rows that share a row of a parameter `(n, cols)`; None for one `(cols,)`, and for none."""
+    """Return the rows that share a row of a parameter `(n, cols)`; None if all rows share it."""
     if parameter is None or parameter.ndim == 1:
         return None
     return spec.rows // parameter.shape[0]
@@ -58,9 +69,10 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 
 @triton.jit
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
-    """A parameter, and where that of each row begins: None for one `(cols,)`, which all share.
+    """Return a parameter and the start of each row's part, or None if all rows share `(cols,)`.
 
-    Of `(n, cols)`, `group_rows` rows share each of n. Rows beyond the last have its.
+    In a parameter `(n, cols)`, `group_rows` rows share each of the n. Rows beyond the last use the
+    last.
     """
     if group_rows is None:
         parameter = (ptr, None)
@@ -72,7 +84,7 @@ def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
 
 @triton.jit
 def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
-    """G = scale + offset for the columns of a tile, raised to `floor` (0 for none) in magnitude."""
+    """Return G = scale + offset of a tile's columns, with a magnitude of at least `floor`."""
     if scale[0] is None:
         g = 1.0
     else:
@@ -84,20 +96,20 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
-    """G and 1 / G for the columns of a tile."""
+    """Return G and 1 / G for the columns of a tile."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
-    else:  # float16: y holds nothing of xh where G is 0
+    else:  # float16: y has no information about xh where G is 0
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 
 
 @triton.jit
 def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
-    """The bias for the columns of a tile, rounded to y's dtype where the output is saved."""
+    """Return the bias for the columns of a tile, rounded to y's dtype if the output is saved."""
     if bias[0] is None:
         value = 0.0
     else:
@@ -109,16 +121,75 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """G and the bias of the columns of a tile. No scale is G = 1, no bias is 0."""
+    """Return G and the bias of the columns of a tile; without a scale 1, without a bias 0."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
 def _load(parameter, col, cols: tl.constexpr, other: tl.constexpr):
-    """A parameter in float32 for the columns of a tile."""
+    """Load a parameter for the columns of a tile, in float32."""
     ptr, start = parameter
     if start is not None:
         ptr += start
     value = tl.load(ptr + col, mask=col < cols, other=other, eviction_policy="evict_last")
     return value.to(tl.float32)
+
+
+# ------------------------------------------------------------------------------------- activations
+
+
+_GELU, _GELU_CUBE = tl.constexpr(math.sqrt(8 / math.pi)), tl.constexpr(0.044715)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """The compile-time parameters of a gate.
+
+    Attributes:
+      activation: the name of its activation.
+      comes_first: True if the gate is a factor of x, False if it is a factor of x's norm.
+    """
+
+    activation: str
+    comes_first: bool
+
+
+def gate_of(spec: Spec) -> Gate | None:
+    """Return the gate of a call, or None."""
+    if spec.norm.gate_dtype is None or spec.norm.activation is None:
+        return None
+    return Gate(spec.norm.activation, not spec.norm.norm_before_gate)
+
+
+@triton.jit
+def activated(g, activation: tl.constexpr):
+    """Return the activation of a tile, and its derivative."""
+    if activation == "relu":
+        a = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        slope = tl.where(g > 0.0, 1.0, 0.0)
+    elif activation == "leaky_relu":
+        slope = tl.where(g >= 0.0, 1.0, 0.01)
+        a = g * slope
+    elif activation == "sigmoid":
+        a = tl.sigmoid(g)
+        slope = a * (1.0 - a)
+    elif activation == "gelu":
+        square = g * g
+        s = tl.sigmoid(g * (_GELU + _GELU * _GELU_CUBE * square))
+        a = g * s
+        slope = s + a * (1.0 - s) * (_GELU + 3.0 * _GELU * _GELU_CUBE * square)
+    else:  # silu
+        s = tl.sigmoid(g)
+        a = g * s
+        slope = s + a * (1.0 - s)
+    return a, slope
+
+
+@triton.jit
+def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
+    """Multiply `x` by the activation of the gate, if there is one and it comes at this place."""
+    if gate is not None and gate.comes_first == comes_first:
+        a, _ = activated(load_tile(gate_ptr, tile), gate.activation)
+        x *= a
+    return x

@@ -1,25 +1,26 @@
 """RMSNorm of heads and the rotation of their pairs of columns (RoPE), forward and backward.
 
-Row of N; G = scale + scale_offset, r = 1 / sqrt(mean(x^2) + epsilon). Pairs (a, b) of the first
-columns are i and i + R / 2, or 2i and 2i + 1, of the R that are rotated; the others stay:
+For a row of N elements, G = scale + scale_offset and r = 1 / sqrt(mean(x^2) + epsilon). The first R
+columns are rotated. Their pairs (a, b) are columns i and i + R / 2, or 2i and 2i + 1. The other
+columns are not rotated:
 
     n = x r G           y = (a cos - b sin, b cos + a sin) of n's pairs
 
-With d = dy turned back, (a cos + b sin, b cos - a sin) of dy's pairs:
+With d = dy rotated back, (a cos + b sin, b cos - a sin) of dy's pairs:
 
-    from the output     n = y turned back / (cos^2 + sin^2),  xh = n / G,   c2 = mean(d n)
-    from the input      xh = x r,                                           c2 = mean(d G xh)
-    both                dx = r (d G - xh c2),                               dscale = sum_rows(d xh)
+    from the output     n = y rotated back / (cos^2 + sin^2),  xh = n / G,   c2 = mean(d n)
+    from the input      xh = x r,                                            c2 = mean(d G xh)
+    both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
-A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there. G is floored as in the norm,
-and |xh| is always clipped to sqrt(N), its true bound: what y knows of a column errs by the roundoff
-of its partner, which may be far above a small G. |y| is clipped to the largest number
-(`Spec.y_limit`).
+If cos^2 + sin^2 of a pair is 0, n cannot be recovered and is taken as 0. G is floored as in the
+norm. |xh| is always clipped to sqrt(N), its true bound, because the error of a column in y may be
+the rounding error of its partner, which can be far larger than a small G. |y| is clipped to the
+largest finite number (`Spec.y_limit`).
 
-A program has several rows, whole, since heads are short. It holds a row as parts side by side: the
-first and the second of each pair, and the other columns, so that each column of a part meets its
-partner, cosine and sine in its own thread. Backward, programs take turns over the rows and add up
-dscale in registers; the programs' sums are added outside, always in the same order.
+Heads are short, so a program holds several whole rows. A row is held as parts: the first and the
+second columns of the pairs, and the other columns. Each column of a part is then in the same thread
+as its partner, cosine and sine. In the backward, programs loop over the rows and sum dscale in
+registers; the sums of the programs are added outside the kernel in a fixed order.
 """
 
 import dataclasses
@@ -33,9 +34,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import broadcast, norm_parameters
+from jaxnorm_kernels.triton import norm_parameters, tiles
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.broadcast import Digits, renumbered
 from jaxnorm_kernels.triton.norm_backward import parameter_gradients
 from jaxnorm_kernels.triton.norm_parameters import (
     Norm,
@@ -44,19 +44,19 @@ from jaxnorm_kernels.triton.norm_parameters import (
     of_groups,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import clipped, columns_at, of_rows
+from jaxnorm_kernels.triton.tiles import Digits, clipped, columns_at, of_rows, renumbered
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """What a kernel is compiled for, beside the norm and how rows are cut.
+    """The compile-time parameters of a rotation.
 
     Attributes:
-      cols: of a row.
-      pairs: that are rotated, of the first columns.
-      interleaved: a pair is two neighbours, and not one column of each half.
-      table_row: from a row of x to its row of the tables.
-      tile_shares: all rows of a tile have the same one.
+      cols: columns of a row.
+      pairs: pairs that are rotated; their columns come first.
+      interleaved: True if a pair is two neighbours, False if it is one column of each half.
+      table_row: converts a row of x to its row of the tables.
+      tile_shares: True if all rows of a tile use the same row of the tables.
     """
 
     cols: int
@@ -67,11 +67,11 @@ class Rotation:
 
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Rotation":
-        """That of a call."""
+        """Return the parameters of a call."""
         table = spec.norm.table_rows
         assert table is not None
-        # Neighbours share a row: heads of one position, mostly. Tiles are cut from the first row of
-        # each group that has a scale of its own.
+        # Neighbouring rows, mostly heads of one position, share a row of the tables. Tiles start at
+        # the first row of each group that has its own scale.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0
@@ -79,18 +79,18 @@ class Rotation:
             cols=spec.cols,
             pairs=spec.norm.rotated // 2,
             interleaved=spec.norm.interleaved,
-            table_row=broadcast.of(table).row,
+            table_row=tiles.operand_of(table).row,
             tile_shares=shares or table.rows == 1,
         )
 
     @functools.cached_property
     def block(self) -> int:
-        """Pairs of a tile, a power of two."""
+        """The pairs of a tile, a power of two."""
         return triton.next_power_of_2(self.pairs)
 
     @functools.cached_property
     def spans(self) -> tuple[int, ...]:
-        """Columns that are read at once: of each span its first one, its size, and its block."""
+        """The spans of columns that are loaded at once: first column, size and block of each."""
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)
         if self.interleaved:
@@ -99,7 +99,7 @@ class Rotation:
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    """See `Implementation.forward`; `schedule` overrides the schedule of the table."""
     schedule = schedule or schedules.choose(spec)
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     y, *stats = schedule.launch(
@@ -124,7 +124,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None =
 def norm_rope_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """See `Implementation.backward`; `schedule` stands in for the one of the table."""
+    """See `Implementation.backward`; `schedule` overrides the schedule of the table."""
     saved, scale = residuals.saved, residuals.scale
     (rstd,) = residuals.stats
     schedule = schedule or schedules.choose(spec)
@@ -172,7 +172,7 @@ def _norm_rope_fwd(
     rotation: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """A tile of rows. `scale_rows`: rows of a group; None where all rows share the scale."""
+    """Normalise and rotate a tile of rows. `scale_rows`: rows of a group, or None for all rows."""
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
     start, exists = row.to(tl.int64)[:, None] * tiling.cols, (row < rows)[:, None]
@@ -209,7 +209,7 @@ def _norm_rope_bwd(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx, and a program's sum of d xh over its rows, which are of one group."""
+    """Store dx, and a program's sum of d xh over its rows, which are in one group."""
     cols: tl.constexpr = tiling.cols
     tile_rows: tl.constexpr = tiling.tile_rows
     group, groups = tl.program_id(0), tl.num_programs(0)
@@ -259,7 +259,7 @@ def _norm_rope_bwd(
 
 @triton.jit
 def _rotated(parts, cos, sin):
-    """The rotation of rows; with -sin its transpose."""
+    """Rotate rows; with -sin, apply the transpose."""
     a, b = parts[0], parts[1]
     rotated = (a * cos - b * sin, b * cos + a * sin)
     rotated += parts[2:]
@@ -268,7 +268,7 @@ def _rotated(parts, cos, sin):
 
 @triton.jit
 def _turned_back(y, cos, sin, norm: tl.constexpr):
-    """n of a stored y: the transpose of the rotation over cos^2 + sin^2, and 0 where that is 0."""
+    """Recover n from y: the transpose of the rotation over cos^2 + sin^2, or 0 where that is 0."""
     parts = ()
     for i in tl.static_range(len(y)):
         parts += (clipped(y[i], norm.y_limit),)
@@ -285,7 +285,7 @@ def _turned_back(y, cos, sin, norm: tl.constexpr):
 
 @triton.jit
 def _row_sums(parts):
-    """Of all columns of each row."""
+    """Return the sum over all columns of each row."""
     sums = tl.sum(parts[0] + parts[1], axis=1)
     if len(parts) > 2:
         sums += tl.sum(parts[2], axis=1)
@@ -294,7 +294,7 @@ def _row_sums(parts):
 
 @triton.jit
 def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """The parts of rows of zeros."""
+    """Return the parts of rows of zeros."""
     zeros = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         zeros += (tl.full([tile_rows, rotation.spans[3 * i + 2]], 0.0, tl.float32),)
@@ -303,7 +303,7 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """G and 1 / G of each part, for all rows or, with `tile_rows`, for each row of a tile."""
+    """Return G and 1 / G of each part, for all rows or (with `tile_rows`) for each row."""
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:
         g, inverse = (), ()
@@ -318,9 +318,10 @@ def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.cons
 
 @triton.jit
 def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
-    """cos and sin of the pairs of each row of a tile, in float32; or of all its rows."""
+    """Load cos and sin of the pairs of each row of a tile, or of all its rows, in float32."""
     rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
-    # Of rows beyond the last, too, they are somewhere in the tables: digits have a largest value.
+    # Rows beyond the last have indices inside the tables too, because each digit has a largest
+    # value.
     row = renumbered(first_row + tl.arange(0, rows), rotation.table_row)
     pair = tl.arange(0, rotation.block)[None, :]
     at = row.to(tl.int64)[:, None] * rotation.pairs + pair
@@ -331,7 +332,7 @@ def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl
 
 @triton.jit
 def _load_row(ptr, start, exists, rotation: tl.constexpr):
-    """The parts of rows in float32; 0 for what does not exist."""
+    """Load the parts of rows in float32, with 0 for elements that do not exist."""
     spans = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         col, is_there = _span(i, exists, rotation)
@@ -341,7 +342,7 @@ def _load_row(ptr, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
-    """Writes those columns of rows that exist."""
+    """Store the columns of rows that exist."""
     spans = parts
     if rotation.interleaved:
         a, b = parts[0], parts[1]
@@ -354,7 +355,7 @@ def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _parts(spans, rotation: tl.constexpr):
-    """Of spans the first and the second of each pair, and the other columns."""
+    """Split spans into the first and second columns of the pairs, and the other columns."""
     if rotation.interleaved:
         head = spans[0]
         a, b = tl.split(tl.reshape(head, [head.shape[0], head.shape[1] // 2, 2]))
@@ -367,7 +368,7 @@ def _parts(spans, rotation: tl.constexpr):
 
 @triton.jit
 def _span(i: tl.constexpr, exists, rotation: tl.constexpr):
-    """The columns of a span, and which of its elements exist."""
+    """Return the columns of a span, and which of its elements exist."""
     first: tl.constexpr = rotation.spans[3 * i]
     size: tl.constexpr = rotation.spans[3 * i + 1]
     block: tl.constexpr = rotation.spans[3 * i + 2]

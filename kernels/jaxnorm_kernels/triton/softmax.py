@@ -1,20 +1,19 @@
 """softmax and log_softmax of z = scale x + bias.
 
-With m = max(z), d = dy, all sums over a row:
+With m = max(z), d = dy, and all sums over a row:
 
     softmax      y = exp(z - m) / sum(exp(z - m))          dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))          dz = d - exp(y) sum(d)
-    both         dx = scale dz,  dbias = sum(dz) over what shares a value of the bias
+    both         dx = scale dz,  dbias = sum(dz) over the elements that share a value of the bias
 
-sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
+sum(y) is 1 and not computed, unless y is rounded to 16 bits (`Spec.renormalises`). Excluded
+elements have z = -inf and y = 0 or -inf, and their d counts as 0 even if it is infinite. The
+backward of softmax with a mask looks only at y, so cotangents of values that were rounded to 0 are
+dropped too.
 
-What takes no part has z = -inf, y = 0 or -inf, and its d counts as 0, infinite though it may be.
-The backward of softmax with a mask looks at y alone: the cotangent of what has rounded to 0 is
-dropped, too.
-
-Rows that fit are held in registers. Wider ones are read twice, block after block (the second time
-mostly from the L2 cache), and the sums of the blocks read so far are kept for the greatest element
-so far (Milakov, Gimelshein 2018):
+Rows that fit are held in registers. Wider rows are loaded twice, block after block, the second time
+mostly from the L2 cache. The sums of the blocks so far are relative to the largest element so far
+(Milakov, Gimelshein 2018):
 
     m' = max(m, max(z))                     s' = s exp(m - m') + exp(z - m')
 """
@@ -47,7 +46,7 @@ from jaxnorm_kernels.triton.tiles import LOWEST, store_tile, tile_at, zeros
 
 
 def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
+    """Return softmax or log_softmax. `schedule` overrides the schedule of the table."""
     x = operands.x
     schedule = schedule or schedules.choose(spec)
     (y,) = schedule.launch(
@@ -66,7 +65,7 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
 def softmax_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """The gradients of x and of the bias; `schedule` stands in for the one of the table."""
+    """Return the gradients of x and of the bias. `schedule` overrides the schedule of the table."""
     y, dy = residuals.saved, cotangents.y
     schedule = schedule or schedules.choose(spec)
     mask = residuals.mask if spec.reads_mask else None
@@ -95,7 +94,7 @@ def softmax_bwd(
 
 
 def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
-    """`(n, 1)`: those of the rows that share a value of the bias."""
+    """Return the sums of the rows that share a value of the bias, `(n, 1)`."""
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
 
@@ -104,7 +103,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 def _softmax_fwd_in_registers(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """y = exp(z - m) / s of whole rows, with s = sum(exp(z - m)); or its logarithm."""
+    """Store y = exp(z - m) / s of whole rows, with s = sum(exp(z - m)), or its logarithm."""
     first_row = tl.program_id(0) * tiling.tile_rows
     z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]
@@ -124,7 +123,7 @@ def _softmax_fwd_in_registers(
 def _load_rows(
     x_ptr, mask_ptr, bias_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """z of whole rows, and what takes part: tuples of tiles, side by side."""
+    """Load z of whole rows and which elements are included, as tuples of adjacent tiles."""
     pieces: tl.constexpr = tiling.pieces
     zs, take_part = (), ()
     for i in tl.static_range(pieces):
@@ -139,7 +138,7 @@ def _load_rows(
 def _softmax_fwd_looped(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Rows are read block after block: for m and s, and again for y.
+    """Store y of rows that are loaded block after block, once for m and s, and again for y.
 
     m' = max(m, max(z))     s' = s exp(m - m') + exp(z - m')
     """
@@ -164,7 +163,7 @@ def _softmax_fwd_looped(
 
 @triton.jit
 def _output(z, m, s, logits: tl.constexpr):
-    """y = exp(z - m) / s, or its logarithm."""
+    """Return y = exp(z - m) / s, or its logarithm."""
     return z - m - tl.log(s) if logits.log else tl.exp(z - m) * (1.0 / s)
 
 
@@ -172,7 +171,7 @@ def _output(z, m, s, logits: tl.constexpr):
 def _softmax_bwd_in_registers(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """dx = scale dz, and sum(dz) of each row where there is a pointer for it."""
+    """Store dx = scale dz, and sum(dz) of each row if there is a pointer for it."""
     pieces: tl.constexpr = tiling.pieces
     first_row = tl.program_id(0) * tiling.tile_rows
     y, d = (), ()
@@ -203,7 +202,7 @@ def _softmax_bwd_in_registers(
 def _softmax_bwd_looped(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """dx = scale dz, and sum(dz) of each row where there is a pointer for it."""
+    """Store dx = scale dz, and sum(dz) of each row if there is a pointer for it."""
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)

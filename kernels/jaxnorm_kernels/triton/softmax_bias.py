@@ -1,10 +1,9 @@
-"""The gradient of a softmax's bias that has columns: dz, added up over the rows that share one.
+"""The gradient of a softmax's bias that has columns: the sum of dz over the rows that share it.
 
-A program walks over the rows of x that share a row of the bias, or some rows of it, and adds up dz
-in registers. Where few rows of a bias are shared by many of x, several programs have a part of
-those each, and their sums are added outside, always in the same order. Rows too wide for that are
-cut into blocks, each with programs of its own, and the rows' totals come from a kernel that ran
-before.
+A program loops over the rows of x that share a row of the bias, or over some of them, and sums dz
+in registers. If many rows of x share few rows of the bias, several programs share the work. Their
+sums are added outside the kernel in a fixed order. If rows are too wide for this, they are split
+into blocks with separate programs, and an earlier kernel computes the rows' totals.
 """
 
 import dataclasses
@@ -18,7 +17,6 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
-from jaxnorm_kernels.triton.broadcast import renumbered
 from jaxnorm_kernels.triton.logits import (
     cotangent_of_logits,
     drop_zeros,
@@ -30,7 +28,7 @@ from jaxnorm_kernels.triton.logits import (
     total_of,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import columns_at, zeros
+from jaxnorm_kernels.triton.tiles import columns_at, renumbered, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +36,11 @@ class Programs:
     """How programs share the rows of x.
 
     Attributes:
-      col_blocks: parts of a row, each with programs of its own.
-      bias_tiles: parts of the bias' rows, likewise.
-      splits: parts of the rows of x that share a row of the bias, likewise.
-      each: of those rows, how many a part has.
-      tile_shares: the rows of a tile share one of the bias; else each has another.
+      col_blocks: parts of a row, with separate programs.
+      bias_tiles: parts of the bias's rows, with separate programs.
+      splits: parts of the rows of x that share a row of the bias, with separate programs.
+      each: rows in such a part.
+      tile_shares: True if the rows of a tile share one row of the bias, False if each has its own.
     """
 
     col_blocks: int
@@ -53,9 +51,9 @@ class Programs:
 
     @classmethod
     def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
-        """With as many programs as `schedule` has, where the rows are enough."""
+        """Return the division among the programs of `schedule`, or fewer if rows are too few."""
         size = schedule.tile_rows
-        # Those of a tile are neighbours in x.
+        # The rows of a tile are neighbours in x.
         has_axis = bool(shared.segments) and shared.segments[-1][1]
         tile_shares = size > 1 and not (has_axis and shared.rows >= size)
         bias_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
@@ -75,11 +73,11 @@ class Programs:
 def softmax_bwd_bias(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec, schedule: Schedule
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns dx and dbias `(n, cols)`.
+    """Return dx, and dbias `(n, cols)`.
 
     Args:
       y, dy: `(rows, cols)`.
-      mask: `(n, cols)` or `(n, 1)`; None for one that is not read.
+      mask: `(n, cols)` or `(n, 1)`; None if the mask is not read.
     """
     shared = spec.softmax.logits_bias_rows
     assert shared is not None  # or `why_unsupported` refuses it
@@ -128,7 +126,7 @@ def softmax_bwd_bias(
 def _softmax_bwd_totals(
     y_ptr, dy_ptr, mask_ptr, total_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """The total of each row."""
+    """Compute the total of each row."""
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
     row = (first_row + tl.arange(0, tiling.tile_rows))[:, None]
@@ -153,10 +151,10 @@ def _softmax_bwd_bias(
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx = scale dz, and a program's sums of dz over the rows that share one of the bias.
+    """Store dx = scale dz, and a program's sums of dz over the rows that share a row of the bias.
 
-    The totals are None where the pieces of a tile are whole rows. Of the `sharing` rows of x with
-    a row of the bias, `each` are a program's.
+    If the pieces of a tile are whole rows, the pointer to the totals is None. A program processes
+    `each` of the `sharing` rows of x that share a row of the bias.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block

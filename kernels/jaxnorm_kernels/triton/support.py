@@ -5,14 +5,8 @@ import importlib
 import os
 
 from jaxnorm_kernels import timings
-from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.linear_spec import LinearSpec
-from jaxnorm_kernels.refusals import (
-    BETTER_FUSED,
-    NO_ROWS,
-    Table,
-    first,
-)
+from jaxnorm_kernels.launching import local_capability
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows and columns have int32 indices, and the last step of a loop goes at most 2**21 past the end.
@@ -35,6 +29,7 @@ def can_lower() -> bool:
 _CANNOT: Table = (
     *NO_ROWS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
+    ("it has no kernel of a divergence", lambda s: s.op == "kl_divergence"),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
@@ -64,13 +59,6 @@ _CANNOT: Table = (
         "its kernels need compute capability 8.0 (Ampere) or newer",
         lambda s: _is_too_old(),
     ),
-)
-
-# A Triton kernel of a norm and a matmul was removed: XLA's were faster in every timing
-# (docs/linear.md).
-_NO_PRODUCT = (
-    "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
-    "was timed"
 )
 
 # Measured on one H200 with jax 0.11.2 and Triton 3.9: kernel time against XLA's (`python -m
@@ -125,10 +113,8 @@ def platforms() -> tuple[str, ...]:
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
-def why_unsupported(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec) -> str | None:
     """Return why the kernels cannot run this call; None if they can."""
-    if isinstance(spec, LinearSpec):
-        return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 

@@ -1,8 +1,8 @@
-"""Pieces that every kernel is made of: how rows are cut into tiles; reading and writing a tile.
+"""The tiles of all kernels: how rows are split into tiles, and loads and stores of a tile.
 
-A tile is (tile_rows, block) elements of an array (rows, cols). Sizes of tiles are powers of two, so
-that a tile may reach over the last row and the last column: what is outside is neither read nor
-written. An array may have more than 2^31 elements, so a row's offset has 64 bits.
+A tile is (tile_rows, block) elements of an array (rows, cols). Tile sizes are powers of two, so a
+tile may extend beyond the last row and the last column. Elements outside are neither loaded nor
+stored. An array may have more than 2^31 elements, so a row's offset has 64 bits.
 """
 
 import dataclasses
@@ -10,20 +10,22 @@ import dataclasses
 import triton
 import triton.language as tl
 
-# A block may hold nothing but -inf. Against this maximum its exponentials are 0; against its own,
-# -inf, they would be NaN.
+from jaxnorm_kernels.specs import Shared
+
+# A block may contain only -inf. Relative to this maximum its exponentials are 0; relative to its
+# own maximum, -inf, they would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How rows are cut; every kernel is compiled for one.
+    """The tile sizes that a kernel is compiled for.
 
     Attributes:
-      cols: of a row.
+      cols: columns of a row.
       tile_rows: rows of a tile, a power of two.
       block: columns of a tile, a power of two.
-      pieces: tiles, side by side, that a program holds at once.
+      pieces: adjacent tiles that a program holds at once.
     """
 
     cols: int
@@ -34,16 +36,16 @@ class Tiling:
 
 @triton.jit
 def zeros(tiling: tl.constexpr):
-    """A tile of zeros."""
+    """Return a tile of zeros."""
     return tl.full([tiling.tile_rows, tiling.block], 0.0, tl.float32)
 
 
 @triton.jit
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
-    """The columns of a tile: of a row that goes for all, or of each row.
+    """Return the columns of a tile, once for all rows or (with `tile_rows`) for each row.
 
-    What is kept for many tiles is better loaded for each row: then it lies in the threads that
-    have those rows, and is not sent there anew for every tile.
+    If loaded values are held for many tiles, use columns for each row. The values are then in the
+    threads that have those rows, and need not be exchanged for every tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:
@@ -53,7 +55,7 @@ def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
 
 @triton.jit
 def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
-    """A tile's rows, the offsets of their starts, its columns, and which of its elements exist.
+    """Return a tile's rows, the offsets of their starts, its columns, and which elements exist.
 
     The element of each row and column has the offset `start + col`.
     """
@@ -68,21 +70,21 @@ def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
 
 @triton.jit
 def load_tile(ptr, tile, eviction: tl.constexpr = ""):
-    """In float32; 0 beyond the rows."""
+    """Load a tile in float32, with 0 for elements that do not exist."""
     _, start, col, exists = tile
     return tl.load(ptr + start + col, exists, 0.0, eviction_policy=eviction).to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, x, tile):
-    """Writes those elements that exist."""
+    """Store the elements of a tile that exist."""
     _, start, col, exists = tile
     tl.store(ptr + start + col, x, mask=exists)
 
 
 @triton.jit
 def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
-    """Whole rows in float32: a tuple of tiles, side by side; 0 beyond the rows."""
+    """Load whole rows in float32, as a tuple of adjacent tiles, with 0 beyond the rows."""
     pieces: tl.constexpr = tiling.pieces
     tiles = ()
     for i in tl.static_range(pieces):
@@ -92,7 +94,7 @@ def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
 
 @triton.jit
 def zero_beyond(x, first_col, tiling: tl.constexpr):
-    """`x`, and 0 in the columns of a tile that do not exist."""
+    """Return `x`, with 0 in the columns of a tile that do not exist."""
     if tiling.cols % tiling.block != 0:
         x = tl.where(columns_at(first_col, tiling.block) < tiling.cols, x, 0.0)
     return x
@@ -100,13 +102,13 @@ def zero_beyond(x, first_col, tiling: tl.constexpr):
 
 @triton.jit
 def of_rows(stat_ptr, row, rows):
-    """A statistic of the rows of a tile; 0 where there is no such statistic."""
+    """Load a statistic of the rows of a tile; return 0 if it is None."""
     return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
 
 
 @triton.jit
 def clipped(x, limit: tl.constexpr):
-    """`x`, of which what is greater in magnitude is `limit`; 0 is none."""
+    """Clip `x` to a magnitude of at most `limit`, if `limit` is not 0."""
     if limit > 0.0:
         x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return x
@@ -114,5 +116,52 @@ def clipped(x, limit: tl.constexpr):
 
 @triton.jit
 def rounded_like(x, ptr):
-    """`x` rounded to the dtype behind a pointer, in float32 again."""
+    """Round `x` to the dtype of a pointer's elements, and return it in float32."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
+
+
+# ------------------------------------------------------------- operands that are broadcast to rows
+
+
+#: How to convert an index: for each axis, the divisor of its digit in the given index, its size,
+#: and the factor of the digit in the result.
+Digits = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """How to find the row of such an operand that belongs to a row of x.
+
+    Attributes:
+      has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
+      row: converts a row of x to the operand's row.
+      of_row, of_nth: the inverse. The row of x is the sum of the converted row of the operand and
+        the converted number of x's row among those that share it.
+    """
+
+    has_columns: bool
+    row: Digits
+    of_row: Digits
+    of_nth: Digits
+
+
+def operand_of(shared: Shared | None) -> Operand:
+    """Return the description of an operand of a call."""
+    assert shared is not None  # or `why_unsupported` refuses it
+    row: Digits = ()
+    parts: dict[bool, Digits] = {True: (), False: ()}
+    of_x, inside = 1, {True: 1, False: 1}
+    for size, has_axis in reversed(shared.segments):
+        row += (of_x, size, inside[True]) if has_axis else ()
+        parts[has_axis] += (inside[has_axis], size, of_x)
+        of_x, inside[has_axis] = of_x * size, inside[has_axis] * size
+    return Operand(shared.has_columns, row, of_row=parts[True], of_nth=parts[False])
+
+
+@triton.jit
+def renumbered(number, digits: tl.constexpr):
+    """Return the number that consists of these digits of `number`."""
+    result = number * 0
+    for i in tl.static_range(len(digits) // 3):
+        result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]
+    return result

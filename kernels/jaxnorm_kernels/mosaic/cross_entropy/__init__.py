@@ -1,1 +1,1 @@
-"""softmax cross-entropy with integer labels."""
+"""Cross-entropy with integer labels, and log-probability and entropy."""

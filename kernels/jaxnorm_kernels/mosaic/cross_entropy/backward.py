@@ -1,6 +1,6 @@
 """Backward pass of cross-entropy, and of log-probability and entropy, from the logits.
 
-With d = dloss and p = exp(x - m - log(s)):
+With d = dloss, and p = exp(x - m - log(s)):
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 
@@ -8,11 +8,11 @@ With d = dlog_prob, e = dentropy and the entropy H:
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-With a scale or a cap that is the gradient of f g(x), and x - m is f (g(x) - m).
+With a scale or a cap, these are gradients of f g(x), and x - m is f (g(x) - m).
 
-No element needs another one: each block takes a part of a row, and may write dx over x. In a row
-without an entry, where log(s) = -inf, dx is 0. In one whose label is no column log(s) is NaN, and
-so is dx.
+The elements do not depend on each other: each block processes a part of a row, and may store dx
+over x. If a row has no entries, log(s) = -inf and dx is 0. If its label is not a class, log(s) and
+dx are NaN.
 """
 
 import dataclasses
@@ -36,17 +36,18 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class LossBackwardSchedule:
-    """How rows are cut, for blocks of a warpgroup.
+    """How rows are split into blocks of one warpgroup.
 
     Attributes:
-      units: of a block. With four, over 32768 columns of bfloat16 it has 0.98 of a copy, with two
-        0.97, and with a cap of the logits 0.90 and 0.86 (H200); more take registers from others.
+      units: units per block. Over 32768 columns of bfloat16, four reach 0.98 of a copy's bandwidth
+        and two 0.97; with a cap of the logits, 0.90 and 0.86 (H200). More units take registers from
+        other blocks.
     """
 
     units: int = 4
 
     def parts(self, spec: Spec) -> int:
-        """Blocks of a row."""
+        """Return the number of blocks per row."""
         return -(-units_of(spec, padded=True).count // self.units)
 
 
@@ -57,7 +58,7 @@ def cross_entropy_bwd(
     *,
     schedule: LossBackwardSchedule | None = None,
 ) -> Operands:
-    """The gradient of x; `schedule` stands in for the default."""
+    """Return the gradient of x. `schedule` overrides the default."""
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or LossBackwardSchedule()
     of_rows = units_of(spec, padded=True)
@@ -72,7 +73,7 @@ def cross_entropy_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # The logits first: the numbers of the row are small, and on their way meanwhile.
+            # Load the logits first. The few numbers of the row then arrive at the same time.
             raw = load_units(of_block, x, row)
             label = read_label(labels, row)
             numbers = [load(ref.at[row], None) for ref in of_row]
@@ -80,7 +81,7 @@ def cross_entropy_bwd(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # of each unit, counted from its start
+            columns = flat_index(shape, layout)  # of each unit, relative to its start
             have_label = [unit.has(label) for unit in of_block]
             for unit, value, has_label in zip(of_block, raw, have_label):
                 of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
@@ -111,7 +112,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """dx of a unit in float32, of a row that has an entry."""
+    """Return dx of a unit in float32, for a row that has entries."""
     top, log_sum, d, *of_entropy = numbers
     g_x = g(x, spec)
     p, log_p, base = probability(g_x - top, log_sum, spec)
@@ -131,7 +132,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Few units have the label: the columns of others are not compared with it.
+    # Few units contain the label, so the columns of the others are not compared with it.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

@@ -1,25 +1,23 @@
 """Cross-entropy of a row x with the label l; or the label's log-probability, and the entropy.
 
-With a = label_smoothing, b = z_loss:
+With a = label_smoothing and b = z_loss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
-
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
-
     log_prob = -(D + log(s))      entropy = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
-r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
-scale or a cap x is g(x), -inf for what is no class, and its differences are times f. Neither term
-of the entropy is negative.
+r is x_l, or 0 if x_l is infinite. It is close to the mean, so the sum of x - r loses little
+accuracy. With a scale or a cap, x stands for g(x), differences are multiplied by f, and columns
+that are not classes are -inf. Both terms of the entropy are nonnegative.
 
-A row is read once, in a loop: each thread has the maximum of what it has read so far, and the sums
-by that, which it rescales when the maximum grows,
+A row is read once, in a loop. Each thread holds the maximum of what it has read so far, and the
+sums relative to it, which it rescales when the maximum grows::
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-and parts of a row merge in the same way. The label's own term is not in the sum s_o of the others,
-because log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
+Parts of a row are merged in the same way. The label's own term is not in the sum s_o of the others,
+because log(1 + s_o) of a small s_o is accurate, but the log of the rounded sum is not::
 
     log(s) = log1p(s_o)                 where D = 0
              log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
@@ -63,7 +61,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: Of what has been read: the maximum m, s and, for smoothed labels, the sum of x - r, or T over f.
+#: The maximum m and s of the columns read so far, then the sum of x - r (with label smoothing) or T
+#: / f.
 Sums = tuple[jax.Array, ...]
 
 
@@ -72,30 +71,31 @@ class LossForwardSchedule:
     """How a row is read.
 
     Attributes:
-      units: that a thread has under way, and as many again that it adds up meanwhile.
-      warpgroups: of a block, which share a row.
+      units: units that a thread is loading, while it adds as many again.
+      warpgroups: warpgroups of a block, which share a row.
     """
 
     units: int
     warpgroups: int = 1
 
 
-# Of a row, for each warpgroup: with so much to read, how long it takes to begin and to merge does
-# not matter. Small blocks, because some begin while others read: with one warpgroup over 32768
-# columns of bfloat16 it has 1.01 of a copy, with two 0.94 (H200). Not so where rows are few.
+# Bytes of a row per warpgroup. With this much to load, the time to start and to merge does not
+# matter. Small blocks are better, because some start while others load: over 32768 columns of
+# bfloat16, one warpgroup reaches 1.01 of a copy's bandwidth and two reach 0.94 (H200). With few
+# rows, a smaller size is better.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
-# Of a thread, in a step: as many leave 64 registers enough, so that 1024 threads of an SM have 32
-# KiB under way while they add up.
+# Columns of a thread per step. With this number, 64 registers suffice, so that the 1024 threads of
+# an SM have 32 KiB in flight while they add.
 _COLUMNS = 16
 
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
-    """The schedule for a call."""
+    """Return the schedule of a call."""
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # A third sum and tanh take 80 registers: a block of 512 threads would have an SM to itself.
+    # A third sum, or tanh, takes 80 registers: a block of 512 threads would then fill an SM.
     takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
@@ -105,15 +105,18 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Of the classes of a row; `padded`: and of the columns behind them."""
-    widest = VECTOR_BYTES // spec.x_dtype.itemsize
+    """Return the units of a row's classes; with `padded`, of the columns after them too."""
+    widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
 
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
-    """The loss, or log_prob and entropy, and the statistics; `schedule` in place of the chosen."""
+    """Return the loss, or log_prob and entropy, and the statistics.
+
+    `schedule` overrides `choose`.
+    """
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
@@ -141,7 +144,7 @@ def cross_entropy_fwd(
 
 
 def _sums(spec: Spec) -> int:
-    """How many there are of what is read."""
+    """Return how many values `Sums` contains."""
     return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
 
@@ -156,10 +159,10 @@ def _row(
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
     share = _Share(spec, units_of(spec), schedule, row)
-    # What takes long to come, in this order: the label's logit waits for the label.
+    # Start the slowest loads first: the label's logit waits for the label.
     label = read_label(labels, row)
     first = load_units(share.first(), x, row)
-    # Any column for a label that is none: nothing outside of the row is read.
+    # An invalid label is clipped to a column, so that nothing outside the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
 
     def write(*values: Any) -> None:
@@ -174,7 +177,7 @@ def _row(
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
         parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
-        # Where nothing is smoothed, the label's logit is waited for here, and not before the row.
+        # Without smoothing, the label's logit is needed only here, not before the row.
         sums = _merge(parts, spec)
         write(*_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
 
@@ -189,18 +192,18 @@ def _row(
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
-    """In int32, in which one that is no column is none, too."""
+    """Load a label as int32; a label that does not fit becomes -1, which is not a class."""
     label = load(labels.at[row], None)
     if label.dtype.itemsize < 8:
         return label.astype(jnp.int32)
-    # Kernels are traced without 64-bit constants to compare it with.
+    # Kernels are traced without 64-bit types, so compare in float32.
     fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What a warpgroup reads of a row: units in turn with those that share it, in steps."""
+    """The units of a row that a warpgroup reads, in steps; the warpgroups of a row take turns."""
 
     spec: Spec
     units: Units
@@ -209,15 +212,15 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """Of whole units alone."""
+        """The number of steps that consist of whole units."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """The units of a whole step."""
+        """Return the units of a whole step."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Those behind the whole steps, if there are any."""
+        """Return the units after the whole steps, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -226,7 +229,7 @@ class _Share:
         return self.step(0) if self.whole_steps else self.rest()
 
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
-        """The sums of each thread; `raw` is what it has loaded first."""
+        """Return the sums of each thread; `raw` contains the units that were loaded first."""
         sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
@@ -256,7 +259,7 @@ class _Share:
         r: jax.Array | None,
         mine: Any = None,
     ) -> Sums:
-        """The sums of each thread, with these units; `mine`: only where that is True."""
+        """Add these units to the sums of each thread; with `mine`, only if that is True."""
         m, s, *t = sums
         v, layout = units[0].vector, units[0].layout
         x = [g(widen(value, layout), self.spec) for value in raw]
@@ -267,7 +270,7 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Few units have the label: the others are not compared with it.
+        # Few units contain the label, so the others are not compared with it.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -291,7 +294,7 @@ class _Share:
 def _without(
     label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
-    """-inf for the label's column."""
+    """Replace the label's column by -inf."""
     return [
         jnp.where(flat_index(value.shape, layout) == label - unit.start, -jnp.inf, value)
         for unit, value in zip(units, x)
@@ -311,7 +314,7 @@ def _of_warps(sums: Sums, spec: Spec) -> Sums:
 
 
 def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
-    """Of the parts of a row."""
+    """Merge the parts of a row."""
     m, s, *t = parts
     top = jnp.max(m)
     rescaled = _rescaled(s, t, m - top, _exp(f_times(m - top, spec)), spec)
@@ -321,7 +324,7 @@ def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
 def _rescaled(
     s: jax.Array, t: Sequence[jax.Array], depth: jax.Array, exp: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """Sums by another maximum; `depth` is the one that they have less that, `exp` its exp(f)."""
+    """Rescale sums to another maximum; `depth` is the old minus the new one, `exp` its exp(f)."""
     if spec.returns_entropy:
         t = [(t[0] + s * finite(depth)) * exp]
     return [s * exp, *t]
@@ -330,14 +333,14 @@ def _rescaled(
 def _finish(
     sums: Sums, x_l: jax.Array, r: jax.Array | None, label: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """The results, m and log(s)."""
+    """Return the results, m and log(s)."""
     m_o, s_o, *t = sums
     a, b = spec.loss.label_smoothing, spec.loss.z_loss
     m = jnp.maximum(m_o, x_l)
     d = f_times(m - x_l, spec)
     others, *t = _rescaled(s_o, t, m_o - m, _exp(f_times(m_o - m, spec)), spec)
     log_s = numerics.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
-    # Nothing but -inf; a label that is no column.
+    # All logits are -inf, or the label is not a class.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
     is_column = jnp.logical_and(label >= 0, label < spec.classes)
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
@@ -356,5 +359,5 @@ def _finish(
     return [loss, m, log_s]
 
 
-#: Of the numbers <= 0 that a sum is made of: one of exp(-80) need not be as accurate as one of 1.
+#: The exponential of numbers <= 0 in a sum: a term exp(-80) need not be as accurate as a term 1.
 _exp: Callable[[jax.Array], jax.Array] = numerics.exp(is_wide=False)

@@ -1,9 +1,10 @@
-"""A loss's logits z = f g(x), with a = logits_scale and c = logit_softcap.
+"""The logits of a loss, z = f g(x), with a = logits_scale and c = logit_softcap.
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
     g = x                f = a    dz / dx = a                else
 
-Maxima and differences are those of g, and are times f as exponents, as in the plain implementation.
+Maxima and differences are computed from g, and multiplied by f in exponents, as in the XLA
+implementation.
 """
 
 import math
@@ -14,16 +15,16 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# An exponential is 0 long before. Lower, times a sum or a cotangent it would be infinite, and NaN
-# times that 0: of logits that are -inf, and of float32's lowest, which masks are made of.
+# The exponential of this is 0. A lower exponent, such as -inf or float32's lowest number in masks,
+# could become infinite when multiplied by a sum or a cotangent, and 0 times infinity is NaN.
 _FAR = -1e20
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """Of what is float32 by now: elements of threads, or the label's.
+    """Return g of float32 elements of threads, or of the label's logit.
 
-    The tanh of float32 logits is right to 2 units in the last place of 1. That of 16 bits need not
-    be: with it the forward reached 0.47 of a copy's bandwidth (H200).
+    With float32 logits, tanh is accurate to 2 units in the last place of 1. 16-bit logits use a
+    faster one: with the accurate tanh, the forward reached 0.47 of a copy's bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -34,21 +35,22 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
-    """Of z, from that of g."""
+    """Return the difference of z that corresponds to a difference of g."""
     return difference if spec.logit_factor == 1 else jnp.float32(spec.logit_factor) * difference
 
 
 def finite(exponent: jax.Array) -> jax.Array:
-    """As a factor of its exponential, a sum or a cotangent."""
+    """Bound an exponent from below, so that it can be multiplied by its exponential or a sum."""
     return jnp.maximum(exponent, _FAR)
 
 
 def probability(
     depth: jax.Array, log_sum: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, float]:
-    """p, its logarithm to a base, and the natural logarithm of that; `depth` is g(x) - m.
+    """Return p, its logarithm to a base, and the natural logarithm of the base.
 
-    For a dx of 16 bits the base is 2: a multiplication, an addition and an instruction.
+    `depth` is g(x) - m. For a dx of 16 bits the base is 2, which takes a multiplication, an
+    addition and an instruction.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum
@@ -59,7 +61,7 @@ def probability(
 
 
 def times_slope(dz: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
-    """The gradient of x, from that of z."""
+    """Return the gradient of x from the gradient of z."""
     if spec.loss.logit_softcap is not None:
         dz = dz * ((1 - g) * (1 + g))
     return dz if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * dz

@@ -1,1 +1,1 @@
-"""What every kernel needs of the device: launches, layouts, barriers, clusters."""
+"""Functions close to the device: launches, register layouts, barriers and clusters."""

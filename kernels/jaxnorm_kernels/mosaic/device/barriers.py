@@ -1,4 +1,4 @@
-"""What Pallas has no word for: a barrier of a warpgroup, and shared memory without a swizzle."""
+"""Barriers of a warpgroup, and shared memory without a swizzle, which Pallas does not offer."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 
 def warpgroup_barrier() -> None:
-    """Waits for the warps of the warpgroup, where the kernel has no automatic barriers."""
+    """Wait for all warps of the warpgroup. The kernels run without automatic barriers."""
     if is_interpreted():
-        return  # There, a warpgroup is one thread.
+        return  # The interpreter runs a warpgroup as one thread.
 
     @plgpu.inline_mgpu()
     def barrier(context: Any) -> None:
@@ -21,20 +21,20 @@ def warpgroup_barrier() -> None:
 
 
 def release_read() -> None:
-    """Every warp has loaded what asynchronous copies brought: they may overwrite it.
+    """Wait until every warp has loaded a stage of shared memory, so that copies may overwrite it.
 
-    That takes a fence. A barrier alone lets a warp go on while its loads are under way, and a copy
-    of what is in the L2 cache can be faster than they are (H200: the first bytes of a few rows in
-    30000, LayerNorm over 3000 columns).
+    This needs a fence. With a barrier alone, a warp continues while its loads are in flight, and a
+    copy from the L2 cache can overtake them (seen on an H200: wrong first bytes in a few of 30000
+    rows, LayerNorm over 3000 columns).
     """
     plgpu.commit_smem()
 
 
 def release_used() -> None:
-    """Every warp has stored all that it made of what asynchronous copies brought.
+    """Wait until every warp has stored all results that depend on a stage of shared memory.
 
-    So no load is under way, and a barrier is enough on a GPU. The interpreter asks for a fence too,
-    as if the stage had been written.
+    No loads of the stage are then in flight, so a barrier is enough on a GPU. The interpreter
+    requires a fence, as if the stage had been written.
     """
     if is_interpreted():
         plgpu.commit_smem()
@@ -43,9 +43,10 @@ def release_used() -> None:
 
 
 def in_plain_order(*refs: Any) -> None:
-    """Keeps Mosaic from choosing a swizzle for these refs: a bulk copy fills them as they are.
+    """Prevent Mosaic from choosing a swizzle for these refs, because bulk copies do not swizzle.
 
-    The search for one also fails on some shapes (jax 0.11.2: an IndexError).
+    Without this, Mosaic's search for a swizzle also fails on some shapes (jax 0.11.2: an
+    IndexError).
     """
     if is_interpreted():
         return

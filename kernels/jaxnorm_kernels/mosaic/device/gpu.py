@@ -1,42 +1,44 @@
-"""What a schedule depends on: the GPU at hand, or an H100 or H200 where there is none."""
+"""Properties of the local GPU that schedules depend on. Without a GPU, those of an H100."""
 
+import ctypes
 import dataclasses
 import functools
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-#: Blocks of a cluster. 16 is more than every GPU with clusters promises, and what Hopper and B200
-#: have.
+#: Numbers of blocks in a cluster. Not every GPU with clusters supports 16; Hopper and B200 do.
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: Choices of a schedule that are kept.
+#: The number of schedules that are cached.
 SCHEDULES_KEPT = 1024
 
-# Of all GPUs with clusters.
-REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 255  # of a thread
-# Of Hopper, and of B200.
-SHARED_BYTES = 228 * 1024  # of a multiprocessor
-RESERVED_BYTES = 1024  # of shared memory, in each block
-MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES  # of a block
+# These hold for all GPUs with clusters.
+REGISTERS = 65536  # per multiprocessor
+MOST_REGISTERS = 255  # per thread
+# These hold for Hopper and B200.
+SHARED_BYTES = 228 * 1024  # per multiprocessor
+RESERVED_BYTES = 1024  # of shared memory, per block
+MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES  # per block
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What schedules go by.
+    """Properties of a GPU that schedules depend on.
 
     Attributes:
-      sms: multiprocessors.
-      smem: bytes of shared memory that a block may have.
-      clusters: for each size of a cluster, how many with a block on a multiprocessor run at a time.
-        A cluster stays within a group of multiprocessors (GPC), and chips of one kind differ in how
-        many of each group work. One cluster too many is a second round for all.
+      sms: the number of multiprocessors.
+      smem: bytes of shared memory available to a block.
+      clusters: for each cluster size, the number of clusters that run at the same time with one
+        block per multiprocessor. A cluster must fit in one group of multiprocessors (GPC), and the
+        number of working multiprocessors per group varies between chips of the same model. One
+        cluster more than this number costs a second round.
     """
 
     sms: int
@@ -45,45 +47,49 @@ class Gpu:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a multiprocessor: what one block may have, and what is reserved in it."""
+        """The shared memory of a multiprocessor in bytes, including the part reserved per block."""
         return self.smem + RESERVED_BYTES
 
     @property
     def portable_cluster(self) -> int:
-        """The largest cluster that every GPU with clusters runs."""
+        """The largest cluster size that every GPU with clusters supports."""
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
     def at_a_time(self, cluster: int) -> int:
-        """Clusters of so many blocks, or single blocks, that run with an SM for each block."""
+        """Return how many clusters of this size run at a time, one block per multiprocessor.
+
+        A size of 1 stands for single blocks.
+        """
         return self.clusters[cluster] if cluster > 1 else self.sms
 
 
-#: Clusters as one H200 has them; another chip may have room for one less of a size, or more.
+#: The numbers of clusters were measured on one H200. Another chip may run one more or one less.
 HOPPER = Gpu(sms=132, smem=MOST_SHARED_BYTES, clusters={2: 66, 4: 30, 8: 15, 16: 7})
 INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 
 
 def _of_size(sms: int, like: Gpu) -> Gpu:
-    """`like`, with so many multiprocessors, and clusters in proportion."""
+    """Return `like` with this number of multiprocessors, and clusters in proportion."""
     clusters = {size: max(1, sms * n // like.sms) for size, n in like.clusters.items()}
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: Not measured: clusters are in proportion to an H200's.
+#: Not measured: the numbers of clusters are scaled from an H200's. If there is a CUDA driver, it
+#: gives the true numbers.
 B200 = _of_size(148, HOPPER)
-#: The same, with no clusters but those that every GPU with clusters has.
+#: Not measured either, and without clusters of 16 blocks, which not every GPU supports.
 RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )
 
-#: By compute capability, times ten.
+#: The GPUs by compute capability, times ten.
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
 def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
-    """What chooses a schedule, by a call and a GPU, by default the one at hand; once for each.
+    """Cache a function that chooses the schedule of a call for a GPU, by default the local one.
 
-    A call is first asked whether it can run, and then run.
+    A schedule is needed at least twice: to check that the call is supported, and to run it.
     """
     once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
 
@@ -95,7 +101,10 @@ def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
 
 
 def local_gpu() -> Gpu:
-    """What all GPUs of this process have, since a program may run on any; `HOPPER` for none."""
+    """Return the properties common to all local GPUs, or `HOPPER` without a GPU.
+
+    A program may run on any of the local GPUs.
+    """
     return INTERPRETER if is_interpreted() else _local_gpu()
 
 
@@ -107,4 +116,84 @@ def _local_gpu() -> Gpu:
     like = GPUS.get(local_capability() or 0, HOPPER)
     sms = min(device.core_count for device in devices)
     smem = min(getattr(d, "shared_memory_per_block_optin", like.smem) for d in devices)
-    return dataclasses.replace(_of_size(sms, like), smem=smem)
+    try:
+        each = [active_clusters(device.local_hardware_id, smem) for device in devices]
+    except (OSError, RuntimeError):
+        # The CUDA driver cannot report its clusters: scale the table's numbers.
+        each = [dict(_of_size(sms, like).clusters)]
+    common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
+    return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})
+
+
+def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
+    """Query the driver for `Gpu.clusters` of a CUDA device, for blocks with `smem` bytes.
+
+    Raises:
+      OSError: there is no CUDA driver.
+      RuntimeError: a call of the driver failed.
+    """
+    driver = _Driver()
+    context, module, kernel = (ctypes.c_void_p() for _ in range(3))
+    count = ctypes.c_int()
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
+    driver.cuCtxPushCurrent_v2(context)
+    try:
+        driver.cuModuleLoadData(ctypes.byref(module), _EMPTY_KERNEL)
+        driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"empty")
+        driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, smem)
+        driver.cuFuncSetAttribute(kernel, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        found = {}
+        for size in CLUSTER_SIZES:
+            launch, _attribute = _launch(size, smem)
+            driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, launch)
+            found[size] = count.value
+        driver.cuModuleUnload(module)
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        driver.cuDevicePrimaryCtxRelease_v2(ordinal)
+    return {size: n for size, n in found.items() if n}
+
+
+# From cuda.h of the CUDA driver API: CUfunction_attribute and CUlaunchAttributeID.
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+_CLUSTER_DIMENSION = 4
+
+_EMPTY_KERNEL = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry empty() { ret; }
+"""
+
+
+class _Driver:
+    """The CUDA driver that JAX has loaded. Each call raises RuntimeError if it fails."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> None:
+            function = getattr(self._library, name, None)
+            if function is None:
+                raise RuntimeError(f"the CUDA driver is too old: it has no {name}")
+            if status := function(*args):
+                raise RuntimeError(f"{name}: CUDA error {status}")
+
+        return call
+
+
+def _launch(cluster: int, shared_bytes: int) -> tuple[Any, Any]:
+    """Return a CUlaunchConfig for clusters of this size, and the attribute that it points to.
+
+    The attribute is a CUlaunchAttribute: its id, and the first 3 words of a union. The caller must
+    keep a reference to it.
+    """
+    attribute = ctypes.create_string_buffer(
+        struct.pack("i4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
+    )
+    grid, block = (cluster, 1, 1), (256, 1, 1)
+    sizes = (*grid, *block, shared_bytes)
+    packed = struct.pack("7I4x2QI4x", *sizes, 0, ctypes.addressof(attribute), 1)
+    return ctypes.create_string_buffer(packed), attribute

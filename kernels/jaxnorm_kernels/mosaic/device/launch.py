@@ -1,4 +1,4 @@
-"""How a kernel body becomes a call: grid, warpgroups, output types, and the interpreter for CPU."""
+"""Launch of a kernel body: grid, warpgroups and output types; the interpreter on the CPU."""
 
 import contextlib
 import contextvars
@@ -12,25 +12,26 @@ import numpy as np
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.specs import Spec
 
-#: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
-#: clusters, `BLOCK` counts those, and `CLUSTER` the blocks in one; elsewhere there is no `CLUSTER`.
+#: Names of the axes of a grid, for ``lax.axis_index`` in a kernel body. If blocks form clusters,
+#: `BLOCK` numbers the clusters and `CLUSTER` the blocks of one; otherwise `CLUSTER` does not exist.
 BLOCK, CLUSTER, WARPGROUP = "block", "cluster", "warpgroup"
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
-#: Whether the kernel that is being traced is for the interpreter.
+#: Return True while a kernel is traced for the interpreter.
 is_interpreted = _interpreted.get
 
 
 @contextlib.contextmanager
 def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None]:
-    """Runs every kernel that is traced inside on the CPU, in Pallas' interpreter.
+    """Run every kernel that is traced in this context on the CPU, in Pallas' interpreter.
 
-    The interpreter sees values, barriers and races; it sees neither layouts nor alignment. Slow:
-    some 10 ms for each warpgroup and row.
+    The interpreter checks values, barriers and races, but neither layouts nor alignment. It takes
+    about 10 ms for each warpgroup and row.
     """
     token = _interpreted.set(True)
     try:
-        # JAX's own setting, because `jax.jit` knows it and does not reuse a trace for the GPU.
+        # Use JAX's own setting: it is part of `jax.jit`'s cache key, so no trace for the GPU is
+        # reused.
         with plgpu.force_gpu_interpret_mode(params or plgpu.InterpretGPUParams()):
             yield
     finally:
@@ -38,7 +39,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """The schedule for a call; `why_unsupported` refuses those that have none."""
+    """Return the schedule, or raise ValueError for a call that `why_unsupported` refuses."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule
@@ -56,23 +57,23 @@ def launch(
     warpgroups: int = 1,
     scratch: Sequence[Any] = (),
 ) -> tuple[jax.Array, ...]:
-    """Runs ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
+    """Run ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
 
-    Pallas would put a barrier around each vector store. The kernels go without: what one thread
-    reads of another has a barrier in the body.
+    Pallas' automatic barriers are off, because it would put one around each vector store. Where one
+    thread reads what another has written, the body has its own barrier.
 
     Args:
-      cluster: above 1, there are `blocks` clusters of this many blocks, which run at the same time
-        and see each other's shared memory.
+      cluster: if above 1, launch `blocks` clusters of this many blocks. The blocks of a cluster run
+        at the same time and can access each other's shared memory.
       outputs: shape and dtype of each output.
-      overwritten: how many operands, the first ones, the body writes to. They are results, too, the
-        first ones, and no memory is taken for these: XLA copies an operand that is still needed.
-        Where operands vary over mesh axes they have refs of their own, before those of `outputs`:
-        Pallas takes no array that varies so as one to write to (jax 0.11.2 and 0.12.0).
-      warpgroups: warpgroups (of 128 threads) in a block; they all run the body.
+      overwritten: the number of leading operands that the body overwrites. They are also the first
+        results and take no additional memory; XLA copies an operand that is still needed. Pallas
+        cannot overwrite arrays that vary over mesh axes (jax 0.11.2 and 0.12.0). Such operands get
+        separate output refs before those of `outputs`.
+      warpgroups: warpgroups (of 128 threads) per block; all of them run the body.
       scratch: shared memory and barriers of a block.
     """
-    # Inside `jax.shard_map` an output varies over the mesh axes that the input varies over.
+    # Inside `jax.shard_map`, an output varies over the same mesh axes as the input.
     axes = jax.typeof(operands[0]).manual_axis_type
     if axes.varying:
         outputs = [*((a.shape, a.dtype) for a in operands[:overwritten]), *outputs]
@@ -98,7 +99,7 @@ def launch(
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
-    """`refs` in parts of these sizes, and the rest."""
+    """Split `refs` into consecutive parts of these sizes, and the rest."""
     parts = []
     for size in sizes:
         parts.append(refs[:size])

@@ -1,4 +1,4 @@
-"""Which thread holds which elements, and loads, conversions and stores in these layouts."""
+"""Register layouts (which thread holds which elements), and loads and stores in them."""
 
 import functools
 import math
@@ -6,36 +6,38 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import addresses
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
 from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
 
 WARPGROUP_THREADS = WARP * WARPS
-VECTOR_BYTES = 16  # the widest load or store of one thread
-COPY_BYTES = 16  # what the copy engine copies is a multiple of, and where it starts
-LEAST_VECTOR = 4  # elements of 16 bits that a thread reads at once, of 4 or 8
+VECTOR_BYTES = 16  # the widest load or store of a thread
+COPY_BYTES = 16  # size and start of an asynchronous copy are multiples of this
+LEAST_VECTOR = 4  # the smaller vector of 16-bit elements; the larger is 8
 
-# Pallas gives layouts and refs no public types.
+# Pallas has no public types for layouts and refs.
 Layout = Any
 Ref = Any
 
 
 def power_of_2(n: int) -> int:
-    """The largest power of 2 up to `n`, which is at least 1."""
+    """Return the largest power of 2 that is at most `n`, for n >= 1."""
     return 1 << (n.bit_length() - 1)
 
 
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
-    """Elements that one thread reads at once: the most that fit `VECTOR_BYTES` and divide a row.
+    """Return how many elements one thread loads at once: at most `VECTOR_BYTES`, dividing a row.
 
-    They must divide the row, because otherwise the rows would not start at aligned addresses. And
-    two threads share a row, or more: a layout of one has no canonical form.
+    The width must divide the row, because otherwise rows would not start at aligned addresses. At
+    least two threads share a row: a layout with one thread per row has no canonical form in Mosaic.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
     while cols % width or cols == width:
@@ -44,9 +46,10 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
 
 
 def fitting_vector(cols: int, vector: int, threads: int) -> int:
-    """`vector`; half of 8 elements where some threads had none, or a tenth of a row is read twice.
+    """Return `vector`, or half of it if 8 elements leave threads idle or waste loads.
 
-    Softmax over 1152 columns of bfloat16: 0.94 -> 1.00 of copy bandwidth (H100).
+    Loads are wasted if more than a tenth of a row is read twice. Softmax over 1152 columns of
+    bfloat16: 0.94 -> 1.00 of copy bandwidth (H100).
     """
     if vector <= LEAST_VECTOR:
         return vector
@@ -56,9 +59,10 @@ def fitting_vector(cols: int, vector: int, threads: int) -> int:
 
 @functools.cache
 def warpgroup_layout(vector: int) -> Layout:
-    """``(n,)``: neighbouring threads of the warpgroup hold neighbouring vectors.
+    """Layout of ``(n,)``: neighbouring threads of the warpgroup hold neighbouring vectors.
 
-    What ``WG_STRIDED`` is with this vector size, but it may be reduced in parts and sliced.
+    It equals ``WG_STRIDED`` with this vector size, but arrays in it can be reduced in parts and
+    sliced.
     """
     unit = WARP * vector
     return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
@@ -66,15 +70,15 @@ def warpgroup_layout(vector: int) -> Layout:
 
 @functools.cache
 def warps_layout(vector: int) -> Layout:
-    """``(4, n)``: each warp holds a row, neighbouring lanes neighbouring vectors of it."""
+    """Layout of ``(4, n)``: each warp holds a row, and neighbouring lanes neighbouring vectors."""
     return _tiled((WARPS, WARP * vector), (vector,), warps=(-3,), lanes=(-2,))
 
 
 @functools.cache
 def rows_layout(vector: int, threads: int, height: int) -> Layout:
-    """``(height, n)``: `threads` neighbouring threads, a warp or a part of one, share a row.
+    """Layout of ``(height, n)``: `threads` neighbouring threads of a warp share a row.
 
-    A height of 1: every warp, and every part of a warp, holds the same row.
+    With height 1, every group of `threads` threads in every warp holds the same row.
     """
     unit = threads * vector
     if height == 1:
@@ -87,20 +91,20 @@ def rows_layout(vector: int, threads: int, height: int) -> Layout:
 
 @functools.cache
 def strip_layout(vector: int, threads: int) -> Layout:
-    """``(4, m, n)``: each warp holds rows of neighbouring vectors, `threads` of it share a row."""
+    """Layout of ``(4, m, n)``: each warp holds m rows, and `threads` lanes share a row."""
     tile = (WARPS, WARP // threads, threads * vector)
     return _tiled(tile, (vector,), warps=(-4,), lanes=(-3, -2))
 
 
 @functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
-    """``(n,)``: what `rows_layout` holds of every row; the layout of its scale and bias."""
+    """Layout of ``(n,)`` for parameters of columns that match the rows of `rows_layout`."""
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
-    """Of each element of an array, as if its rows lay side by side; of its first `axes` alone."""
+    """Return the flat index of each element, or the flat index in its first `axes` axes."""
     counted = shape if axes is None else shape[:axes]
     if is_interpreted():
         numbers = lax.iota(jnp.int32, math.prod(counted)).reshape(counted)
@@ -108,31 +112,27 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
-        kind, held = ir.IntegerType.get_signless(32), layout.to_mgpu()
-        total = None
-        for axis, size in enumerate(counted):
-            position = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
-            if total is not None:
-                position = total * size + position
-            total = position
-        return total
+        strides = [math.prod(counted[axis + 1 :]) for axis in range(len(counted))]
+        strides += [0] * (len(shape) - len(counted))
+        return addresses.indices(layout.to_mgpu(), shape, tuple(strides))
 
     return index()
 
 
 def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """The elements of `ref`, as an array of `shape` (by default that of `ref`).
+    """Load the elements of `ref` as an array of `shape`, by default the shape of `ref`.
 
-    Without a layout, that of what they are combined with: Mosaic searches for it, and tries so many
-    that kernels with dozens of loads spend most of their compilation on that.
+    Without a layout, Mosaic infers it from the operations that use the array. This search dominates
+    the compile time of kernels with dozens of loads.
     """
     shape = ref.shape if shape is None else shape
-    # The interpreter knows no reshaped refs; Mosaic cannot reshape registers of these layouts.
+    # The interpreter does not support reshaped refs; Mosaic cannot reshape registers in these
+    # layouts.
     if is_interpreted():
         return plgpu.load(ref, layout=layout, optimized=False).reshape(shape)
     if shape != ref.shape:
         ref = ref.reshape(*shape)
-    # Where a register is the whole array, Mosaic takes that for the array itself, without a layout.
+    # If one register holds the whole array, Mosaic's inline operations lose the layout.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
         return plgpu.load(ref, layout=layout, optimized=False)
     signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True
@@ -141,17 +141,17 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        held = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=held, is_signed=signed, optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=signed)
+        return loaded
 
     return read(ref)
 
 
 def widen(value: jax.Array, layout: Layout) -> jax.Array:
-    """`value` in float32.
+    """Convert `value` to float32.
 
-    A bfloat16 is the upper half of its float32: a shift for one element of a pair, a mask for the
-    other. From a conversion, the compiler makes three instructions for two elements.
+    A bfloat16 is the upper half of its float32, so one element of a pair needs a shift and the
+    other a mask. For a plain conversion, the compiler emits three instructions for two elements.
     """
     if value.dtype != jnp.bfloat16 or is_interpreted():
         return value.astype(jnp.float32)
@@ -166,18 +166,64 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     return widened(value)
 
 
+def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Return the elements of each ref, in float32, as arrays of `shape`."""
+    if is_interpreted():
+        return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
+    refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
+    return _load_wide(refs, layout, shape, (0,))
+
+
+def load_wide_columns(
+    refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
+) -> list[jax.Array]:
+    """Return columns of ``(rows, cols)`` refs, in float32: for each ref, those at each start."""
+    if not refs:
+        return []
+    if is_interpreted():
+        columns = [ref.at[:, pl.ds(start, width)] for ref in refs for start in starts]
+        return [load(ref, layout).astype(jnp.float32) for ref in columns]
+    return _load_wide(refs, layout, (refs[0].shape[0], width), starts)
+
+
+def _load_wide(
+    refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
+) -> list[jax.Array]:
+    """Load all of them in one inline function.
+
+    Mosaic spends more time on lowering such a function than on the operations in it.
+    """
+    count = len(refs) * len(starts)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * len(refs),
+        return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),) * count,
+    )
+    def read(context: Any, *refs: Any) -> Any:
+        arrays = addresses.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
+        return [_widen(array) for array in arrays]
+
+    return list(read(*refs))
+
+
 def store(ref: Ref, value: jax.Array) -> None:
-    """Stores `value`, rounded to the dtype of `ref`."""
+    """Store `value`, rounded to the dtype of `ref`."""
     value = value.astype(ref.dtype)
     if value.shape != ref.shape and is_interpreted():
         value = value.reshape(ref.shape)
     elif value.shape != ref.shape:
         ref = ref.reshape(*value.shape)
     if value.ndim and hasattr(plgpu, "store"):
-        # From jax 0.12 on `ref[...] = value` refuses what is not perfectly coalesced.
+        # From jax 0.12 on, `ref[...] = value` refuses stores that are not perfectly coalesced.
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value.mlir_dtype, ir.BF16Type):
+        return with_registers(value, [_widen_register(r) for r in value.registers.flat])
+    return value.astype(ir.F32Type.get())
 
 
 def _widen_register(register: Any) -> Any:
@@ -199,7 +245,7 @@ def _widen_register(register: Any) -> Any:
 
 
 def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
-    """The array of the same layout that has these registers, in the order of those of `value`."""
+    """Return an array in the layout of `value`, with these registers in the same order."""
     placed = value.registers.copy()
     for at, register in enumerate(registers):
         placed.flat[at] = register
@@ -207,7 +253,7 @@ def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = N
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """The array of floats of which each thread has one register."""
+    """Return the float array in which each thread holds this single register."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     registers.flat[0] = register
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -1,15 +1,14 @@
-"""All that the kernels take of JAX's private parts: MLIR's operations, and Mosaic's registers.
+"""All uses of JAX's private API by the kernels: MLIR operations and Mosaic's registers.
 
-Pallas has no operations for single registers, for PTX or for another block's shared memory, so some
-functions here and in `rows` write MLIR inside of ``plgpu.inline_mgpu``; and none for a quicker exp2
-in one place of a kernel, which has a lowering rule in `numerics`. They take it from this module
-alone.
+Pallas has no operations for single registers, for PTX or for another block's shared memory. Some
+functions here, in `registers` and in `rows` therefore write MLIR inside ``plgpu.inline_mgpu``.
+Pallas has no faster exp2 for single uses either; `numerics` registers a lowering rule for one. All
+of them import MLIR from this module only.
 
-Tried with jax 0.11.2 and 0.12.0.1. JAX may move any of it in a release. Where a module or a class
-is gone, importing the kernels fails with the sentence below: ``implementation="mosaic"`` raises it,
-and the default runs XLA's code after a warning (`jaxnorm.calls.backends`). Where one of their
-functions is gone, or means something else, lowering a kernel fails: run ``tests/mosaic`` on a new
-jax before anything else.
+Tested with jax 0.11.2 and 0.12.0.1. A JAX release may move any of it. If a module or class is gone,
+importing the kernels fails with the error below: ``implementation="mosaic"`` raises it, and the
+default runs XLA's code after a warning (`jaxnorm.calls.backends`). If a function is gone or has
+changed, lowering a kernel fails. So run ``tests/mosaic`` first on a new version of JAX.
 """
 
 import dataclasses
@@ -22,6 +21,7 @@ try:
     from jax._src.lib.mlir import ir as ir
     from jax._src.lib.mlir.dialects import arith as arith
     from jax._src.lib.mlir.dialects import builtin as builtin
+    from jax._src.lib.mlir.dialects import gpu as gpu
     from jax._src.lib.mlir.dialects import llvm as llvm
     from jax._src.lib.mlir.dialects import math as math
     from jax._src.lib.mlir.dialects import nvvm as nvvm
@@ -35,23 +35,27 @@ except ImportError as error:
         f"with; they were tried with jax 0.11.2 and 0.12.0.1: {error}"
     ) from error
 
-WARP = 32  # threads of a warp
-WARPS = 4  # warps of a warpgroup
-_GLOBAL, _SHARED = 1, 3  # LLVM's numbers of global and of shared memory.
+WARP = 32  # threads per warp
+WARPS = 4  # warps per warpgroup
+_GLOBAL, _SHARED = 1, 3  # LLVM's address spaces of global and of shared memory
 
 
 def i32(value: int) -> Any:
-    """A constant of 32 bits."""
+    """Return a constant of 32 bits."""
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
 def _operator(operation: Callable[[Any, Any], Any]) -> Callable[["Word", "Word | int"], "Word"]:
-    return lambda a, b: Word(operation(a.value, b.value if isinstance(b, Word) else i32(b)))
+    def apply(a: "Word", b: "Word | int") -> "Word":
+        kind = ir.IntegerType.get_signless(32)
+        return Word(operation(a.value, b.value if isinstance(b, Word) else utils.c(b, kind)))
+
+    return apply
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """A number of 32 bits, with Python's operators; divided as a number without a sign."""
+    """An integer of 32 bits with Python's operators; division and remainder are unsigned."""
 
     value: Any
 
@@ -62,32 +66,32 @@ class Word:
     __mod__ = _operator(arith.remui)
 
     def is_below(self, limit: int) -> Any:
-        """Return whether ``0 <= self < limit``: a negative number is a large one without a sign."""
+        """Return whether ``0 <= self < limit``; the comparison is unsigned."""
         return arith.cmpi(arith.CmpIPredicate.ult, self.value, i32(limit))
 
     def is_zero(self) -> Any:
-        """Return whether it is 0."""
+        """Return whether the number is 0."""
         return arith.cmpi(arith.CmpIPredicate.eq, self.value, i32(0))
 
 
 def thread() -> Word:
-    """Return the thread's number in its block."""
-    return Word(utils.thread_idx())
+    """Return the index of the thread in its block."""
+    return Word(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
 
 
 def load_floats(address: Word, count: int) -> list[Any]:
-    """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
+    """Load `count` float32 values from shared memory, at an address aligned to their total size."""
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     return elements_of(llvm.load(kind, in_shared(address), alignment=4 * count))
 
 
 def is_signed(kind: Any) -> bool | None:
-    """What a `FragmentedArray` of this element type says: all integers are signed."""
+    """Return the `is_signed` argument of a `FragmentedArray`: True for all integer types."""
     return None if isinstance(kind, ir.FloatType) else True
 
 
 def elements_of(register: Any) -> list[Any]:
-    """Of a thread's vector."""
+    """Return the elements of a register, which is a thread's vector."""
     (count,) = ir.VectorType(register.type).shape
     return [
         vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
@@ -96,15 +100,15 @@ def elements_of(register: Any) -> list[Any]:
 
 
 def in_global(address: Any) -> Any:
-    """An address, of which the compiler is to know that it is in global memory."""
+    """Mark an address as global memory, so that the compiler uses global loads and stores."""
     return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
 
 
 def address_of(ref: Any) -> Word:
-    """Of shared memory, in 32 bits, as PTX takes it."""
+    """Return the address of a ref in shared memory as 32 bits, the form that PTX takes."""
     return Word(llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref)))
 
 
 def in_shared(address: Word) -> Any:
-    """The pointer of such an address."""
+    """Return the pointer to an address in shared memory."""
     return llvm.inttoptr(llvm.PointerType.get(_SHARED), address.value)

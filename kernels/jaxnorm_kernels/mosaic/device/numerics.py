@@ -1,4 +1,4 @@
-"""What XLA or the hardware does to single elements with too little precision, or too slowly."""
+"""Elementwise functions that are more precise, or faster, than XLA's or the hardware's."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from jax.extend.core import Primitive
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-# A part of a row may hold nothing but -inf. Against this maximum its exponentials are 0; against
-# its own, -inf, they would be NaN. A whole row of -inf still ends as 0 / 0.
+# A part of a row may contain only -inf. Relative to this maximum its exponentials are 0; relative
+# to its own maximum, -inf, they would be NaN. A whole row of -inf still gives 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
 
 def log1p(x: jax.Array) -> jax.Array:
-    """log(1 + x) for x > -1, right to a few units in the last place where x is small, too.
+    """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    1 + x is rounded to u, whose log(u) / (u - 1) is nearly that of 1 + x. In the interpreter, XLA
-    may take u - 1 for x.
+    1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses
+    `jnp.log1p`, because XLA may simplify u - 1 to x.
     """
     if is_interpreted():
         return jnp.log1p(x)
@@ -31,24 +31,25 @@ def log1p(x: jax.Array) -> jax.Array:
 
 
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
-    """exp of numbers <= 0: within 2 ulp for what is wide (float32), cheaper for 16 bits.
+    """Return an exp for numbers <= 0: within 2 ulp if `is_wide` (float32), or cheaper for 16 bits.
 
-    exp2(x log2(e)) is a multiplication and an instruction. The rounding of x log2(e) gives it a
-    relative error that grows with |x|: at x = -88, where float32 ends, 2^-17. 16 bits do not show
-    that; a float32 would be 60 ulp off.
+    The cheap one, exp2(x log2(e)), is a multiplication and an instruction. The rounding of x
+    log2(e) causes a relative error that grows with |x|: at x = -88, where float32 ends, 2^-17.
+    Results in 16 bits do not show it; a float32 would be 60 ulp off.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
 
 
 def exp2(x: jax.Array) -> jax.Array:
-    """2^x in one instruction, by which what is below 2^-126 is 0; `jnp.exp2` has it in four."""
+    """Return 2^x in one instruction that flushes results below 2^-126 to 0 (`jnp.exp2`: four)."""
     return jnp.exp2(x) if is_interpreted() else _exp2.bind(x)
 
 
 def exp_of_term(x: jax.Array, times: float = 1.0) -> jax.Array:
-    """exp(times x), of numbers <= 0, in one multiplication and one instruction.
+    """Return exp(times x) for numbers <= 0, in one multiplication and one instruction.
 
-    For terms of a sum that has one of 1: of a term, the error grows as it gets small.
+    Use it only for terms of a sum that contains a term of 1: the relative error of a term grows as
+    the term gets small.
     """
     return exp2(x * (times * math.log2(math.e)))
 

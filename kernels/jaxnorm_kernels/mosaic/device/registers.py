@@ -1,8 +1,8 @@
 """Loads, stores and conversions that are written register by register.
 
-Mosaic's own cost more instructions or time, or do not exist: loads of columns and masks, stores to
-global memory, elements at the edges of rows, pairs of columns, and rows of a table. The interpreter
-has no registers; there, these are JAX's operations.
+They replace operations of Mosaic that take more instructions or time, or do not exist: loads of
+columns and masks, stores to global memory, elements at the edges of rows, pairs of columns, and
+rows of a table. The interpreter has no registers and uses JAX's operations instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import mgpu
+from jaxnorm_kernels.mosaic.device import addresses, mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
@@ -37,9 +37,9 @@ from jaxnorm_kernels.specs import Shared
 
 
 def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
-    """``(rows, width)``: the columns of a ``(rows, cols)`` ref that begin at `start`, in its dtype.
+    """Load columns ``[start, start + width)`` of a ``(rows, cols)`` ref, in its dtype.
 
-    Mosaic's own load takes columns of shared memory only where their width divides the row.
+    Mosaic's own load of columns from shared memory requires a width that divides the row.
     """
     if width == ref.shape[1]:
         return load(ref, layout)
@@ -51,16 +51,16 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
-        return FragmentedArray.load_untiled(columns, layout=layout.to_mgpu(), optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
+        return loaded
 
     return read(ref)
 
 
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
-    """A boolean ref in global memory as int8, an array of `shape`.
+    """Load a boolean ref in global memory as an int8 array of `shape`.
 
-    An element is a byte. Mosaic's own load of several takes them for bits (jax 0.11.2 and 0.12.0).
+    Each element is a byte. Mosaic's own vector load treats them as bits (jax 0.11.2 and 0.12.0).
     """
     if is_interpreted():
         return load(ref, layout, shape).astype(jnp.int8)
@@ -79,30 +79,33 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        held = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=held, is_signed=True, optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
+        return loaded
 
     return read(ref)
 
 
 def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`value` in `dtype`. XLA on CPU drops a rounding that is undone; in the interpreter, too."""
+    """Round `value` to `dtype`, in a way that XLA does not optimise away in the interpreter.
+
+    XLA on a CPU removes a rounding that is followed by the inverse conversion.
+    """
     value = value.astype(dtype)
     return lax.optimization_barrier(value) if is_interpreted() else value
 
 
 def opaque(value: jax.Array) -> jax.Array:
-    """An int32 scalar, of which the compiler does not know what it may be.
+    """Return an int32 scalar whose value the compiler cannot deduce.
 
-    So tests of it stay branches, and the compiler does not move instructions across a branch.
+    Conditions on it remain branches, and the compiler does not move instructions across them.
     """
     return _through(value, "mov.b32 $0, $1;")
 
 
 def renewed(value: jax.Array) -> jax.Array:
-    """An int32 scalar that the assembler, too, takes for another one: from the first lane.
+    """Return the same int32 scalar, but as a new value even for the assembler (a warp shuffle).
 
-    So what is computed from it is computed again, where to keep it would take more registers.
+    Values that depend on it are then recomputed instead of being held in registers.
     """
     return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
@@ -128,10 +131,10 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
 
 
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
-    """Stores `value`, rounded to the dtype of `ref`, in global memory.
+    """Store `value`, rounded to the dtype of `ref`, in global memory.
 
-    Mosaic's stores do not say which memory they are to: reads from shared memory that follow have
-    to wait for them.
+    Mosaic's own stores do not name the address space, so later loads from shared memory wait for
+    them.
     """
     if is_interpreted():
         store(ref, value)
@@ -140,30 +143,33 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        for register, address in moves(ref, value):
-            llvm.store(register(value.registers), address)
+        for register, address in _moves(ref, value):
+            llvm.store(register, address)
 
     write(ref if value.shape == ref.shape else ref.reshape(*value.shape), value)
 
 
-def moves(ref: Any, value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Yield, for each register of `value`, what picks it, and its address in global memory."""
-    one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-    each = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-    for register, _, _, address in each:
-        yield register, mgpu.in_global(address)
+def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the registers of arrays of one layout, and with them their address in global memory."""
+    first, *_ = values
+    at = addresses.addresses(ref, first.layout, first.shape)
+    return zip(*(value.registers.flat for value in values), at)
 
 
 # -------------------------------------------------------------------------------------------------
-# Loads and stores of consecutive elements that begin, or end, between the vectors of a thread.
+# Loads and stores of consecutive elements whose start or end is not aligned to a thread's vectors.
 #
-# A register holds a vector of them; `first` is the index of the first element of all, `places`
-# those of all counted from it (`flat_index`: some 40 operations, and once for many loads and
-# stores). The interpreter has no registers: there, these are JAX's operations.
+# A register holds one vector. `first` is the index of the first element, and `places` contains the
+# offsets of all elements from it, as given by `flat_index`. Computing `places` takes about 40
+# operations, so many loads and stores share it. The interpreter has no registers and uses JAX's
+# operations instead.
 
 
 def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
-    """Elements of a ``(n,)`` ref in global memory, one at a time; any where it has none."""
+    """Load elements of a ``(n,)`` ref in global memory one at a time.
+
+    Indices outside the ref are clamped to it, so those elements have arbitrary values.
+    """
     (size,) = ref.shape
     index = jnp.clip(first + places, 0, size - 1)
     if is_interpreted():
@@ -190,7 +196,7 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
 
 
 def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
-    """Stores those elements of `value` that a ``(n,)`` ref in global memory has, one at a time."""
+    """Store the elements of `value` whose index is inside a ``(n,)`` global ref, one at a time."""
     (size,) = ref.shape
     if is_interpreted():
         store_some(ref, first, value, first, size)
@@ -210,9 +216,9 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
+    """Store `value` at `start` of a ``(n,)`` ref in global memory, without vectors outside a range.
 
-    Only what is at ``[first, end)`` is stored, where a thread's vectors do not lie in part.
+    Only vectors in ``[first, end)`` are stored. No vector may be partly inside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
@@ -223,21 +229,21 @@ def store_vectors(
 
 
 def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
-    """Stores the vectors of `value` whose first element is `inside`."""
+    """Store the vectors of `value` whose first element is `inside`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
-        for register, address in moves(ref, value):
-            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), address)
+        for register, is_inside, address in _moves(ref, value, inside):
+            with utils.when(mgpu.elements_of(is_inside)[0]):
+                llvm.store(register, address)
 
     write(ref, value.astype(ref.dtype), inside)
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """In the interpreter: as few slices of the last axis as their sizes, powers of 2, allow.
+    """Store a part of `value` in the interpreter, as few slices whose sizes are powers of 2.
 
-    Another block, or warpgroup, may be storing what is left out.
+    The rest must not be written, because another block or warpgroup may be storing there.
     """
     value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
     whole = value.shape[-1]
@@ -267,13 +273,13 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Neighbouring columns taken apart and put together again, and rows of a table, by registers.
+# Splitting and joining of neighbouring columns, and loads of table rows, register by register.
 #
-# The interpreter has no registers: there, these are JAX's operations.
+# The interpreter has no registers and uses JAX's operations instead.
 
 
 def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]:
-    """The even and the odd columns, of the last axis: each thread those of its own vectors."""
+    """Return the even and the odd columns of the last axis; each thread splits its own vectors."""
     shape = (*value.shape[:-1], value.shape[-1] // 2)
     if is_interpreted():
         pairs = value.reshape(*shape, 2)
@@ -296,7 +302,7 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
 
 
 def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) -> jax.Array:
-    """The inverse of `split_pairs`."""
+    """Return the inverse of `split_pairs`."""
     shape = (*first.shape[:-1], 2 * first.shape[-1])
     if is_interpreted():
         return jnp.stack([first, second], axis=-1).reshape(shape)
@@ -324,10 +330,10 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> jax.Array:
-    """``(rows, cols)``: for each of the rows from `first` on that of an operand they share.
+    """Load, for each row of x from `first` on, the row of an operand that it shares with others.
 
-    `row_of`: of a `Shared` and a row of x, that of the operand, a ``(n, cols)`` ref in global
-    memory.
+    `row_of(shared, row)` maps a row of x to the row of the operand, a ``(n, cols)`` ref in global
+    memory. The result has the shape ``(rows, cols)``.
     """
     if is_interpreted():
         return load(ref, None)[row_of(shared, first + lax.iota(jnp.int32, shape[0]))]
@@ -340,8 +346,7 @@ def load_each_row(
     )
     def read(context: Any, ref: Any, rows: Any) -> Any:
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
-        i32 = ir.IntegerType.get_signless(32)
-        columns = FragmentedArray.broadcasted_iota(i32, shape, 1, rows.layout, is_signed=True)
+        columns = addresses.indices(rows.layout, shape, (0, 1))
 
         def loaded(rows: Any, columns: Any) -> Any:
             (elements,) = ir.VectorType(columns.type).shape
@@ -358,7 +363,7 @@ def load_each_row(
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:
-    """The array of floats that has ``function(*registers)`` for the registers of `values`."""
+    """Return the float array with the registers ``function(*registers of values)``."""
     held = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
     first, *_ = values
     registers = np.empty_like(first.registers)

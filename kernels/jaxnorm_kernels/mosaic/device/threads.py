@@ -1,7 +1,7 @@
-"""What a thread does with its own vector of a ``(4, 32 v)`` array in `warps_layout`.
+"""Operations that each thread performs on its own vector of a ``(4, 32 v)`` array.
 
-A value for each thread is a ``(4, 32)`` array. Pallas knows no such reductions; the interpreter,
-which has no threads, takes v neighbouring elements for those of one.
+The arrays have `warps_layout`; one value per thread is a ``(4, 32)`` array. Pallas has no such
+reductions. The interpreter, which has no threads, treats v neighbouring elements as one thread's.
 """
 
 import functools
@@ -28,27 +28,28 @@ from jaxnorm_kernels.mosaic.device.numerics import exp2
 
 OF_THREADS = (WARPS, WARP)
 
-# Of whose reciprocals one is computed: an SM computes 16 in a clock, and multiplies 128 times.
+# The number of elements that share one reciprocal: an SM computes 16 reciprocals per clock, but 128
+# multiplications.
 _SHARING = 4
 
 
 def of_threads(value: float) -> jax.Array:
-    """`value` in each thread."""
+    """Return an array with `value` in each thread."""
     return plgpu.layout_cast(jnp.full(OF_THREADS, value, jnp.float32), warps_layout(1))
 
 
 def thread_max(unit: jax.Array) -> jax.Array:
-    """The largest of each thread's elements, in float32."""
+    """Return the maximum of each thread's elements, in float32."""
     return _fold(unit, arith.maximumf, jnp.max)
 
 
 def thread_sum(unit: jax.Array) -> jax.Array:
-    """The sum of each thread's elements, in float32."""
+    """Return the sum of each thread's elements, in float32."""
     return _fold(unit, arith.addf, jnp.sum)
 
 
 def spread(value: jax.Array, v: int) -> jax.Array:
-    """A value of each thread, for each of its v elements."""
+    """Repeat each thread's value for its v elements."""
     shape = (WARPS, WARP * v)
     if v == 1:
         return value
@@ -69,19 +70,18 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 
 
 def tanh(unit: jax.Array, times: float) -> jax.Array:
-    """The tanh of a multiple, 1 - 2 / (1 + exp(2 times unit)), to 8 units in the last place of 1.
+    """Compute the tanh of a multiple, 1 - 2 / (1 + exp(2 times unit)), within 8 ulp of 1.
 
-    What is beyond 1 - 2^-28 is 1: so the product of `_SHARING` denominators is finite.
-
-    The reciprocal is wrong by 3 units in its last place, of which one is the instruction's, and
-    the exponential's error is at most a quarter of a unit of it, twice.
+    Results beyond 1 - 2^-28 become 1, so that the product of `_SHARING` denominators is finite. The
+    reciprocal has an error of 3 units in its last place, one of which is the instruction's. The
+    error of the exponential is at most a quarter of such a unit, and counts twice.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)
 
 
 def _reciprocals(unit: jax.Array) -> jax.Array:
-    """Of `_SHARING` elements of a thread from that of their product: 1 / a = b / (a b)."""
+    """Return reciprocals. `_SHARING` elements share one instruction: 1 / a = b / (a b)."""
     if is_interpreted():
         return 1 / unit
     layout = warps_layout(unit.shape[1] // WARP)

@@ -1,1 +1,1 @@
-"""Loops over rows, forward and backward: they take an operation's formulas."""
+"""Loops over rows, forward and backward, which run the formulas of an operation."""

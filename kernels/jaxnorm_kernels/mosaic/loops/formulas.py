@@ -1,7 +1,7 @@
-"""What a backward kernel computes, element by element, whatever the kernel that walks the rows.
+"""The interface between a backward kernel and the formulas of an operation.
 
-A kernel knows how many row operands and row results there are, and their dtypes; a formula alone
-knows what they mean.
+The kernel loops over rows. It depends only on the number and dtypes of operands and results; the
+formula gives them meaning.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ Arrays = Sequence[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class RowOperands:
-    """What a backward kernel reads.
+    """The operands of a backward kernel.
 
     Attributes:
-      rows: ``(rows, cols)`` each, every one in a dtype of its own.
-      stats: ``(rows,)`` float32 each: what belongs to a row.
-      params: ``(cols,)`` or ``(groups, cols)`` each: what belongs to a column, or to a column of a
-        group of rows.
-      groups: of ``rows / groups`` consecutive rows, each with column sums of its own.
+      rows: arrays ``(rows, cols)``, each in its own dtype.
+      stats: float32 arrays ``(rows,)``, one value per row.
+      params: arrays ``(cols,)``, or ``(groups, cols)`` for groups of rows.
+      groups: the number of groups of ``rows / groups`` consecutive rows. Each group has its own
+        column sums.
     """
 
     rows: Arrays
@@ -36,28 +36,28 @@ class RowOperands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The numbers of rows and columns."""
         rows, cols = self.rows[0].shape
         return rows, cols
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """All of them: of rows, of single rows, of columns."""
+        """All arrays: rows, then statistics, then parameters."""
         return [*self.rows, *self.stats, *self.params]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many there are of each kind: what `split` takes."""
+        """The number of arrays of each kind, as arguments of `split`."""
         return len(self.rows), len(self.stats), len(self.params)
 
 
 class BackwardRefs(NamedTuple):
-    """What the body of a backward kernel gets: operands, results, and the scratch of a block.
+    """The arguments of a backward kernel's body: operands, results and scratch memory.
 
     Attributes:
       rows, stats, params: see `RowOperands`.
-      results: of rows, ``(rows, cols)``.
-      partials: a row of column sums for each block, ``(blocks, cols)`` each.
+      results: the row results, ``(rows, cols)``.
+      partials: the column sums of each block, ``(blocks, cols)`` each.
     """
 
     rows: Sequence[Ref]
@@ -71,39 +71,39 @@ class BackwardRefs(NamedTuple):
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
     ) -> "BackwardRefs":
-        """Those of a body's arguments; `sizes` as `RowOperands.sizes`."""
+        """Sort the arguments of a kernel's body; for `sizes` see `RowOperands.sizes`."""
         return cls(*split(refs, *sizes, results, partials))
 
 
 class Formula(Protocol):
-    """A backward pass, for elements of one row. All arrays are float32.
+    """A backward pass as functions of the elements of one row. All arrays are float32.
 
-    `elements` are those of the row operands, `columns` what belongs to their columns, `stats` and
-    `totals` what belongs to their row.
+    `elements` are those of the row operands. `columns` are the values of their columns; `stats` and
+    `totals` are the values of their row.
     """
 
-    #: how many row operands the sums need, over the row and over the rows: the first ones.
+    #: the number of leading row operands that the sums over the row and over the rows need.
     summed: int
-    #: how many sums over the row `finish` needs.
+    #: the number of sums over the row that `finish` needs.
     row_sums: int
-    #: how many sums over the rows come out.
+    #: the number of sums over the rows that are results.
     column_sums: int
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """What `terms` and `finish` need of the parameters (scale, bias)."""
+        """Derive from the parameters (scale, bias) what `terms` and `finish` need."""
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        """The terms of the sums over the row, from the first `summed` operands."""
+        """Return the terms of the sums over the row, from the first `summed` operands."""
         ...
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The row results (dx), and the terms of the sums over the rows."""
+        """Return the row results (dx), and the terms of the sums over the rows."""
         ...
 
 
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
-    """What a formula needs of the parameters, whatever their dtypes."""
+    """Return ``formula.columns`` of the parameters, converted to float32."""
     return formula.columns([p.astype(jnp.float32) for p in params])

@@ -1,4 +1,4 @@
-"""What every forward kernel has around its formulas: operands, results, and the launch."""
+"""The common part of forward kernels: operands, results, and the launch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ _F32 = np.dtype(np.float32)
 
 
 class ForwardRefs(NamedTuple):
-    """What a kernel reads and writes.
+    """The arguments of a forward kernel's body.
 
     Attributes:
-      operands, results: of rows: ``(rows, cols)``.
-      params: of columns: ``(cols,)``, or ``(groups, cols)`` for groups of rows.
+      operands, results: ``(rows, cols)`` each.
+      params: ``(cols,)``, or ``(groups, cols)`` for groups of rows.
       stats: ``(rows,)`` in float32.
-      scratch: of a block.
+      scratch: the scratch memory of a block.
     """
 
     operands: Sequence[Ref]
@@ -48,15 +48,15 @@ def run(
     scratch: Sequence[Any] | None = None,
     blocks: int | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Runs a kernel: its results in these dtypes, and as many statistics of rows.
+    """Run a kernel, and return its results in these dtypes and `stats` statistics of rows.
 
     Args:
-      exchanged: how many values the parts of a row exchange at a time, at most.
-      name: of the kernel, without the package's.
-      others: shape and dtype of other outputs, whose refs come before those of `scratch`.
-      scratch, blocks: in place of those of the tile.
+      exchanged: the largest number of values that the parts of a row exchange at a time.
+      name: the kernel's name without the prefix ``jaxnorm_``.
+      others: shape and dtype of further outputs, whose refs come before those of `scratch`.
+      scratch, blocks: override those of the tile.
     """
-    # What traces the body keeps the counts: it may hold no traced array.
+    # The traced body is cached, so it must not hold traced arrays: it holds the counts only.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
@@ -79,7 +79,7 @@ def run(
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
-    """The ``(cols,)`` of a parameter that belong to a row, or to all rows of a tile."""
+    """Return the part ``(cols,)`` of a parameter for a row, or for all rows of a tile."""
     if len(param.shape) == 1:
         return param
     row = index()
@@ -88,7 +88,7 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
 
 
 def store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Stores as many of the statistics as there are refs; every warpgroup has all of them."""
+    """Store statistics in `refs`, from the first warpgroup; every warpgroup has all of them."""
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:

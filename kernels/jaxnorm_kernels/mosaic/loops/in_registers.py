@@ -1,7 +1,7 @@
-"""Backward passes of rows in registers, in the tiles of the forward: those of softmaxes.
+"""Backward passes of softmaxes, with rows in registers, in the tiles of the forward pass.
 
-All inputs of a row are read at once. Each block takes as many rows as it holds, and ends, unless it
-adds up the gradient of a bias (`BiasSums`). Passes with sums over all rows run in `pipelined` and
+All inputs of a row are loaded at once. A block processes the rows that it holds and ends, unless it
+sums the gradient of a bias (`BiasSums`). Passes with sums over all rows run in `pipelined` and
 `narrow_rows`.
 """
 
@@ -25,21 +25,22 @@ from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile
 from jaxnorm_kernels.specs import Shared
 
 # -------------------------------------------------------------------------------------------------
-# The gradient of a softmax's bias: dz, added up over the rows of x that share a row of the bias.
+# The gradient of a softmax's bias: the sum of dz over the rows of x that share a row of the bias.
 #
-# A block takes those rows, one after the other, keeps the sum in registers and writes it once.
-# Where few rows of a bias are shared by many of x, several blocks have a part of them each and
-# write sums in float32, which XLA adds up. So do the rows of a tile that all share one of the bias.
+# A block processes those rows one after the other, holds the sum in registers and stores it once.
+# If many rows of x share few rows of the bias, several blocks share the work of one row. Their sums
+# are float32, and XLA adds them. The same holds for the rows of a tile that all share one row of
+# the bias.
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How blocks share the rows of x, and what they write.
+    """How blocks share the rows of x, and the sums that they store.
 
     Attributes:
-      shared: of the bias, which has all columns.
-      dtype: of its gradient.
-      splits: blocks for the rows of x that share one of the bias.
+      shared: how the bias, which has all columns, is broadcast over the rows.
+      dtype: the dtype of its gradient.
+      splits: the number of blocks that share the rows of x with one row of the bias.
     """
 
     tile: Tile
@@ -49,18 +50,18 @@ class BiasSums:
 
     @property
     def blocks(self) -> int:
-        """Of the whole grid."""
+        """The blocks of the grid."""
         return self.splits * self._tiles.rows
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the sums that blocks write, a row for each of a tile."""
+        """Shape and dtype of the sums that blocks store, with a row for each row of a tile."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
 
     def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
-        """Adds up what `step` gives of each tile of rows, and how many came before it."""
+        """Store the sum of ``step(row, number of earlier tiles)`` over the block's tiles."""
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)
         row, split = lax.rem(block, tiles.rows), lax.div(block, tiles.rows)
@@ -81,21 +82,21 @@ class BiasSums:
         self.tile.store(target, self.tile.row_index(rows), total)
 
     def gradient(self, sums: jax.Array) -> jax.Array:
-        """``(n, cols)``: that of the bias, of what blocks have written."""
+        """Return the gradient of the bias, ``(n, cols)``, from the sums of the blocks."""
         if len(sums) > self.shared.rows:
             sums = sums.reshape(self.splits, self.shared.rows, -1, self.tile.cols).sum((0, 2))
         return sums.astype(self.dtype)
 
     @property
     def _tiles(self) -> Shared:
-        """As `shared`, of tiles of rows, which are parts of its runs."""
+        """`shared` for tiles instead of rows; the rows of a tile are part of a run."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
 
 
-#: Gives the elements of a block's rows, in float32: for each fragment, one array of each kind.
+#: Reads the elements of a block's rows, in float32: for each fragment, one array of each kind.
 Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
@@ -104,13 +105,13 @@ class InRegisters:
     """Parameters of `in_registers_backward`.
 
     Attributes:
-      vector: neighbouring elements that one thread reads and writes at once.
-      warpgroups: of a block, which share a row.
-      threads: that share a row: of a warp, or the 128 of each warpgroup.
-      rows: of a block; more than one only where the threads of a warp share a row.
+      vector: neighbouring elements that one thread loads and stores at once.
+      warpgroups: warpgroups of a block; they share a row.
+      threads: threads that share a row: some of a warp, or the 128 of each warpgroup.
+      rows: rows of a block; more than one only if threads of a single warp share a row.
       cluster: blocks that share a row.
-      splits: blocks, or clusters, for the rows of x that share one of a bias (`BiasSums`).
-      apart: each unit of a row is a fragment of its own (`Tile`).
+      splits: blocks, or clusters, that share the rows of x with one row of a bias (`BiasSums`).
+      apart: each unit of a row is a separate fragment (`Tile`).
     """
 
     vector: int
@@ -122,7 +123,7 @@ class InRegisters:
     apart: bool = False
 
     def tile(self, cols: int) -> Tile:
-        """How a block holds rows of so many columns."""
+        """Return how a block holds rows of this many columns."""
         vector = self.vector
         apart: dict[str, Any] = {"apart": self.apart}
         if self.warpgroups * self.cluster > 1:
@@ -144,11 +145,12 @@ def in_registers_backward(
     row_values: int = 0,
     sums: BiasSums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The row results of a formula without parameters and statistics, and what follows.
+    """Run a formula without parameters and statistics, and return its row results and sums.
 
     Args:
-      row_values: how many of the formula's row sums are results, too, ``(rows,)`` in float32.
-      sums: for the formula's column sum, where it has one; the last result.
+      row_values: the number of the formula's row sums that are also results, ``(rows,)`` in
+        float32.
+      sums: how to compute the formula's column sum, which is then the last result.
     """
     exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
@@ -157,7 +159,7 @@ def in_registers_backward(
         sum_refs, scratch = split(refs.scratch, int(sums is not None))
 
         def step(row: Any, k: Any = 0) -> Fragments:
-            """Stores the results of a tile of rows; the terms of the column sum."""
+            """Store the results of a tile of rows, and return the terms of the column sum."""
             elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
             totals = [placed.sum(term) for term in zip(*terms)]

@@ -1,12 +1,12 @@
-"""Pipelined backward passes over narrow rows: a warp holds whole rows, a stage holds many.
+"""Pipelined backward passes over narrow rows: a warp holds whole rows, a stage many of them.
 
-As in `pipelined`, a persistent block carries its column sums in registers while the copy engine
-(TMA) keeps stages of shared memory filled. Rows lie side by side in memory, so that a stage is one
-copy of each input. Each sum over a row stays within a warp. At the end, the column sums of all
-warps are added up in shared memory.
+As in `pipelined`, a persistent block accumulates its column sums in registers while asynchronous
+copies (TMA) fill stages of shared memory. Rows are adjacent in memory, so a stage is one copy per
+input. Each sum over a row stays within a warp. At the end, the column sums of all warps are added
+in shared memory.
 
-If the rows do not divide into stages, the last stage overlaps the one before it. The rows that both
-have are *stale* in the last one: they are stored twice, and count once.
+If the number of rows is not a multiple of a stage's, the last stage overlaps the previous one. The
+rows in both are *stale* in the last stage: they are stored twice, and count once in sums.
 """
 
 import dataclasses
@@ -29,10 +29,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_wide_columns,
     store,
-    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
     BackwardRefs,
@@ -44,21 +43,22 @@ from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Rows of column sums whose loads are under way together, at the end of a block.
+# Rows of column sums that are loaded at the same time at the end of a block.
 _ADDED_AT_A_TIME = 8
 
-#: An array for each part of the rows of a tile.
+#: The rows of a tile: an array for each part.
 Parts = Sequence[jax.Array]
 
 
 class TileWork(NamedTuple):
-    """What a kernel does with a tile of neighbouring rows.
+    """The functions that a kernel runs on a tile of neighbouring rows.
 
     Attributes:
       finish: ``finish(held, top, statistics, early)`` returns the parts of each result and the
-        terms of the column sums, for the tile at row `top` of a stage's operands.
-      statistics: loads those of the tile that begins at a row, one step before they are used.
-      early: loads what else is in global memory, before the tile's stage has arrived.
+        terms of the column sums, for the tile at row `top` of a stage.
+      statistics: loads the statistics of the tile that begins at a row, one step before they are
+        used.
+      early: loads other data from global memory before the tile's stage has arrived.
     """
 
     finish: Callable[[Sequence[Ref], int, Any, Any], tuple[Sequence[Parts], Parts]]
@@ -68,12 +68,12 @@ class TileWork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _NarrowRowsKernel:
-    """A block, which is a warpgroup, and its rows.
+    """The loop of a block, which is one warpgroup, over its rows.
 
     Attributes:
-      tops: first rows of the tiles of a stage.
-      stages, held: the pipeline, and ``(stages, rows, columns)`` of each row operand.
-      shared: ``(height, columns)`` of each part, to add up column sums.
+      tops: the first row of each tile in a stage.
+      stages, held: the pipeline, and its buffers ``(stages, rows, columns)`` for each row operand.
+      shared: a buffer ``(height, columns)`` for each part, in which column sums are added.
     """
 
     work: TileWork
@@ -86,7 +86,7 @@ class _NarrowRowsKernel:
     shared: Sequence[Ref]
 
     def run(self, block: Any) -> None:
-        """Work on each step in turn, then write the column sums of the block."""
+        """Process all steps, then store the column sums of the block."""
         tile, partials = self.tile, self.refs.partials
         zeros = [
             plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), layout)
@@ -106,7 +106,7 @@ class _NarrowRowsKernel:
     def step(self, k: Any, carry: Any) -> Any:
         """Store the row results of step `k`, add to the column sums, and refill the stage."""
         statistics, carried = carry
-        # The next rows' statistics have all of this stage's work to arrive.
+        # The next rows' statistics can arrive while this stage is processed.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
         first = self.share.first_row(k)
         early = [self.work.early(first + top) for top in self.tops]
@@ -122,12 +122,12 @@ class _NarrowRowsKernel:
         return following, carried
 
     def statistics(self, k: Any) -> list[Any]:
-        """Load those of the rows of step `k`, for each tile."""
+        """Load the statistics of step `k`, for each tile."""
         first = self.share.first_row(k)
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term`, and 0 in rows that a step before `k` has too."""
+        """Return `term`, with 0 in rows that an earlier step than `k` also has."""
         if not self.share.has_stale_rows:
             return term
         row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
@@ -160,12 +160,12 @@ def narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Return the row results, then for each column sum its partial sums, a row for each block.
+    """Return the row results, then the partial sums of each column sum, with a row per block.
 
     Args:
-      start: makes the work of a block, after the first copies have started.
-      rows, stages: rows of a stage, and stages.
-      blocks: of each group of rows.
+      start: returns the work of a block; called after the first copies have been started.
+      rows, stages: the rows of a stage, and the number of stages.
+      blocks: the blocks of each group of rows.
     """
     (all_rows, cols), groups = operands.shape, operands.groups
     if rows % tile.rows or all_rows // groups < rows:
@@ -211,11 +211,11 @@ class PipelinedNarrowRows:
     """Parameters of the kernel of a `Formula`.
 
     Attributes:
-      vector: neighbouring elements that one thread reads and writes at once.
-      threads: of a warp, that share a row.
-      rows: of a stage, a multiple of `height`.
-      stages: of the pipeline.
-      blocks_per_sm: that fit a multiprocessor at the same time.
+      vector: neighbouring elements that one thread loads and stores at once.
+      threads: threads of a warp that share a row.
+      rows: rows of a stage, a multiple of `height`.
+      stages: stages of the pipeline.
+      blocks_per_sm: blocks that fit on a multiprocessor at the same time.
     """
 
     vector: int
@@ -226,11 +226,11 @@ class PipelinedNarrowRows:
 
     @property
     def height(self) -> int:
-        """Rows that the warpgroup holds at a time."""
+        """The rows that the warpgroup holds at a time."""
         return WARPGROUP_THREADS // self.threads
 
     def tile(self, cols: int) -> RowTile:
-        """Return how the warpgroup holds them."""
+        """Return how the warpgroup holds its rows."""
         return RowTile(cols, self.vector, threads=self.threads, height=self.height)
 
 
@@ -243,20 +243,14 @@ def pipelined_narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """`narrow_rows_backward` of a formula."""
+    """Run `narrow_rows_backward` with a formula."""
     tile = schedule.tile(operands.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Return for each fragment of a tile its elements of some of the operands, in float32."""
+        """Return, for each fragment of a tile, the elements of these operands in float32."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
-        return [
-            [
-                widen(load_columns(ref, fragment.start, fragment.width, layout), layout)
-                for ref in tops
-            ]
-            for fragment in fragments
-        ]
+        return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 
     def finish(
         columns: Sequence[Arrays], held: Sequence[Ref], top: int, stats: Arrays, _: None

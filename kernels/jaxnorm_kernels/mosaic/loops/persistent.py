@@ -1,4 +1,4 @@
-"""What a persistent block works on: the rows that it takes, and the stages that bring them."""
+"""The steps of a persistent block: which rows it processes, and the stages that hold them."""
 
 import dataclasses
 import functools
@@ -16,14 +16,15 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A ring of stages: step k is in stage ``k % count`` until that of step ``k + count`` is.
+    """A ring of stages: step k uses stage ``k % count`` until step ``k + count`` reuses it.
 
     Attributes:
-      count: of the stages.
-      steps: of the block.
-      full: a barrier for each stage, which its copies arrive at.
-      copies: of a step and its stage, sources and targets, each of consecutive bytes.
-      ring: which one of the block's rings, where each warpgroup has one; None for one of all.
+      count: the number of stages.
+      steps: the number of steps of the block.
+      full: a barrier for each stage, at which its copies arrive.
+      copies: returns the sources and targets of the copies of a step into a stage; each copies
+        consecutive bytes.
+      ring: the index of this ring if each warpgroup has its own, or None.
     """
 
     count: int
@@ -33,23 +34,23 @@ class Stages:
     ring: Any = None
 
     def start(self) -> None:
-        """Starts to fill all stages."""
+        """Start to fill all stages."""
         pl.loop(0, jnp.minimum(self.count, self.steps))(self._fill)
 
     def at(self, k: Any) -> Any:
-        """The stage of step `k`."""
+        """Return the stage of step `k`."""
         if self.ring is None:
             return lax.rem(k, self.count)
         return self.ring * self.count + lax.rem(k, self.count)
 
     def wait(self, k: Any) -> Any:
-        """The stage of step `k`, once all of it has arrived."""
+        """Wait until the stage of step `k` has arrived, and return it."""
         at = self.at(k)
         plgpu.barrier_wait(self.full.at[at])
         return at
 
     def refill(self, k: Any) -> None:
-        """After the last use of step `k`: starts to fill its stage with a later step."""
+        """Start to fill the stage of step `k` with a later step, after its last use."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -60,7 +61,7 @@ class Stages:
                 source,
                 target,
                 self.full.at[at],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # rows of any length
             )
 
 
@@ -68,14 +69,15 @@ class Stages:
 class Share:
     """The rows of one block: every n-th step of a group of rows, which n blocks share.
 
-    Of all steps of a group, the last one overlaps the one before it where the rows do not divide.
+    If the rows are not a multiple of a step's, the last step of the group overlaps the previous
+    one.
 
     Attributes:
-      rows: of a group.
+      rows: rows of a group.
       height: rows of a step.
-      blocks: that share a group.
-      place: of this block among them.
-      group: that it works on; None where there is one alone.
+      blocks: blocks that share a group.
+      place: the index of this block among them.
+      group: the group of this block, or None if there is only one.
     """
 
     rows: int
@@ -86,39 +88,39 @@ class Share:
 
     @classmethod
     def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
-        """The rows of block number `block`; `rows` of all groups, `blocks` of each."""
+        """Return the rows of a block; `rows` counts all groups, `blocks` those of one group."""
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
         return cls(rows // groups, height, blocks, place, group)
 
     def count(self) -> Any:
-        """Steps of this block."""
+        """Return the number of steps of this block."""
         steps = -(-self.rows // self.height)
         return lax.div(steps - self.place + self.blocks - 1, self.blocks)
 
     def first_row(self, k: Any) -> Any:
-        """The first row of step `k`."""
+        """Return the first row of step `k`."""
         start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
         return self._of_all(start)
 
     @functools.cached_property
     def has_stale_rows(self) -> bool:
-        """Whether a step has rows that belong to another one too."""
+        """True if a step contains rows that also belong to another step."""
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Whether a row of step `k` is in no step before it."""
+        """Return whether a row of step `k` is in no earlier step."""
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
-        """The ``(cols,)`` of a parameter of all rows or, one for each, of groups."""
+        """Return the part ``(cols,)`` of a parameter for this block's group of rows."""
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Step `k` of this block, counted in the group."""
+        """Return the index of this block's step `k` within the group."""
         return self.place + k * self.blocks
 
     def _of_all(self, row: Any) -> Any:
-        """A row of the group, counted in all rows."""
+        """Convert a row index of the group to one of the whole array."""
         return row if self.group is None else self.group * self.rows + row

@@ -1,12 +1,12 @@
 """Backward passes over rows that stream through a ring of shared memory.
 
-A backward pass reads two arrays or more, reduces each row to a few sums, and reads the row again to
-write dx. Here a *persistent* block takes every n-th row (or step of a few short rows). Each of its
-warpgroups owns a partition of the columns and a ring of stages, which the copy engine (TMA) keeps
-filled with its partition of the rows to come. The two reads of a row are both from shared memory,
-so that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
-thread carries through all its rows, have room. Step k is reduced before step k - 1 is finished,
-which hides the exchange::
+A backward pass loads two arrays or more, reduces each row to a few sums, and uses the row again to
+store dx. Here a *persistent* block processes every n-th row (or step of a few short rows). Each of
+its warpgroups owns a partition of the columns and a ring of stages. Asynchronous copies (TMA) fill
+the ring with its partition of the next rows. Both uses of a row read shared memory, so few
+registers are live during the exchange of row sums. This leaves registers for the column sums
+(dscale, dbias), which a thread accumulates over all its rows. Step k is reduced before step k - 1
+is finished, which hides the exchange::
 
     for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce)
                   read the sums of k-1    dx, column sums, refill its stage        (finish)
@@ -32,9 +32,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_wide,
     store,
     warps_layout,
-    widen,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
@@ -53,11 +53,11 @@ class PipelinedRows:
     """Parameters of the kernel.
 
     Attributes:
-      vector: neighbouring elements that one thread reads and writes at once.
-      warpgroups: of a block. They share a row.
-      stages: of the ring of each warpgroup; one stage holds a step's rows.
-      rows: of a step. They share an exchange of sums.
-      blocks_per_sm: that fit a multiprocessor at the same time.
+      vector: neighbouring elements that one thread loads and stores at once.
+      warpgroups: warpgroups of a block; they share a row.
+      stages: stages in the ring of each warpgroup; a stage holds the rows of one step.
+      rows: rows of a step; they share an exchange of sums.
+      blocks_per_sm: blocks that fit on a multiprocessor at the same time.
       cluster: blocks that share a row, each with its own ring.
     """
 
@@ -70,29 +70,29 @@ class PipelinedRows:
 
     @property
     def layout(self) -> Layout:
-        """Layout of a unit."""
+        """The layout of a unit."""
         return warps_layout(self.vector)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a unit in registers."""
+        """The shape of a unit in registers."""
         return WARPS, WARP * self.vector
 
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
-        """The columns of a warpgroup, counted through the cluster."""
+        """Return the columns of a warpgroup; `warpgroup` counts through the cluster."""
         unit = WARPGROUP_THREADS * self.vector
         return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PipelinedKernel:
-    """What a warpgroup does with its partition of the block's rows.
+    """The loop of a warpgroup over its partition of the block's rows.
 
     Attributes:
-      stages, held: the ring of its partition, and ``(stages, rows, columns)`` of each row operand.
-      exchanged: what `sums` exchanges the sums of rows in.
-      units: the partition, cut.
-      columns: what the formula needs of the parameters, for each of these.
+      stages, held: the ring, and its buffers ``(stages, rows, columns)`` for each row operand.
+      exchanged: the scratch memory of `sums`.
+      units: the partition, split into units.
+      columns: the parameters that the formula needs, for each unit.
     """
 
     formula: Formula
@@ -107,37 +107,42 @@ class _PipelinedKernel:
     columns: Sequence[Arrays]
 
     def run(self, block: Any) -> None:
-        """Each step in turn; then the column sums of the block are written."""
-        carried, steps = self.no_sums(), self.stages.steps
-        first, second = (self.statistics(jnp.int32(k)) for k in range(2))
+        """Process all steps, then store the column sums of the block."""
+        first = self.statistics(jnp.int32(0))
         self.sums.ready()
-        pl.when(steps > 0)(functools.partial(self.reduce, jnp.int32(0), first))
-        *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
+        carry = (first, first, self.no_sums())
+        *_, carried = lax.fori_loop(0, self.stages.steps + 1, self.step, carry)
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
                 store(ref.at[block, unit.columns()], value)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``."""
+        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``.
+
+        Neither is peeled off the loop: the kernel would have twice the code to lower and compile.
+        """
         before, now, carried = carry
         ahead = self.statistics(k + 1)
         pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
-        return now, ahead, self.finish(k - 1, before, carried)
+        finish = functools.partial(self.finish, k - 1, before, carried)
+        return now, ahead, lax.cond(k > 0, finish, lambda: carried)
 
     def statistics(self, k: Any) -> list[list[jax.Array]]:
-        """Those of each row of step `k`."""
+        """Return the statistics of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
         return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
-        """Publishes the sums over the rows of step `k`, each warp those of its columns."""
+        """Publish each warp's sums over its columns, for the rows of step `k`."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
+            stale = unit.is_stale()
             for row in rows:
                 elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
-                terms = [unit.skip_stale(term) for term in terms]
+                if stale is not None:
+                    terms = [jnp.where(stale, jnp.float32(0), term) for term in terms]
                 totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
         # Annotate the layout on results only: annotating every load slows down layout inference.
         layout = self.ring.layout
@@ -146,7 +151,7 @@ class _PipelinedKernel:
         self.sums.publish(self.exchanged, parts, k)
 
     def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-        """The row results of step `k` and, with it, the column sums; then its stage is free."""
+        """Store the row results of step `k`, add to the column sums, and release its stage."""
         totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
         for row in range(self.ring.rows):
             of_row = totals[row * sums : (row + 1) * sums]
@@ -157,7 +162,7 @@ class _PipelinedKernel:
     def finish_row(
         self, k: Any, row: int, stats: Arrays, totals: Arrays, carried: Arrays
     ) -> Arrays:
-        """Of one of the rows of step `k`."""
+        """Finish one of the rows of step `k`."""
         at, index = self.stages.at(k), self.share.first_row(k) + row
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
@@ -172,14 +177,14 @@ class _PipelinedKernel:
         return [a + b for a, b in zip(carried, added)]
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
-        """A unit of a row in stage `at`, of the first `count` operands, in float32."""
+        """Read a unit of a row from stage `at`, for the first `count` operands, in float32."""
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = self.ring.layout, self.ring.shape
         refs = [held.at[at, row, columns] for held in self.held[:count]]
-        return [widen(load(ref, layout, shape), layout) for ref in refs]
+        return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
-        """0 for each column sum of each unit."""
+        """Return 0 for each column sum of each unit."""
         zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
         return [zeros] * (len(self.units) * self.formula.column_sums)
 
@@ -193,14 +198,15 @@ def pipelined_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """The row results, then for each column sum its partial sums, one row for each block.
+    """Return the row results, then the partial sums of each column sum, with a row per block.
 
-    `blocks` are those of a group of rows; with a cluster, they are clusters.
+    `blocks` counts the blocks of a group of rows, or the clusters if there are any.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.stages < 2 or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
     sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
+    whole = ring.cluster * ring.warpgroups == 1
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*arguments: Ref) -> None:
@@ -209,22 +215,29 @@ def pipelined_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        partition = ring.partition(cols, rank * ring.warpgroups + warpgroup)
+        index = 0 if whole else rank * ring.warpgroups + warpgroup
+        partition = ring.partition(cols, index)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, fragments = share.count(), partition.fragments()
+        if whole:  # All columns are in the stage, where they are in the row.
+            fragments = [dataclasses.replace(f, stage_start=f.start) for f in fragments]
         places = [fragment.columns() for fragment in fragments]
 
         def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
             first = share.first_row(k)
+            if whole:  # The rows of a step are neighbours.
+                for source, stages in zip(refs.rows, held):
+                    yield source.at[pl.ds(first, ring.rows)], stages.at[at]
+                return
             for row in range(ring.rows):
                 for fragment, columns in zip(fragments, places):
                     target = pl.ds(fragment.stage_start, fragment.width)
                     for source, stages in zip(refs.rows, held):
                         yield source.at[first + row, columns], stages.at[at, row, target]
 
-        stages = Stages(ring.stages, steps, full, copies, warpgroup)
+        stages = Stages(ring.stages, steps, full, copies, None if whole else warpgroup)
         stages.start()
-        first, *tail = partition.fragments()
+        first, *tail = fragments
         units = [*partition.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [
@@ -239,7 +252,8 @@ def pipelined_backward(
         kernel.run(block)
 
     part = ring.partition(cols)
-    copies = len(operands.rows) * ring.rows * len(part.fragments())  # of a stage
+    width = cols if whole else part.width
+    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))  # of a stage
     stages = ring.warpgroups * ring.stages
     return launch(
         body,
@@ -253,7 +267,7 @@ def pipelined_backward(
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, part.width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, width), v.dtype) for v in operands.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],

@@ -1,1 +1,1 @@
-"""LayerNorm and RMSNorm, alone and with a residual."""
+"""LayerNorm and RMSNorm, with residual additions, a gate or a rotation."""

@@ -1,19 +1,19 @@
 """Backward passes of LayerNorm and RMSNorm from the output or from the input.
 
-Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
+For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (only LayerNorm has c1):
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, from the input, n = xh G + bias is made again, and
-d = dy activation'(n).
+With an activation after the norm, the backward starts from the input. It recomputes n = xh G +
+bias, and d = dy activation'(n).
 
-G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound, |y| to the largest number (`Spec.y_limit`). dh, another cotangent of the row that is
-normalised, is added to dx before that is rounded. A block adds up dscale and dbias over its own
-rows; the blocks' sums are added outside, always in the same order.
+As in the forward, G is floored and the bias is rounded to y's dtype. |xh| is clipped to sqrt(N),
+its true bound, and |y| to the largest finite number (`Spec.y_limit`). dh, a further cotangent of
+the normalised row, is added to dx before dx is rounded. A block sums dscale and dbias over its own
+rows; the sums of the blocks are added outside the kernel in a fixed order.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above, for elements of a row: of saved and dy, then of dh where there is one.
+    """The equations above, for the elements of a row: saved, dy, and dh if there is one.
 
-    dx comes out `copies` times, for results of other dtypes.
+    dx is returned `copies` times, for results of other dtypes.
     """
 
     spec: Spec
@@ -70,7 +70,7 @@ class NormFormula:
         return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """G, 1 / G and the bias; those of them that the equations need."""
+        """Return G, 1 / G and the bias, as far as the equations need them."""
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -94,7 +94,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
+        # Multiplying each term by r takes two fused multiply-adds; r (d G - c1 - xh c2) takes one,
+        # and two more operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -119,7 +120,7 @@ class NormFormula:
     def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """d; d G; z (from the input: xh); and 1 / G where that is needed."""
+        """Return d, d G, z (xh if the input is saved), and 1 / G or None."""
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
         if not self.from_output:
@@ -146,15 +147,15 @@ def norm_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """Of a norm, or of one of h; see `Implementation.backward`.
+    """Backward pass of a norm of x, or of h = x + residual; see `Implementation.backward`.
 
-    With a residual of float32, whose gradient is what the kernel computes, it writes dx, of another
-    dtype, beside it. From one of 16 bits dx is converted, as rounded, which is left to XLA and what
-    it fuses that to.
+    If the residual is float32, its gradient is the kernel's float32 result, and dx is stored as a
+    second result in its own dtype. If the residual has 16 bits, dx is converted from its rounded
+    gradient; XLA does this, and fuses it with the operations that follow.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
-      schedule: how it runs; by default, what the table says.
+      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      schedule: overrides the table's.
     """
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
     if spec.op != "norm" and dtypes[0] != np.float32:
@@ -163,8 +164,10 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    formula = NormFormula(spec.last, copies=len(dtypes))
-    (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule)
+    # Nothing in the formula depends on `wrt` or on the operation: a norm with an extra cotangent
+    # and a norm of a sum share a kernel.
+    formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
+    (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
         return Operands(dh, **gradients)
     return Operands((dx or [dh])[0].astype(x_dtype), dh, **gradients)
@@ -179,17 +182,18 @@ def _run(
     spec: Spec,
     schedule: schedules.NormSchedule | None,
     names: Sequence[str] = ("scale", "bias"),
+    op: str | None = None,
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
     """Return the row results in these dtypes, and the gradients of the parameters by `names`."""
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
-    given = [[a for a in arrays if a is not None] for arrays in (rows, params)]
-    outputs = _KERNELS[type(schedule)](
+    outputs = _kernel(
         formula,
-        RowOperands(given[0], residuals.stats, given[1], spec.groups),
-        schedule=schedule,
-        blocks=schedules.persistent_blocks(spec, schedule),
-        results=results,
-        name=f"jaxnorm_{spec.op}_bwd",
+        schedule,
+        schedules.persistent_blocks(spec, schedule),
+        spec.groups,
+        tuple(results),
+        f"jaxnorm_{op or spec.op}_bwd",
+        *[[a for a in arrays if a is not None] for arrays in (rows, residuals.stats, params)],
     )
     dtypes = [spec.dtype(name) for name in names]
     groups = [getattr(spec.norm, f"{name}_groups", spec.groups) for name in names]
@@ -197,10 +201,38 @@ def _run(
     return outputs[: len(results)], dict(zip(names, gradients))
 
 
+@functools.partial(jax.jit, static_argnums=range(6))
+def _kernel(
+    formula: Formula,
+    schedule: schedules.NormSchedule,
+    blocks: int,
+    groups: int,
+    results: tuple[np.dtype, ...],
+    name: str,
+    rows: Arrays,
+    stats: Arrays,
+    params: Arrays,
+) -> tuple[jax.Array, ...]:
+    """Run the kernel of a formula.
+
+    This function is jitted so that a program lowers equal kernels once, even if they belong to
+    different operations: with an extra cotangent, `norm` and `add_norm` have the same kernel.
+    """
+    return _KERNELS[type(schedule)](
+        formula,
+        RowOperands(rows, stats, params, groups),
+        schedule=schedule,
+        blocks=blocks,
+        results=results,
+        name=name,
+    )
+
+
 # -------------------------------------------------------------------------------------------------
-# Backward pass of RMSNorm and a gate, after it or before it, from x and the gate.
+# Backward pass of RMSNorm with a gate, after it or before it, from x and the gate.
 #
-# Row of N; G = scale + scale_offset, r = rstd, a = activation(gate), e = dy G. Of t = x, or x a:
+# For a row of N elements, with G = scale + scale_offset, r = rstd, a = activation(gate) and e = dy
+# G. t is x, or x a:
 #
 #     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
 #
@@ -209,12 +241,12 @@ def _run(
 #     norm(x a)     dg = e       dx = dt a     dgate = dt x activation'(gate)
 #                                dscale = sum_rows(dy xh)
 #
-# Nothing of the gate is kept: its activation is made again, with its derivative.
+# The activation is not saved: it is recomputed with its derivative.
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedFormula:
-    """The equations above, for elements of a row: of x, of the gate and of dy."""
+    """The equations above, for the elements of a row: x, the gate and dy."""
 
     spec: Spec
     summed: int = 3
@@ -225,7 +257,7 @@ class GatedFormula:
         return int(self.spec.norm.scale_dtype is not None)
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """G."""
+        """Return G."""
         return [gain(scale, self.spec) for scale in params]
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
@@ -248,7 +280,7 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """e, dg, t; a and its derivative."""
+        """Return e, dg, t, a and its derivative."""
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
@@ -264,11 +296,11 @@ def norm_gated_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """See `Implementation.backward`.
+    """Backward pass of RMSNorm with a gate; see `Implementation.backward`.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
-      schedule: how it runs; by default, what the table says.
+      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      schedule: overrides the table's.
     """
     assert spec.norm.gate_dtype is not None
     (dx, dgate), gradients = _run(
@@ -286,16 +318,16 @@ def norm_gated_bwd(
 # -------------------------------------------------------------------------------------------------
 # Backward pass of a norm of h = residual + branch_scale x: LayerScale, or adaLN-zero's gate.
 #
-# With t the gradient of h, that of `norm.backward` with h's own cotangent, before it is rounded:
+# t is the gradient of h from `norm.backward`, including h's own cotangent, before it is rounded:
 #
 #     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The equations above, for elements of a row: of saved, d and x, then of dh if there is one.
+    """The equations above, for the elements of a row: saved, d, x, and dh if there is one.
 
-    `norm`: of h.
+    `norm` is the formula of the norm of h.
     """
 
     norm: NormFormula
@@ -310,7 +342,7 @@ class ScaledSumFormula:
         return self.norm.column_sums + 1
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """branch_scale, then those of the norm."""
+        """Return branch_scale, then the columns of the norm."""
         branch_scale, *of_norm = params
         return [branch_scale, *self.norm.columns(of_norm)]
 
@@ -332,11 +364,11 @@ def scaled_sum_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """See `Implementation.backward`.
+    """Backward pass of a norm after a scaled sum; see `Implementation.backward`.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
-      schedule: how it runs; by default, what the table says.
+      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      schedule: overrides the table's.
     """
     bias = residuals.bias if spec.norm.saved == "output" else None
     (dx, dresidual), gradients = _run(
@@ -355,7 +387,8 @@ def scaled_sum_bwd(
 # -------------------------------------------------------------------------------------------------
 # Backward pass of two RMSNorms with a residual between them: h = residual + norm(x), y = norm(h).
 #
-# Row of N; G and r of the first norm, G' and r' of the second; d = dy, and dh is h's own cotangent:
+# For a row of N elements, with G and r of the first norm, G' and r' of the second, d = dy, and dh
+# as h's own cotangent:
 #
 #     first norm         xh = x r,               u = xh G
 #     second norm        from the output z = y,  xh' = y / G',    c' = mean(d z)
@@ -364,15 +397,15 @@ def scaled_sum_bwd(
 #     of x               dx = r (dresidual G - xh c),             c = mean(dresidual u)
 #                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
 #
-# dresidual needs c', and c needs dresidual. So that a row is reduced once, c is put together from
-# sums that need neither:
+# dresidual needs c', and c needs dresidual. To reduce a row only once, c is computed from sums that
+# need neither:
 #
 #     c = mean(dh u) + r' (mean(d G' u) - c' mean(xh' u))
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoNormsFormula:
-    """The equations above, for elements of a row: of x, saved and d, then of dh if there is one."""
+    """The equations above, for the elements of a row: x, saved, d, and dh if there is one."""
 
     spec: Spec
 
@@ -391,7 +424,7 @@ class TwoNormsFormula:
         )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """G; G' and, from the output, 1 / G'."""
+        """Return G, G', and 1 / G' if the output is saved."""
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -430,7 +463,7 @@ class TwoNormsFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """xh, u, z (from the input: xh'), xh' and d G'."""
+        """Return xh, u, z (xh' if the input is saved), xh' and d G'."""
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd
         if self.spec.norm.scale_dtype is not None:
@@ -456,11 +489,11 @@ def two_norms_bwd(
     *,
     schedule: PipelinedRows | PipelinedNarrowRows | None = None,
 ) -> Operands:
-    """Of norm_add_norm; in two kernels where no ring takes the rows.
+    """Backward pass of norm_add_norm, in two kernels if no schedule fits its rows in one.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
-      schedule: how it runs; by default, what the table says.
+      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      schedule: overrides the table's.
     """
     schedule = schedule or schedules.norm_schedule(spec)
     if schedule is None:

@@ -11,7 +11,7 @@ from jaxnorm_kernels.mosaic.device.numerics import exp2
 from jaxnorm_kernels.specs import Activation, Spec
 
 # -------------------------------------------------------------------------------------------------
-# Activations of a gate or a norm g, and their derivatives, in float32: both of one sigmoid.
+# Activations of a gate or a norm g, and their derivatives, in float32. A sigmoid s serves both.
 #
 #     sigmoid       s(g)              s (1 - s)
 #     silu          g s(g)            s (1 + g - g s)
@@ -19,8 +19,8 @@ from jaxnorm_kernels.specs import Activation, Spec
 #     relu          max(g, 0)         1 for g > 0, else 0
 #     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 #
-# gelu is the approximation by tanh, since (1 + tanh(v)) / 2 = s(2 v). The rounding of an exponent
-# gives s an error of |g| u, relative to what is as small as exp(-|g|) where that is large.
+# gelu is the tanh approximation, since (1 + tanh(v)) / 2 = s(2 v). The rounding of an exponent
+# gives s a relative error of |g| u, which is large only where s is as small as exp(-|g|).
 
 
 _LOG2_E = math.log2(math.e)
@@ -31,7 +31,7 @@ ValueAndSlope = tuple[jax.Array, jax.Array]
 
 
 def _logistic(g: jax.Array) -> jax.Array:
-    """1 / (1 + exp(-g)): a root's reciprocal, squared, is quicker than a division."""
+    """Return 1 / (1 + exp(-g)). Squaring a reciprocal square root is faster than a division."""
     return jnp.square(lax.rsqrt(1 + exp2(g * -_LOG2_E)))
 
 
@@ -62,7 +62,7 @@ def _leaky_relu(g: jax.Array) -> ValueAndSlope:
     return g * slope, slope
 
 
-#: Both of each: what a kernel does not use, its compiler leaves out.
+#: Each returns the value and the slope; the compiler removes what a kernel does not use.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -73,18 +73,18 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
 
 
 def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
-    """That of a call which has one."""
+    """Return the activation of a call that has one."""
     assert spec.norm.activation is not None
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
-# that z is 0, and 1 / G may be infinite: x_hat is taken as 0.
+# Without a floor (float16), G may be arbitrarily small. Below this value, y cannot represent x_hat
+# G, so z is 0 and 1 / G may be infinite: x_hat is then taken as 0.
 _NO_RECIPROCAL = 2.0**-100
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """G = scale + scale_offset, raised to `Spec.scale_floor` where its magnitude is below that."""
+    """Return G = scale + scale_offset, with a magnitude of at least `Spec.scale_floor`."""
     g = scale.astype(jnp.float32)
     if spec.norm.scale_offset:
         g = g + spec.norm.scale_offset
@@ -93,7 +93,7 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 
 
 def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
-    """1 / G."""
+    """Return 1 / G."""
     if spec.scale_floor is not None:
         return 1 / g
     none = jnp.abs(g) < _NO_RECIPROCAL
@@ -101,14 +101,14 @@ def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """The bias; rounded to y's dtype where the output is saved."""
+    """Return the bias, rounded to y's dtype if the output is saved."""
     if spec.norm.saved == "output":
         bias = bias.astype(spec.y_dtype)
     return bias.astype(jnp.float32)
 
 
 def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
-    """A y that is saved; see `Spec.y_limit`."""
+    """Clip a saved y to the finite range; see `Spec.y_limit`."""
     limit = spec.y_limit
     return y if limit is None else jnp.clip(y, -limit, limit)
 
@@ -116,7 +116,7 @@ def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
 def norm_output(
     x: jax.Array, rstd: jax.Array, mean: jax.Array | None, columns: Sequence[jax.Array], spec: Spec
 ) -> jax.Array:
-    """y; `columns` is what `norm_columns` gives for the columns of x."""
+    """Return y; `columns` are the results of `norm_columns` for the columns of x."""
     rest = list(columns)
     y = (x if mean is None else x - mean) * rstd
     if spec.norm.scale_dtype is not None:
@@ -127,7 +127,7 @@ def norm_output(
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """G and the bias, of the scale and bias, as far as there are any."""
+    """Return G and the bias from the parameters, as far as the norm has them."""
     rest = list(params)
     columns = []
     if spec.norm.scale_dtype is not None:

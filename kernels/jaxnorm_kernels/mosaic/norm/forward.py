@@ -1,11 +1,11 @@
 """LayerNorm and RMSNorm.
 
-LayerNorm subtracts the mean, RMSNorm has mean = 0:
+LayerNorm subtracts the mean; RMSNorm has mean = 0::
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias       or the activation of that
 
-With a residual; h and the y of norm_add are in its dtype, and the second norm has its own scale::
+With a residual, h and the y of norm_add have its dtype, and the second norm has its own scale::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
@@ -17,9 +17,9 @@ With a gate, y is rounded once::
 
     norm_gated       y = norm(x) activation(gate)      or y = norm(x activation(gate))
 
-The variance is never E[x^2] - E[x]^2, which cancels. Rows in registers are reduced twice. Where
-parts of a row are reduced apart, part p of size n_p has its own mean and its own sum of squares
-about it, M_p, and (Chan, Golub, LeVeque 1979)
+The variance is never computed as E[x^2] - E[x]^2, which cancels. Rows in registers are reduced
+twice. If parts of a row are reduced separately, part p of size n_p has its own mean and the sum of
+squares about it, M_p. They are merged by (Chan, Golub, LeVeque 1979)::
 
     mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
 """
@@ -50,8 +50,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None
     """See `Implementation.forward`; statistics are float32.
 
     Args:
-      operands: of 16 or 32 bits.
-      schedule: how it runs; by default, what `schedules.choose` says.
+      operands: arrays of 16 or 32 bits.
+      schedule: overrides `schedules.choose`.
     """
     schedule = required(schedule or schedules.choose(spec), spec)
     y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
@@ -76,16 +76,16 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.norm.residual_dtype
 
 
-#: What belongs to the columns of each fragment of a row.
+#: Parameters of the columns of each fragment of a row.
 Columns = list[list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """Parameters of a call: of each of its norms, and the scale of x, which has no norm.
+    """The parameters of a call: those of each norm, and the scale of x, which belongs to no norm.
 
     Attributes:
-      norms: the norm that each entry of `refs` belongs to; None for the scale of x.
+      norms: the norm of each entry of `refs`, or None for the scale of x.
     """
 
     tile: Tile
@@ -106,7 +106,7 @@ class _Params:
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
-        """Load those of all norms, for all rows of the block."""
+        """Load the parameters of all norms, for all rows of the block."""
         return [
             self.load(k, lambda: self.tile.first_row(self.rows)) for k in range(len(self.norms))
         ]
@@ -126,11 +126,11 @@ class _Params:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in registers, and the terms that the operations below are made of.
+    """A row in registers, and the terms of which the operations below consist.
 
     Attributes:
-      columns: of each norm, and then those of the scale of x.
-      stats: where norms leave their statistics.
+      columns: returns the columns of each norm, and then those of the scale of x.
+      stats: the statistics of the norms, appended as they are computed.
     """
 
     spec: Spec
@@ -141,7 +141,7 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return x, or what is normalised in its place, in float32."""
+        """Return x, or what is normalised instead, in float32."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:
@@ -149,7 +149,7 @@ class _Row:
         return self.loaded.read(1)
 
     def norm(self, read: Callable[[], Fragments], k: int = 0) -> Fragments:
-        """Return norm `k` of the call, of what `read` gives."""
+        """Apply norm `k` of the call to the result of `read`."""
         spec, tile = self.spec.norms[k], self.tile
         rstd, mean = _row_statistics(tile, read, self.scratch, spec, self.loaded.step, k)
         self.stats.extend(_present(rstd, mean)[: 1 + spec.returns_mean])
@@ -201,7 +201,7 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 def _scaled_add_norm(row: _Row) -> NamedResults:
     h = row.scaled_sum()
     yield "h", h
-    # Recomputed, h holds no registers between its uses.
+    # h is recomputed, so that it takes no registers between its uses.
     yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
@@ -226,7 +226,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """Run the body of the kernel."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return what is normalised first; then h, or a residual or a gate that comes later."""
+        """Return the row to normalise first, then h, or a residual or gate that is used later."""
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)
@@ -272,7 +272,7 @@ def _row_statistics(
     step: Any,
     nth: int,
 ) -> tuple[Stat, Stat | None]:
-    """r and the mean of a row in registers; `nth` of the norms of this step's row."""
+    """Return r and the mean of a row in registers, for norm `nth` of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
     mean = tile.sum(read()) / size if spec.norm.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
@@ -290,9 +290,9 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """The mean of a row and the sum of squares about it, of those of its parts.
+    """Return the mean of a row and the sum of squares about it, from those of its parts.
 
-    `gather` shows the values of each part to all of them: see `rows.exchange.Gather`.
+    `gather` gives every part the values of all parts; see `rows.exchange.Gather`.
     """
     if mean is None:
         (part_square,) = gather(square)

@@ -1,4 +1,4 @@
-"""RMSNorm of heads and the rotation after it: forward and backward."""
+"""RMSNorm of attention heads and the rotation after it (RoPE): forward and backward."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.specs import Spec
 
 # -------------------------------------------------------------------------------------------------
-# RMSNorm of heads, and the rotation of their pairs (a, b) of columns after it.
+# RMSNorm of heads, then the rotation of their pairs (a, b) of columns.
 #
 # n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
 # y = (na cos - nb sin, nb cos + na sin), and n in the columns that are not rotated
@@ -40,7 +40,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
     layouts = tile.row_layouts
     params = [a for a in (operands.scale,) if a is not None]
     arrays = [operands.x, operands.cos, operands.sin, *params]
-    count = len(arrays)  # What traces the body keeps it: it may hold no traced array.
+    count = len(arrays)  # The traced body is cached: it must not hold traced arrays.
 
     def body(*refs: Any) -> None:
         (x, cos, sin, *scale), (y, *rstd) = split(refs, count)
@@ -73,15 +73,17 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 # -------------------------------------------------------------------------------------------------
 # Backward pass of RMSNorm and the rotation after it, from the output or from the input.
 #
-# Row of N; G = scale + scale_offset, r = rstd, d = dy; R' is the rotation's transpose:
+# For a row of N elements, with G = scale + scale_offset, r = rstd, d = dy, and R' as the rotation's
+# transpose:
 #
 #     from the output    n = R' y / (cos^2 + sin^2),     xh = n / G,     c2 = mean(d' n)
 #     from the input     xh = x r,                                       c2 = mean(d' G xh)
 #     both               d' = R' d,                      dx = r (d' G - xh c2)
 #                        dscale = sum_rows(d' xh)
 #
-# |xh| is clipped to sqrt(N), its true bound: in a column with a small scale, what n has of its
-# partner's rounding may be any multiple of it. The loop is that of `loops.narrow_rows`.
+# |xh| is clipped to sqrt(N), its true bound: in a column with a small scale, the part of n that
+# comes from its partner's rounding error may be any multiple of it. The loop is
+# `loops.narrow_rows`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +112,7 @@ class _RotatedRows:
     ) -> tuple[list[Parts], Parts]:
         """Return dx and the terms of dscale."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
-        saved, d = (
-            [widen(part, of) for part, of in zip(tile.load_shared(ref, top), tile.row_layouts)]
-            for ref in held
-        )
+        saved, d = (tile.load_shared(ref, top) for ref in held)
         of_rows = [tile.broadcast(r, part) for part in saved]
         xh, n = self._normalised(saved, table, reciprocals, of_rows)
         d = rotated_back(d, *table)
@@ -126,7 +125,7 @@ class _RotatedRows:
     def _normalised(
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
-        """Return xh and, from the output, n."""
+        """Return xh, and n if the output is saved."""
         if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table

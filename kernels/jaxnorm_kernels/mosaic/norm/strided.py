@@ -1,16 +1,17 @@
 """LayerNorm and RMSNorm of ``(outer, cols, inner)`` over the middle axis: GroupNorm.
 
-Rows are also groups of neighbours on the inner axis: what the columns of each inner element give is
-then merged once more. Scale and bias belong to inner elements. The equations are those of
-`norm.forward` and `norm.backward`, and so is how parts are merged. The sums over the columns of an
-inner element are dscale and dbias, and G times them its part of c2 and c1: so c2 is that of d G xh
-from the output, too. From the input, c = x - mean is enough of an element, and what it is
-multiplied by belongs to the inner element:
+A row may also include a group of neighbours on the inner axis. The statistics of the columns of
+each inner element are then merged once more. Scale and bias belong to inner elements.
+
+The equations, and the merging of parts, are those of `norm.forward` and `norm.backward`. The sums
+over the columns of an inner element are dscale and dbias. G times these sums is the element's
+contribution to c2 and c1. So from the output, too, c2 is the mean of d G xh. From the input, it
+suffices to compute c = x - mean for each element; its factors belong to the inner element:
 
     n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
-Blocks hold strips (see `rows.strips`), and read them from shared memory for each pass over them. A
-part of a strip is what a warp has of its columns, or a block of a cluster.
+Blocks hold strips (see `rows.strips`), and read them from shared memory for each pass. A part of a
+strip belongs to a warp, or to a block of a cluster.
 """
 
 import functools
@@ -36,21 +37,21 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: Statistics of the parts of a strip -> those of the strip, and the same of several kinds.
+#: Merges statistics of the parts of a strip into those of the strip, for several at once.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
-    """x and y are ``(outer, cols, inner)``; scale and bias as `NormOptions.inner_params` says."""
+    """Normalise ``(outer, cols, inner)``; for scale and bias see `NormOptions.inner_params`."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    # r G is that of an inner element where G is.
+    # If G belongs to inner elements, so does r G.
     joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)
 
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
         param_refs, (y_ref, *stat_refs) = split(refs, len(params))
-        # Read first: that takes as long as the sums do.
+        # Load the parameters first: this takes as long as the sums, and runs at the same time.
         prepared = norm_columns([strip.inner_param(ref) for ref in param_refs], spec)
         columns = [strip.broadcast(column) for column in prepared[joins:]]
         rstd, mean = _statistics(strip, gather, spec)
@@ -79,7 +80,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradients of x, and of scale and bias by the sums over columns."""
+    """Return the gradients of x, and those of scale and bias from sums over columns."""
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     bias = residuals.bias if spec.reads_bias else None
     params = [param for param in (residuals.scale, bias) if param is not None]
@@ -141,8 +142,8 @@ def _in_strips(
     """Run `finish` on each strip of `rows`, with refs of `others` and of the outputs.
 
     Args:
-      finish: its first pass over the strip, and no other, is one that `waits`.
-      exchanged: how many values the parts of a strip exchange at a time, at most.
+      finish: must set `waits` in its first pass over the strip, and only there.
+      exchanged: the largest number of values that the parts of a strip exchange at a time.
     """
     exchange = StripExchange(strips, exchanged)
     stages = strips.scratch([a.dtype for a in rows])
@@ -169,7 +170,7 @@ def _in_strips(
 
 
 def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | None]:
-    """r and the mean of each inner element, or of its group."""
+    """Return r and the mean of each inner element, or of its group."""
 
     def x(fragment: Fragment) -> jax.Array:
         return strip.read(0, fragment)
@@ -196,7 +197,7 @@ def _add(parts: Parts) -> list[Any]:
 
 
 def _merge_moments(parts: Parts) -> list[Any]:
-    """The mean, the sum of squares about it, and the number of columns."""
+    """Return the mean, the sum of squares about it, and the number of columns."""
     size = parts.total(2)
     mean = parts.sum(lambda part_mean, part_square, n: n * part_mean) / size
     square = parts.sum(
@@ -206,7 +207,7 @@ def _merge_moments(parts: Parts) -> list[Any]:
 
 
 class _StripFormula(NormFormula):
-    """`NormFormula` where G and the bias belong to an inner element, not to a column."""
+    """`NormFormula` with G and bias that belong to an inner element, not to a column."""
 
     @property
     def row_sums(self) -> int:
@@ -221,7 +222,7 @@ class _StripFormula(NormFormula):
         return [d * c, d][: self.row_sums]
 
     def dx(self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays) -> jax.Array:
-        """The gradient of x."""
+        """Return the gradient of x."""
         if self.from_output:
             (dx,), _ = self.finish(elements, columns, stats, totals)
             return dx
@@ -237,9 +238,9 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Of the sums over the columns of an inner element: gradients, and its part of totals.
+        """Return gradients, and the terms of the row's totals, from an inner element's column sums.
 
-        `params` as `columns` gives them.
+        `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:
@@ -250,13 +251,13 @@ class _StripFormula(NormFormula):
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """r G."""
+        """Return r G."""
         return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array]:
-        """d and c."""
+        """Return d and c."""
         _, *mean = stats
         c = x - mean[0] if mean else x
         if self.spec.norm.activation is None:

@@ -1,1 +1,1 @@
-"""How blocks hold, cut and share rows, and reduce what they share: for both directions."""
+"""How blocks hold, split and exchange rows, in both directions."""

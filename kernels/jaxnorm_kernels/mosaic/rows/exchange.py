@@ -1,9 +1,9 @@
 """Exchange of values between the warps that share a row, in a block or in a cluster.
 
-`Gather` shows the values of each warp to all of them; `RowSums` adds them up. Blocks of a cluster
-send each other values through distributed shared memory (`ClusterExchange`), and count the bytes
-that arrive (`TransactionBarriers`). Pallas has no such operations, so these are PTX; the
-interpreter knows no clusters.
+`Gather` gives every warp the values of all warps; `RowSums` gives it their sums. The blocks of a
+cluster send values to each other through distributed shared memory (`ClusterExchange`), and
+barriers count the bytes that arrive (`TransactionBarriers`). Pallas has no such operations, so
+these are written in PTX. The interpreter does not support clusters.
 """
 
 import dataclasses
@@ -32,41 +32,42 @@ from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm,
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
-#: float32 values, the most that are sent at once.
+#: The largest number of float32 values in one message.
 MESSAGE = 4
 
 
 # -------------------------------------------------------------------------------------------------
 # Barriers of a block that count the bytes which the blocks of its cluster send to it.
 #
-# A thread sends (``st.async``), and goes on; who waits for the barrier of its own block sees all
-# that was announced. Plain stores and an arrival at the other blocks' barriers would not do: these
-# are seen in any order (H200: a wrong sum in some rows of a million), unless a fence waits for all
-# that the block has stored, its output too (a third of the bandwidth); and where it has stored
-# nothing, the fence of a barrier of the cluster still takes longer than the messages (GroupNorm,
-# then silu: 12 of 162 us; H100).
+# A thread sends values with ``st.async`` and continues. A thread that waits for its own block's
+# barrier then sees all announced values. Plain stores followed by an arrival at the other blocks'
+# barriers do not work, because they may become visible in any order (H200: a wrong sum in some rows
+# of a million). A fence would fix the order, but it waits for everything that the block has stored,
+# including its results (a third of the bandwidth). Even if nothing was stored, the fence of a
+# cluster barrier takes longer than the messages (GroupNorm, then silu: 12 of 162 us; H100).
 #
-# Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
+# Pallas has no such operations, so these are written in PTX. The interpreter does not support
+# clusters.
 
 
 @dataclasses.dataclass(frozen=True)
 class TransactionBarriers:
-    """One for each stage of an exchange.
+    """Barriers for the stages of an exchange, one per stage.
 
     Attributes:
-      arrivals: announcements of bytes to come, in each stage.
-      stages: exchanges that may be under way.
+      arrivals: the number of announcements of incoming bytes, in each stage.
+      stages: the number of exchanges that may be in flight.
     """
 
     arrivals: int
     stages: int
 
     def scratch(self) -> Any:
-        """8 bytes each."""
+        """Return the scratch memory of the barriers, 8 bytes each."""
         return plgpu.SMEM((2 * self.stages,), jnp.uint32)
 
     def open(self, barriers: Ref) -> None:
-        """Before everything else: makes them."""
+        """Initialise the barriers; call it first in the kernel."""
 
         @plgpu.inline_mgpu(arg_types=(_REF,))
         def make(context: Any, barriers: Any) -> None:
@@ -84,7 +85,7 @@ class TransactionBarriers:
         make(barriers)
 
     def ready(self) -> None:
-        """Before the first message: waits until all blocks of the cluster have opened theirs."""
+        """Wait until all blocks of the cluster have initialised their barriers."""
 
         @plgpu.inline_mgpu()
         def wait(context: Any) -> None:
@@ -94,9 +95,9 @@ class TransactionBarriers:
         wait()
 
     def receive(self, barriers: Ref, stage: Any, parity: Any) -> None:
-        """Waits until all that was announced has arrived, for the n-th time.
+        """Wait until everything that was announced has arrived, for the n-th time.
 
-        `parity` is n % 2, counted from 0 for each stage.
+        `parity` is n % 2, where n starts at 0 for each stage.
         """
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
@@ -110,12 +111,12 @@ class TransactionBarriers:
 
 
 def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
-    """The address of a stage's."""
+    """Return the address of a stage's barrier."""
     return mgpu.address_of(barriers) + stage * 8
 
 
 def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
-    """The thread of which `is_one` is true announces so many bytes to come."""
+    """Announce `size` incoming bytes, from the one thread for which `is_one` is true."""
     utils.inline_ptx(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
         barrier.value,
@@ -128,7 +129,7 @@ def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
 def send(
     message: Sequence[Any], target: mgpu.Word, barrier: mgpu.Word, block: mgpu.Word, blocks: int
 ) -> None:
-    """Sends 1, 2 or 4 values to where `target` is in `block`; nothing to blocks that are not."""
+    """Send 1, 2 or 4 values to address `target` in `block`, if the cluster has such a block."""
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
     values = values if len(message) == 1 else f"{{{values}}}"
@@ -152,24 +153,23 @@ def send(
 #
 # Each block has slots, and barriers that count the bytes that arrive in it (`TransactionBarriers`).
 #
-# Messages cost time, however short they are: 64 for a row instead of 512 (H200, LayerNorm's
-# backward over 16 blocks) made it a third faster. So where only sums are wanted, and nobody waits
-# for them at once, the warps of a warpgroup add theirs up first.
-#
-# Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
+# The cost depends on the number of messages, not on their length: with 64 messages per row instead
+# of 512, LayerNorm's backward over 16 blocks became a third faster (H200). So if only sums are
+# needed, and not immediately, the warps of a warpgroup add their values first.
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterExchange:
-    """What the warps that share a row tell each other, once for each row.
+    """Exchange of values between the warps that share a row, once for each row.
 
     Attributes:
-      warpgroups: of a block.
-      blocks: of the cluster.
-      values: that each warp has to tell, in each exchange.
-      added: only the sums over all warps are wanted: a warpgroup adds its warps' values up first.
-      stages: exchanges that may be under way: the fastest warp sends the values of exchange
-        ``k + stages - 1`` while the slowest may be reading those of exchange k.
+      warpgroups: the warpgroups of a block.
+      blocks: the blocks of the cluster.
+      values: the values that each warp contributes to an exchange.
+      added: only the sums over all warps are needed. Each warpgroup then adds its warps' values
+        before it sends them.
+      stages: the number of exchanges that may be in flight. The fastest warp may send the values of
+        exchange ``k + stages - 1`` while the slowest still reads those of exchange k.
     """
 
     warpgroups: int
@@ -180,18 +180,18 @@ class ClusterExchange:
 
     @property
     def parts(self) -> int:
-        """Of each value, in the slots: a warp's or, of those that are added, a warpgroup's."""
+        """The contributions to a value: one per warp, or one per warpgroup if they are `added`."""
         return self.warpgroups * self.blocks * (1 if self.added else WARPS)
 
     @property
     def _width(self) -> int:
-        """Of a warpgroup's sums: whole messages, or a message of 1, 2 or 4."""
+        """The float32 values that a warpgroup sends, padded to messages of 1, 2 or 4."""
         n = self.values
         return n if n <= 2 else -(-n // MESSAGE) * MESSAGE
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """Shape in a stage: values by parts or, of those that are added, parts by sums."""
+        """The shape of a stage's slots: (values, parts), or (parts, sums) if they are `added`."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     @property
@@ -199,7 +199,7 @@ class ClusterExchange:
         return TransactionBarriers(self.warpgroups, self.stages)
 
     def scratch(self) -> list[Any]:
-        """Slots, barriers of 8 bytes each, and what a warpgroup adds up."""
+        """Return the scratch memory: slots, barriers, and the terms that a warpgroup adds."""
         rows, width = self._slots
         scratch = [
             plgpu.SMEM((self.stages * rows, width), jnp.float32),
@@ -211,15 +211,15 @@ class ClusterExchange:
         return scratch
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Before everything else: makes the barriers."""
+        """Initialise the barriers; call it first in the kernel."""
         self._barriers.open(scratch[1])
 
     def ready(self) -> None:
-        """Before the first `send`: waits until all blocks have opened their exchanges."""
+        """Wait until all blocks have initialised their barriers, before the first `send`."""
         self._barriers.ready()
 
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
-        """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
+        """Send `values`, one array over the four warps each, to all blocks of the cluster."""
         layout = warps_layout(1).reduce(1)
         slots, barriers, *terms = scratch[: 2 + self.added]
 
@@ -254,13 +254,13 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """One thread of each warpgroup announces its share of the bytes to come."""
+        """Announce this warpgroup's share of the incoming bytes, from one thread."""
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
 
     def _add(self, terms: Any, stage: mgpu.Word, of_warp: Sequence[Any]) -> list[Any]:
-        """The sums over the warps of the warpgroup, and zeros to fill the last message."""
+        """Return the sums over the warps of the warpgroup, padded with zeros to whole messages."""
         thread = mgpu.thread()
         first = stage * self.warpgroups + thread // WARPGROUP_THREADS
         first = mgpu.address_of(terms) + first * (4 * WARPS * self.values)
@@ -272,14 +272,14 @@ class ClusterExchange:
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
-        """Waits until all values have arrived in the slots, for the n-th time.
+        """Wait until all values have arrived in the slots, for the n-th time.
 
-        `parity` is n % 2, counted from 0 for each stage.
+        `parity` is n % 2, where n starts at 0 for each stage.
         """
         self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
-        """The sums over all warps, where they are `added`: the same in all blocks, bit by bit."""
+        """Return the sums over all warps, if they are `added`; all blocks get identical bits."""
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
 
@@ -319,7 +319,7 @@ def _tree_sum(values: list[Any]) -> Any:
     return values[0]
 
 
-# Every thread reads all of an array, four elements at a time, and adds them up by itself.
+# Every thread reads the whole array, four elements at a time, and adds them itself.
 _ALL = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,),)),
     warp_dims=(plgpu.Replicated(WARPS),),
@@ -330,14 +330,14 @@ _ALL = plgpu.Layout.TILED(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Among the warps of a block of up to 8 warpgroups, or of all `cluster` blocks of a cluster.
+    """Exchange between the warps of a block of up to 8 warpgroups, or of the blocks of a cluster.
 
-    The warps of a block tell each other through shared memory; blocks send each other what they
-    have.
+    The warps of a block exchange values through shared memory; the blocks of a cluster send
+    messages.
 
     Attributes:
-      values: of each warp, at most.
-      depth: exchanges that may be under way before the first of them is read.
+      values: the largest number of values of each warp.
+      depth: the number of exchanges that may be published before the first of them is read.
     """
 
     warpgroups: int
@@ -347,32 +347,38 @@ class Exchange:
 
     @property
     def stages(self) -> int:
-        """The fastest warp tells its values of exchange ``k + stages - 1`` while k is read."""
+        """The number of stages.
+
+        The fastest warp may write exchange ``k + stages - 1`` while exchange k is read.
+        """
         raise NotImplementedError
 
     @property
     def parts(self) -> int:
-        """Of a value: the warps of a block."""
+        """The number of contributions per value: one per warp of a block."""
         return WARPS * self.warpgroups
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """What exchanges so many values between the blocks of a cluster."""
+        """Return the exchange of this many values between the blocks of a cluster."""
         return ClusterExchange(self.warpgroups, self.cluster, values, stages=self.stages)
 
     def scratch(self) -> list[Any]:
-        """Shared memory and barriers, in the order of a kernel's arguments."""
+        """Return the shared memory and barriers, in the order of a kernel's arguments."""
         if self.cluster > 1:
             return self.in_cluster(self.values).scratch()
         shared = plgpu.SMEM((self.stages * self.values, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Before everything else."""
+        """Initialise the barriers of the cluster; call it first in the kernel."""
         if self.cluster > 1:
             self.in_cluster(self.values).open(scratch)
 
     def ready(self) -> None:
-        """Once, before the first values are told: the later, the less there is to wait for."""
+        """Wait for the other blocks, once, before the first values are sent.
+
+        A later call waits less.
+        """
         if self.cluster > 1:
             self.in_cluster(self.values).ready()
 
@@ -380,35 +386,36 @@ class Exchange:
         return lax.rem(jnp.int32(k), self.stages)
 
     def _receive(self, scratch: Sequence[Any], stage: Any, k: Any, values: int) -> ClusterExchange:
-        """What has received exchange `k` of a cluster."""
+        """Wait for exchange `k` of a cluster, and return the object that reads its results."""
         exchange = self.in_cluster(values)
         exchange.receive(scratch, stage, lax.rem(lax.div(jnp.int32(k), self.stages), 2))
         return exchange
 
     @property
     def _of_warpgroup(self) -> Any:
-        """The parts of this warpgroup's warps."""
+        """The slots of this warpgroup's warps."""
         return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Exchange):
-    """Shows each warp's values to all: with two `slots` a warpgroup may be one exchange ahead."""
+    """Give every warp the values of all warps. With 2 `slots`, a warpgroup may be a step ahead."""
 
     slots: int = 1
 
     @property
     def stages(self) -> int:
-        """As many as slots."""
+        """The number of stages, one per slot."""
         return self.slots
 
     def __call__(
         self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
     ) -> list[jax.Array]:
-        """``(4,)`` values of each warpgroup -> ``(parts,)`` values, in the same order everywhere.
+        """Turn ``(4,)`` values per warpgroup into ``(parts,)`` values, in a fixed order.
 
-        Those of all blocks. Reducing them stays within a warp, because each warp holds all of them
-        in its lanes. `count` is how often the block has gathered before.
+        The result contains the values of all blocks. Each warp holds all of them in its lanes, so
+        it can reduce them without further exchange. `count` is how often the block has gathered
+        before.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)
@@ -427,29 +434,29 @@ class Gather(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class RowSums(Exchange):
-    """The sums of `values` over all warps, for each step of a persistent kernel.
+    """Sums of `values` over all warps, for each step of a persistent kernel.
 
-    Not by Mosaic's reduction over warps: its scratch is at one place for all warpgroups of a block,
-    which is a race. With a `depth` of 2, a step may be published while the one before is not
+    Mosaic's own reduction over warps would be a race, because all warpgroups of a block would use
+    the same scratch memory. With a `depth` of 2, a step may be published before the previous one is
     collected.
 
-    A thread reads all parts of a sum, which is quick, or with `in_lanes` one of them, and the warp
-    adds them up by shuffles: for kernels that have no register to spare.
+    Each thread reads all parts of a sum, which is fast. With `in_lanes`, a thread reads one part
+    and the warp adds the parts by shuffles, which saves registers.
     """
 
     in_lanes: bool = False
 
     @property
     def stages(self) -> int:
-        """Twice as many as may be under way."""
+        """Twice the number of exchanges that may be in flight."""
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """As in an exchange, but for the sums alone."""
+        """Return the exchange between blocks, which needs to send the sums only."""
         return dataclasses.replace(super().in_cluster(values), added=True)
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
-        """`sums`: for each sum a ``(4,)`` array over the warps of this warpgroup."""
+        """Publish the sums of step `k`, each a ``(4,)`` array over this warpgroup's warps."""
         stage = self._stage(k)
         if self.cluster > 1:
             self.in_cluster(self.values).send(scratch, stage, sums)
@@ -461,7 +468,7 @@ class RowSums(Exchange):
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
-        """The totals of step `k`. Each warp adds up all parts, in the same order."""
+        """Return the totals of step `k`. Each warp adds all parts in the same order."""
         k = jnp.int32(k)
         stage = self._stage(k)
         if self.cluster > 1:

@@ -1,14 +1,15 @@
-"""How a block holds heads that are rotated: whole rows, both columns of a pair in one thread.
+"""How a block holds heads that are rotated: whole rows, with both columns of a pair in one thread.
 
-A row is in two or three *parts*: the first column of each pair, the second, and the columns that
-are not rotated. The threads of a row have the same pairs of the first two, whichever columns of
-memory those are::
+A row has two or three *parts*: the first column of each pair, the second column, and the columns
+that are not rotated. A thread holds matching columns of the first two parts, wherever they are in
+memory::
 
     half            columns 0 ... r/2       columns r/2 ... r       the rest
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
 
-The table of a row belongs to its position, which the heads of a position share: it is read as it
-is, once for all rows of a tile where they have one position, or else of each row.
+The row of a rotary table belongs to a position, which several heads share. The table is not
+expanded: if all rows of a tile have the same position, its row is loaded once, otherwise once for
+each row.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     columns_layout,
     load,
+    load_wide_columns,
     rows_layout,
     widen,
 )
@@ -39,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.registers import (
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 
-#: An array for each part of the rows of a tile.
+#: A row in registers: an array for each part.
 Parts = list[jax.Array]
 
 
@@ -48,13 +50,13 @@ class HeadTile:
     """Rows in a warpgroup, each shared by `threads` neighbouring threads of a warp.
 
     Attributes:
-      cols: of a head.
-      rotated: of these, the first ones.
+      cols: columns of a head.
+      rotated: the number of leading columns that are rotated.
       interleaved: see `Spec`.
-      vector: columns of the first two parts that a thread has side by side.
-      rest: the same of the third.
-      threads: that share a row.
-      rows: of the tile.
+      vector: neighbouring columns of the first two parts in one thread.
+      rest: neighbouring columns of the third part in one thread.
+      threads: threads that share a row.
+      rows: rows of the tile.
     """
 
     cols: int
@@ -67,23 +69,23 @@ class HeadTile:
 
     @property
     def pairs(self) -> int:
-        """Of a head."""
+        """The number of pairs in a head."""
         return self.rotated // 2
 
     @property
     def widths(self) -> list[int]:
-        """Columns of each part."""
+        """The columns of each part."""
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Layout of each part, of the rows."""
+        """The layout of each part of the rows."""
         return [self.rows_layout(v) for v in self._vectors]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Layout of each part, of what all rows share."""
+        """The layout of each part of an operand that all rows share."""
         return [self.columns_layout(v) for v in self._vectors]
 
     @property
@@ -91,20 +93,20 @@ class HeadTile:
         return [self.vector, self.vector, self.rest][: len(self.widths)]
 
     def rows_layout(self, vector: int) -> Layout:
-        """Of the rows, by vectors of so many columns."""
+        """Return the layout of rows with vectors of this many columns."""
         return rows_layout(vector, self.threads, self.rows)
 
     def columns_layout(self, vector: int) -> Layout:
-        """Of what all rows share."""
+        """Return the layout of an operand that all rows share."""
         return columns_layout(vector, self.threads)
 
     @property
     def stat_layout(self) -> Layout:
-        """Of a number for each row."""
+        """The layout of one number per row."""
         return self.rows_layout(self.vector).reduce(1)
 
     def load(self, ref: Ref, rows: Any) -> Parts:
-        """Rows of a ``(rows, cols)`` ref, in its own dtype."""
+        """Load rows of a ``(rows, cols)`` ref, in its own dtype."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[rows, pl.ds(start, width)], layout)
@@ -112,16 +114,24 @@ class HeadTile:
         return self._parts(of, self.rows_layout)
 
     def load_shared(self, ref: Ref, top: int) -> Parts:
-        """The rows from `top` on of a ``(rows, cols)`` ref in shared memory, in its own dtype."""
+        """Load rows from `top` on of a ``(rows, cols)`` ref in shared memory, in its own dtype."""
         of_tile = ref.at[pl.ds(top, self.rows)]
+        if not self.interleaved:
+            starts, half = (0, self.pairs), self.rows_layout(self.vector)
+            parts = load_wide_columns([of_tile], starts, self.pairs, half)
+            if self.rotated < self.cols:
+                rest, layout = self.cols - self.rotated, self.rows_layout(self.rest)
+                parts += load_wide_columns([of_tile], (self.rotated,), rest, layout)
+            return parts
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load_columns(of_tile, start, width, layout)
 
-        return self._parts(of, self.rows_layout)
+        parts = self._parts(of, self.rows_layout)
+        return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Parts:
-        """A ``(cols,)`` ref, which all rows share, in its own dtype: an array for each part."""
+        """Load a ``(cols,)`` ref that all rows share, in its own dtype: an array for each part."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[pl.ds(start, width)], layout)
@@ -129,11 +139,11 @@ class HeadTile:
         return self._parts(of, self.columns_layout)
 
     def expand(self, columns: jax.Array) -> jax.Array:
-        """What all rows share, for each of them."""
+        """Broadcast an operand of columns to all rows."""
         return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
 
     def load_table(self, ref: Ref, shared: Shared, first: Any) -> jax.Array:
-        """For each pair of the rows from `first` on its element of a table, in float32."""
+        """Load the table elements for the pairs of the rows from `first` on, in float32."""
         layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
         if not self.has_one_position(shared):
             return widen(load_each_row(ref, operand_row, shared, first, layout, shape), layout)
@@ -142,14 +152,14 @@ class HeadTile:
         return self.expand(widen(load(ref.at[row], layout), layout))
 
     def has_one_position(self, shared: Shared) -> bool:
-        """Whether all rows of each tile have the same row of a table."""
+        """Return True if all rows of each tile use the same row of a table."""
         if shared.rows == 1:
             return True
         size, has_each = shared.segments[-1]
         return not has_each and size % self.rows == 0
 
     def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
-        """Rows of a ``(rows, cols)`` ref in global memory, rounded to its dtype."""
+        """Store rows of a ``(rows, cols)`` ref in global memory, rounded to its dtype."""
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[rows, pl.ds(start, value.shape[1])], value, layout)
@@ -157,7 +167,7 @@ class HeadTile:
         self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
 
     def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
-        """Of all rows, to a ``(cols,)`` ref in global memory."""
+        """Store an operand of columns in a ``(cols,)`` ref in global memory."""
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
@@ -165,14 +175,17 @@ class HeadTile:
         self._each(to, parts, self.columns_layout)
 
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Of all columns of each row; `parts` may be of several sums' terms."""
+        """Return the sum of each row over all parts.
+
+        `parts` may contain the terms of several sums.
+        """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:
             total = total + other
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """A number of each row for all its columns of a part."""
+        """Broadcast a number per row to all columns of a part."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(
@@ -206,17 +219,17 @@ class HeadTile:
 
 
 def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Each pair by its angle: (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair by its angle: (a cos - b sin, b cos + a sin)."""
     a, b, *rest = parts
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 
 
 def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """By the transpose: (a cos + b sin, b cos - a sin)."""
+    """Apply the transpose of the rotation: (a cos + b sin, b cos - a sin)."""
     a, b, *rest = parts
     return [a * cos + b * sin, b * cos - a * sin, *rest]
 
 
 def rows_of_a_tile(threads: int) -> int:
-    """That a warpgroup holds at a time, at least."""
+    """Return the smallest number of rows that a warpgroup holds at a time."""
     return WARPGROUP_THREADS // threads

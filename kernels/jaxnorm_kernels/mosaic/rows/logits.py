@@ -1,7 +1,7 @@
-"""What a softmax reads of its rows beside, or instead of, all their columns.
+"""Masks, biases and causal masks of a softmax, and the part of a row that it loads.
 
-A mask and a bias are broadcast among the rows; `Shared` says how. A block reads their rows as they
-are. Above the diagonal, a causal softmax reads nothing.
+A mask or a bias is broadcast over the rows as `Shared` describes. A block loads its rows without
+expanding them. A causal softmax loads nothing above the diagonal.
 """
 
 import dataclasses
@@ -34,35 +34,36 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    """A softmax's scale times z; it is part of the derivative, too."""
+    """Return a softmax's scale times z. The same factor is part of the derivative."""
     return z if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * z
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Of those that a pass reads or gives the gradient of; None for one that is not described."""
+    """Return how the mask and the bias of a pass broadcast; None for one that is not described."""
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
 def has_places(spec: Spec) -> bool:
-    """Whether it matters where a row lies in x."""
+    """Return True if results depend on the index of a row in x, not only on its elements."""
     return spec.softmax.causal or bool(shared_operands(spec))
 
 
 def run_of_rows(spec: Spec) -> int:
-    """Consecutive rows, of which a block takes a part at a time.
+    """Return the length of a run: consecutive rows from which a block takes some at a time.
 
-    They are of one matrix, where that matters, and a mask or a bias has one row for all of them, or
-    as many consecutive ones.
+    The rows of a run have consecutive rows of a mask or a bias, or share a single one. For a causal
+    softmax, a run stays within one matrix.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *[spec.softmax.queries] * spec.softmax.causal)
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
-    """As many threads for a row that a block's rows are a part of a run, and a vector for them.
+    """Increase the threads per row until a block's rows are part of a run, with a vector to match.
 
-    All warps of a block would share one row otherwise. Where no number does, that is left.
+    Otherwise, all warps of a block would have to share one row. If no number of threads suffices,
+    the last one is returned, and that layout is used.
     """
     run = run_of_rows(spec)
     while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
@@ -72,18 +73,18 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows of fewer columns keep their schedule: shorter ones were not timed.
+# Causal rows with fewer columns keep their schedule, because they were not timed.
 _LEAST_CAUSAL_COLS = 512
-# The narrowest load that a causal row is cut to.
+# The narrowest load of a causal row.
 _LEAST_LOAD_BYTES = 8
 
 
 def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
-    """Threads and a vector that read a causal row in at least `parts` units, as far as that pays.
+    """Return threads and a vector with which a causal row has `parts` units, if that is possible.
 
-    A row of a causal softmax reads whole units of `threads * vector` columns up to the diagonal: on
-    average half a unit more than it needs, of each array. Narrower loads come first, and then fewer
-    threads. Rows with a mask or a bias keep their unit.
+    A causal softmax loads whole units of `threads * vector` columns up to the diagonal: on average
+    half a unit more than it needs, of each array. First the loads become narrower, then the threads
+    fewer. Rows with a mask or a bias keep their unit.
     """
     if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -98,10 +99,10 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The rows of x that a block holds: all of one run.
+    """The rows of x that a block holds; all of them are in one run.
 
     Attributes:
-      row: their index.
+      row: the index of the rows.
       mask_ref: the whole mask.
     """
 
@@ -111,13 +112,13 @@ class Place:
     mask_ref: Ref | None = None
 
     def load(self, ref: Ref) -> Fragments:
-        """Of a ``(rows, cols)`` ref, in its own dtype."""
+        """Load the rows from a ``(rows, cols)`` ref, in its own dtype."""
         return [self._load_fragment(ref, self.row, p) for p in self.tile.fragments()]
 
     def load_shared(self, ref: Ref, shared: Shared) -> Fragments:
-        """Of an operand that is broadcast among the rows, one value for each element, in float32.
+        """Load an operand that is broadcast over the rows, one value for each element, in float32.
 
-        A mask is in int8.
+        A mask is loaded as int8.
         """
         row, is_mask = self.shared_row(shared), ref.dtype == np.bool_
         if not shared.has_columns:
@@ -130,19 +131,19 @@ class Place:
 
     @property
     def masks(self) -> bool:
-        """Whether some elements are not kept."""
+        """True if some elements are masked."""
         return self.spec.softmax.causal or self.mask_ref is not None
 
     @property
     def drops(self) -> bool:
-        """Whether these take no part."""
+        """True if masked elements are excluded from the softmax."""
         return self.masks and self.spec.drops_masked
 
     def keep(self, *, again: bool = False) -> list[jax.Array]:
-        """Which elements take part, if some do not.
+        """Return which elements are unmasked, if some elements are masked.
 
-        Columns and rows are compared `again` where that is needed again: it takes an instruction,
-        and to keep a predicate for each element several.
+        With `again`, columns and rows are compared anew at each use. A comparison takes one
+        instruction; holding a predicate for each element takes several.
         """
         masks = [] if self._mask is None else [self._mask]
         if self.spec.softmax.causal:
@@ -151,7 +152,7 @@ class Place:
         return [functools.reduce(jnp.logical_and, of_fragment) for of_fragment in zip(*masks)]
 
     def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
-        """`each_fragment` of what is 0, or need not be computed, above the diagonal."""
+        """Apply a function to each fragment; fragments above the diagonal become 0."""
         if not self.spec.softmax.causal:
             return each_fragment(function, values)
 
@@ -175,37 +176,37 @@ class Place:
         ]
 
     def _is_reached(self, fragment: Fragment) -> jax.Array:
-        """Whether a fragment has an element on the diagonal or below it."""
+        """Return True if a fragment has an element on or below the diagonal."""
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
-        """The row of the operand, or the rows, if it has one for each of the tile's."""
+        """Return the operand's row for the tile, or its rows if each of the tile's has one."""
         row = operand_row(shared, self.first)
         has_each = bool(shared.segments) and shared.segments[-1][1]
         return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row
 
     @property
     def first(self) -> jax.Array:
-        """The row, or the first one of the tile's."""
+        """The index of the tile's first row."""
         return jnp.int32(getattr(self.row, "start", self.row))
 
     @property
     def query(self) -> jax.Array:
-        """The first row's index in its matrix."""
+        """The index of the tile's first row in its matrix."""
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
-        """Elements of a fragment up to the diagonal, of rows that begin with this query."""
+        """Return which elements of a fragment are up to the diagonal, for rows from `query` on."""
         shape = self.tile.shape(fragment.width)
         if self.tile.rows > 1:
             query = query + lax.broadcasted_iota(jnp.int32, shape, 0)
         return self.tile.columns(shape) <= query - fragment.start
 
     def _load_fragment(self, ref: Ref, row: Any, fragment: Fragment) -> jax.Array:
-        """Where all of it is above the diagonal, columns instead that are read in any case.
+        """Load a fragment, or the row's first columns if all of it is above the diagonal.
 
-        They come from the L1 cache. Loads behind branches would wait for each other: a thread has
-        predicates for six of them.
+        Those columns are needed in any case, so they come from the L1 cache. Branches around loads
+        would serialise them: a thread has predicates for six of them.
         """
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout
@@ -220,7 +221,7 @@ class Place:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """One for each row, or one for all."""
+        """Load one value for each row, or one for all rows."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)
@@ -228,10 +229,10 @@ class Place:
 
 
 def first_row(tile: Tile, spec: Spec) -> Any:
-    """Index of the rows that a block takes.
+    """Return the index of the rows that a block processes.
 
-    Blocks that run at the same time take rows that share one of the bias, or of the mask, so that
-    all but the first read it from the L2 cache.
+    Blocks that run at the same time take rows that share a row of the bias or the mask, so that all
+    but the first load it from the L2 cache.
     """
     operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
     shared = operands[-1] if operands else None
@@ -243,7 +244,7 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 
 
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
-    """The operand's row that belongs to a row of x."""
+    """Return the operand's row that belongs to a row of x."""
     index, rows_inside = jnp.int32(0), 1
     for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
         if has_each:
@@ -254,7 +255,7 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
 
 
 def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
-    """The `nth` of the rows of x that share the operand's row `shared_row`."""
+    """Return the `nth` row of x that uses the operand's row `shared_row`."""
     row, rows_inside = jnp.int32(0), 1
     for size, has_each in reversed(shared.segments):
         index = shared_row if has_each else nth
@@ -268,7 +269,7 @@ def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
 
 
 def each_fragment(function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
-    """The function of each fragment."""
+    """Apply a function to each fragment."""
     return [function(v) for v in values]
 
 
@@ -277,7 +278,7 @@ def _load(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _expanded(value: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """A value of each row (axis 0) or column, or of all, for each element of a fragment."""
+    """Broadcast a value per row (axis 0), per column or for all to the elements of a fragment."""
     if not value.ndim:
         return lax.broadcast(value, shape)
     return lax.broadcast_in_dim(value, shape, (axis,))

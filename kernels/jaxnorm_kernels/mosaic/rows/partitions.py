@@ -1,13 +1,14 @@
-"""Which columns of a row a warpgroup has, in fragments.
+"""Partitions of a row: the columns that each warpgroup holds, in fragments.
 
-A warpgroup owns a *partition* of the columns. It advances in *units*, one vector for each thread of
-a row. There are no masked loads or stores on this backend, so a row that is no multiple of all its
-partitions' units is held in two *fragments*: a body of whole units, and a tail, one unit that ends
-with the row at the latest. The first columns of the tail may be in another fragment too:
-reductions skip them (they are *stale*), and they are stored twice with the same value.
+A warpgroup owns a *partition* of the columns. It advances in *units*: one vector for each thread of
+a row. Mosaic has no masked loads or stores. So if a row is not a multiple of all its partitions'
+units, it is held in two *fragments*: a body of whole units, and a tail of one unit that ends at or
+before the end of the row. The first columns of the tail may overlap another fragment. Such columns
+are *stale*: reductions skip them, and they are stored twice with the same value.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
+    WARPS,
     Layout,
     Ref,
     flat_index,
@@ -26,10 +28,10 @@ from jaxnorm_kernels.mosaic.device.registers import store_global
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """Columns ``[start, start + width)`` of a row; those before `fresh` are stale.
+    """Columns ``[start, start + width)`` of a row; columns before `fresh` are stale.
 
     Attributes:
-      stage_start: where they lie in shared memory, counted from the start of the partition.
+      stage_start: the position in shared memory, relative to the start of the partition.
     """
 
     start: Any
@@ -38,19 +40,20 @@ class Fragment:
     fresh: Any = None
 
     def columns(self) -> Any:
-        """Where it lies in a row of an array."""
+        """Return the index of the columns in a row of an array."""
         return pl.ds(self.start, self.width)
 
     def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
-        """Stores it in a row."""
+        """Store the fragment in a row."""
         store_global(ref.at[row, self.columns()], value, layout)
 
-    def skip_stale(self, term: jax.Array) -> jax.Array:
-        """`term` in `warps_layout`, and 0 where another fragment has the same column."""
+    def is_stale(self) -> jax.Array | None:
+        """True where another fragment has the same column, in `warps_layout`; None for nowhere."""
         if self.fresh is None:
-            return term
-        column = flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))
-        return jnp.where(column < self.fresh - self.start, jnp.float32(0), term)
+            return None
+        shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
+        column = flat_index(shape, layout)
+        return column < self.fresh - self.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +61,10 @@ class Partition:
     """The columns of one warpgroup, or of the threads of a warp that hold a row.
 
     Attributes:
-      cols: of the row.
-      slices: of the row: the warpgroups that share it.
-      unit: columns that the threads of a slice read at once.
-      index: of this slice.
+      cols: the columns of the row.
+      slices: the slices of the row, one for each warpgroup that shares it.
+      unit: columns that the threads of a slice load at once.
+      index: the index of this slice.
     """
 
     cols: int
@@ -70,36 +73,36 @@ class Partition:
     index: Any = 0
 
     def __post_init__(self) -> None:
-        """Refuses rows that are too short."""
+        """Refuse rows that are too short."""
         if not self.units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
-        """Of the body."""
+        """The units of the body."""
         return self.cols // (self.slices * self.unit)
 
-    @property
+    @functools.cached_property
     def body_width(self) -> int:
-        """Columns of the body."""
+        """The columns of the body."""
         return self.units * self.unit
 
-    @property
+    @functools.cached_property
     def has_tail(self) -> bool:
-        """Whether the bodies leave columns over."""
+        """True if the bodies do not cover the whole row."""
         return self.cols % (self.slices * self.unit) != 0
 
     @property
     def width(self) -> int:
-        """Columns of the slice, with the tail."""
+        """The columns of the slice, including the tail."""
         return self.body_width + self.has_tail * self.unit
 
     def body(self) -> Fragment:
-        """The bodies of the slices lie side by side."""
+        """Return the body. The bodies of all slices are adjacent."""
         return Fragment(self.index * self.body_width, self.body_width)
 
     def tail(self) -> list[Fragment]:
-        """The tails share what the bodies leave of the row; none where they leave nothing."""
+        """Return the tail, or an empty list; the tails of all slices share the rest of the row."""
         if not self.has_tail:
             return []
         fresh = self.slices * self.body_width + self.index * self.unit
@@ -108,10 +111,10 @@ class Partition:
         return [Fragment(start, self.unit, self.body_width, fresh)]
 
     def fragments(self) -> list[Fragment]:
-        """As few as there are: what is copied at once."""
+        """Return the body and the tail: as few fragments as possible, for copies."""
         return [self.body(), *self.tail()]
 
     def cut(self, body: Fragment) -> list[Fragment]:
-        """A body in fragments of a unit each."""
+        """Split a body into fragments of a unit each."""
         starts = range(0, body.width, self.unit)
         return [Fragment(body.start + at, self.unit, at) for at in starts]

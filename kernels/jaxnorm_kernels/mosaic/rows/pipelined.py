@@ -1,10 +1,10 @@
-"""Rows in registers that wait for their turn in shared memory: tiles fed by the copy engine.
+"""Pipelined tiles: asynchronous copies load the next rows while a block reduces the current one.
 
-A block takes `tiles` rows, or groups of rows, one after the other. Asynchronous copies (TMA) queue
-them in shared memory, `slots` of them; a slot is filled again as soon as its rows are in registers.
-So memory stays busy through the reductions of a row, and what belongs to the columns stays in
-registers from row to row. The last blocks, which take the `tail`, take one each, so that all
-multiprocessors end at about the same time::
+A block processes `tiles` rows, or groups of rows, one after the other. Asynchronous copies (TMA)
+load them into `slots` of shared memory. A slot is refilled as soon as its rows are in registers. So
+the memory stays busy during reductions, and parameters of columns stay in registers from row to
+row. The blocks of the `tail` come last and take one row each, so that all multiprocessors finish at
+about the same time::
 
     rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
     block       0    |    1    |     2     |  3 |  4 |  5
@@ -33,9 +33,10 @@ from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Step
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Tile):
-    """What makes a pipelined tile of a tile. Each warpgroup has a queue for its part of a row.
+    """The pipelined variant of a tile. Each warpgroup has a queue for its part of a row.
 
-    With `rereads`, a row stays in shared memory until it is done, and holds no registers meanwhile.
+    With `rereads`, a row stays in shared memory until it is finished, and takes no registers
+    between its uses.
     """
 
     slots: int = 2
@@ -48,11 +49,11 @@ class Pipelined(Tile):
         return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
-        """The blocks that take all their tiles. They come first; each of the others takes one."""
+        """Return the number of blocks that process `tiles` rows; the others process one."""
         return max(0, super().blocks(rows) - self.tail) // self.tiles
 
     def first(self, rows: int) -> Any:
-        """The first that this block takes, of all rows or groups of them."""
+        """Return the index of the first row, or group of rows, that this block processes."""
         block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
@@ -60,15 +61,15 @@ class Pipelined(Tile):
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes in shared memory of what is copied of a row, or group of rows, each at once."""
+        """Return the shapes in shared memory of the copies of one row, or group of rows."""
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """The copies, each of consecutive bytes, that bring a row of x into its slots."""
+        """Return the copies, each of consecutive bytes, that load a row of x into its slots."""
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """The fragments of what its slots have of a row, in its own dtype."""
+        """Load the fragments of a row from its slots, in its own dtype."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -92,7 +93,8 @@ class Pipelined(Tile):
         count: Any = 1
         if self.tiles > 1:
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
-            # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
+            # If the copies were unconditional, the compiler would hoist the wait for `params` above
+            # them.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
@@ -111,7 +113,7 @@ class Pipelined(Tile):
                             source,
                             target,
                             filled.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # rows of any length
                         )
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
@@ -142,7 +144,8 @@ class Pipelined(Tile):
             start()
             loaded = steps.params()
         else:
-            # What all rows wait for comes first: 0.94 of a copy for 0.92 (LayerNorm, 5120 columns).
+            # Parameters of columns come first, because all rows wait for them: 0.94 of a copy's
+            # bandwidth instead of 0.92 (LayerNorm, 5120 columns).
             loaded = steps.params()
             start()
         shared = steps.prepare(loaded)
@@ -152,14 +155,15 @@ class Pipelined(Tile):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedRow(Pipelined, SplitRow):
-    """A `SplitRow` at a time."""
+    """Pipelined rows that several warpgroups share, one at a time."""
 
     @functools.cached_property
     def exchange(self) -> Gather:
         return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        # Of each fragment: Mosaic reads a slice of columns only where its width divides the row.
+        # Each fragment has its own slot: Mosaic loads a slice of columns only if its width divides
+        # the row.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]
@@ -174,7 +178,7 @@ class PipelinedRow(Pipelined, SplitRow):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedTile(Pipelined, RowTile):
-    """A `RowTile` at a time."""
+    """Pipelined groups of narrow rows, one group at a time."""
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         return [(self.height, self.cols)]

@@ -1,11 +1,12 @@
-"""Neighbouring inner elements of a strip that belong to one row, such as GroupNorm's channels.
+"""Neighbouring inner elements of a strip that are normalised together, as in GroupNorm.
 
-What such a group has in common is the same in all its elements, ``(width,)``, bit by bit; in memory
-it is there once, ``(width / group,)``. Groups that are a power of 2 wide are of a thread's vector,
-or of the vectors of neighbouring threads, which shuffles reach. Others (``..._any``, a `Span`) go
-through shared memory, and at the ends of a strip some are there in part: what these give is not
-theirs, and nobody stores it. Mosaic's layouts know no groups, so this is done register by register,
-but in the interpreter.
+In registers, a statistic of a group is repeated for each of its elements, ``(width,)``, with
+identical bits. In memory it is stored once, ``(width / group,)``. If the group size is a power of
+2, a group is within a thread's vector, or in the vectors of neighbouring threads, which shuffles
+can reach. Other sizes (``..._any``, with a `Span`) go through shared memory. A strip may then
+contain only a part of its first and last group; results for these are meaningless, and are not
+stored. Mosaic's layouts have no groups, so this code handles single registers, except in the
+interpreter.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
-    """``(width,)``: the sums over each `group` of neighbours, for each of these."""
+    """Return the sum of each `group` of neighbours, repeated for each element: ``(width,)``."""
     if is_interpreted():
         return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 
@@ -64,7 +65,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
 
 
 def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> jax.Array:
-    """``(width,)``: what a ref ``(width / group,)`` has for each element; float32, global."""
+    """Load a ``(width / group,)`` float32 global ref, repeated for each element: ``(width,)``."""
     (groups,) = ref.shape
     if is_interpreted():
         return jnp.repeat(load(ref, layout), group)
@@ -90,7 +91,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
 def store_of_groups(
     ref: Ref, stat: jax.Array, group: int, vector_width: int, layout: Layout
 ) -> None:
-    """The inverse of `load_of_groups`: all threads of a group store what they have in common."""
+    """Store one value per group, from all of its threads: the inverse of `load_of_groups`."""
     if is_interpreted():
         store(ref, stat[::group])
         return
@@ -106,7 +107,7 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Where the groups of this thread's vector have theirs."""
+    """Return the addresses of the values of the groups in this thread's vector."""
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -118,12 +119,12 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The inner elements of a strip, of which groups are there in part.
+    """The inner elements of a strip that may contain only parts of some groups.
 
     Attributes:
-      start: the first of `width`.
-      first, end: those that are its own, of whole groups and of whole vectors.
-      vector: of a thread, in `layout`.
+      start: the first of `width` elements.
+      first, end: the range that this strip stores, in whole groups and whole vectors.
+      vector: elements of a thread, in `layout`.
     """
 
     start: Any
@@ -135,17 +136,17 @@ class Span:
     layout: Layout
 
     def inner(self) -> jax.Array:
-        """``(width,)``: where each is in the array."""
+        """Return the index of each element in the array's inner axis: ``(width,)``."""
         return self.start + flat_index((self.width,), self.layout)
 
 
 def load_of_any(ref: Ref, span: Span) -> jax.Array:
-    """``(width,)``: what a ref ``(inner / group,)`` in global memory has for each element."""
+    """Load, for each element, its group's value from an ``(inner / group,)`` global ref."""
     return load_each(ref, jnp.int32(0), lax.div(span.inner(), jnp.int32(span.group)), span.layout)
 
 
 def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
-    """The inverse of `load_of_any`, of a strip's own groups: from their first elements."""
+    """Store one value for each group that the strip owns: the inverse of `load_of_any`."""
     group = jnp.int32(span.group)
     if is_interpreted():
         first = lax.div(span.first, group)
@@ -160,9 +161,10 @@ def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
 
 
 def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
-    """Stores of ``(4, columns of a warp, width)`` what is the strip's own, rounded, to its columns.
+    """Store the inner elements that the strip owns, rounded to the dtype of `ref`.
 
-    `ref` is ``(columns, width)`` in global memory.
+    The value is ``(4, columns of a warp, width)``, and `ref` is ``(columns, width)`` in global
+    memory.
     """
     if is_interpreted():
         first, end = span.first - span.start, span.end - span.start
@@ -174,15 +176,15 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
-    """`group_sum`: each warp writes its elements, and each thread reads those of its groups.
+    """Return `group_sum` for any group size: warps write elements, threads read their groups.
 
-    `scratch`: ``(4 width,)`` of the warpgroup, in shared memory.
+    `scratch` is ``(4 width,)`` of the warpgroup, in shared memory.
     """
     group, width, v = span.group, span.width, span.vector
     if is_interpreted():
         groups = lax.div(span.inner(), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
-    # Of a thread: a vector begins where it may, and has the end of a group, some, and a beginning.
+    # The most groups that a thread's vector overlaps: the end of one, whole ones, and a beginning.
     count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
     @plgpu.inline_mgpu(

@@ -1,19 +1,19 @@
-"""How an array that is normalised over an axis that is not its last is cut into strips: GroupNorm.
+"""Strips: how an array that is normalised over an axis other than its last (GroupNorm) is split.
 
-Of ``(outer, cols, inner)`` with the middle axis normalised, a *strip* is all columns of one outer
-index by `width` neighbouring inner elements: wide enough to use whole sectors of memory. A block
-holds a strip, or the blocks of a cluster where the columns are many. The copy engine (TMA) brings
-it to shared memory once, in the dtype that it has, and each pass over it reads it from there, so
-that a thread needs registers for a few of its elements alone. The first pass begins with what has
-arrived, in *parts*.
+The array is ``(outer, cols, inner)``, and the middle axis is normalised. A *strip* consists of all
+columns of one outer index by `width` neighbouring inner elements, wide enough to use whole sectors
+of memory. A block holds a strip; if there are many columns, a cluster does. Asynchronous copies
+(TMA) load the strip into shared memory once, in its own dtype. Each pass over the strip reads it
+from there, so a thread needs registers for few elements only. The first pass starts before
+everything has arrived: it waits for one *part* after the other.
 
-Each warpgroup owns a partition of the columns (see `partitions`), in units of one vector for each
-thread, ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the
-columns. Inner elements that are normalised together are a *group* (see `strip_groups`). Strips
-overlap where the width does not divide the inner axis: the last one ends with it, and its first
-elements, which are *stale*, are stored twice with the same value. Where groups do not divide the
-width, each strip overlaps the next one, and stores those alone that are whole in it and in no strip
-before: its *own*.
+Each warpgroup owns a partition of the columns (see `partitions`), in units of one vector per
+thread, ``(4, columns of a warp, width)``. The lanes of a warp run along the width, then along the
+columns. Inner elements that are normalised together are a *group* (see `strip_groups`). If the
+width does not divide the inner axis, the last strip ends with the axis and overlaps the previous
+one. Its first elements are *stale*: they are stored twice with the same value. If groups do not
+divide the width, each strip overlaps the next one. It then stores only the groups that it *owns*:
+those that are whole in it and in no strip before it.
 """
 
 import dataclasses
@@ -55,22 +55,22 @@ from jaxnorm_kernels.mosaic.rows.exchange import (
 )
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
-#: The copy engine takes boxes of up to so many elements along each axis.
+#: The largest size of a copy (TMA box) along each axis.
 BOX = 256
-# Parts of a warpgroup's columns that are waited for one by one, at most: 88 us where one takes 97,
-# and 4 take 90 (GroupNorm with silu, 8x128x128x128 bfloat16, forward and backward; H100).
+# The most parts of a warpgroup's columns that are awaited separately. Two take 88 us, one takes 97,
+# four take 90 (GroupNorm with silu, 8x128x128x128 bfloat16, forward and backward; H100).
 _PARTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """How an array is cut into strips, and a strip into parts.
+    """How an array is split into strips, and a strip into parts.
 
     Attributes:
       outer, cols, inner: the array's shape.
-      vector: neighbouring elements that one thread reads and writes at once.
-      threads: of a warp, whose vectors lie side by side: the width of a strip.
-      warpgroups: of a block.
+      vector: neighbouring elements that one thread loads and stores at once.
+      threads: threads of a warp with neighbouring vectors; they make up the width of a strip.
+      warpgroups: warpgroups of a block.
       cluster: blocks that share a strip.
       group: neighbouring inner elements that are normalised together.
     """
@@ -85,73 +85,73 @@ class Strips:
     group: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses sizes that do not fit together."""
+        """Refuse sizes that do not fit together."""
         if not 2 <= self.threads < WARP:
-            # A layout of one thread, or of a unit with a column for each warp, is not inferred.
+            # Mosaic cannot infer a layout with one thread, or with one column for each warp.
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
         if not self.pitch or self.inner % self.group:
             raise ValueError(f"{self} needs groups that divide the inner axis, and fit the width")
-        self.partition()  # raises where the columns are too few
+        self.partition()  # raises an error if there are too few columns
 
     @property
     def width(self) -> int:
-        """Inner elements of a strip."""
+        """The inner elements of a strip."""
         return self.threads * self.vector
 
     @property
     def holds_groups(self) -> bool:
-        """Whether groups are a power of 2 and divide the width."""
+        """True if the group size is a power of 2 and divides the width."""
         return not self.group & (self.group - 1) and self.width % self.group == 0
 
     @property
     def pitch(self) -> int:
-        """Inner elements from a strip to the next: whole groups, and whole vectors."""
+        """The distance between strips: a multiple of the group and of the vector."""
         return self.width // math.lcm(self.group, self.vector) * math.lcm(self.group, self.vector)
 
     @property
     def across(self) -> int:
-        """Strips of each outer index."""
+        """The number of strips per outer index."""
         return 1 + -(-(self.inner - self.width) // self.pitch)
 
     @property
     def count(self) -> int:
-        """Strips of the array: blocks of the grid, or clusters."""
+        """The number of strips of the array: the blocks or clusters of the grid."""
         return self.outer * self.across
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a unit in registers."""
+        """The shape of a unit in registers."""
         return WARPS, WARP // self.threads, self.width
 
     @property
     def layout(self) -> Layout:
-        """Of a unit."""
+        """The layout of a unit."""
         return strip_layout(self.vector, self.threads)
 
     @property
     def stat_layout(self) -> Layout:
-        """Of ``(width,)``, which every warp has."""
+        """The layout of a ``(width,)`` statistic that every warp holds."""
         return columns_layout(self.vector, self.threads)
 
     @property
     def stats_shape(self) -> tuple[int, int]:
-        """Of a statistic of each group of the array."""
+        """The shape of a statistic with a value for each group of the array."""
         return self.outer, self.inner // self.group
 
     def partition(self, index: Any = 0) -> Partition:
-        """The columns of a warpgroup, counted through the cluster."""
+        """Return the columns of a warpgroup; `index` counts through the cluster."""
         return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
 
     @property
     def parts(self) -> int:
-        """Of a warpgroup's columns: as many boxes each."""
+        """The number of parts of a warpgroup's columns, with equally many copies each."""
         return math.gcd(_PARTS, self._box_count)
 
     @property
     def boxes_of_part(self) -> int:
-        """Whole ones, but for the last part's."""
+        """The number of copies per part."""
         return self._box_count // self.parts
 
     @property
@@ -159,7 +159,7 @@ class Strips:
         return sum(len(boxes_of(fragment)) for fragment in self.partition().fragments())
 
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
-        """A stage for each array that is read, and barriers for the parts of each warpgroup."""
+        """Return a stage for each loaded array, and barriers for the parts of each warpgroup."""
         held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
         return [
@@ -173,29 +173,31 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Where what the copy engine takes at a time begins in a fragment, and its columns."""
+    """Return the start and the number of columns of each copy of a fragment."""
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
-# Of a thread, read from shared memory at a time: enough to hide its latency, in few registers.
+# The values that a thread reads from shared memory at a time: enough to hide the latency, in few
+# registers.
 _VALUES = 16
 
-#: A value for each inner element of a strip: ``(width,)``; or for each of those and each warp of
-#: the warpgroup, ``(4, width)``, of the columns that it has.
+#: A value for each inner element of a strip, ``(width,)``; or one for each of them and each warp of
+#: the warpgroup, ``(4, width)``, over the warp's columns.
 Stat = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """A strip, and what this warpgroup has of it.
+    """A strip of a block, and the columns of it that belong to this warpgroup.
 
     Attributes:
-      strips: that it is one of.
-      outer, start: where it begins: index of the outer axis, and the first inner element.
-      fresh: the first inner element that is in no strip before it.
+      strips: how the array is split.
+      outer, start: the position: the outer index, and the first inner element.
+      fresh: the first inner element that is in no earlier strip.
       partition: the columns of the warpgroup.
-      stages: what the block reads, in shared memory; then what `strip_groups.sum_of_any` takes.
-      full: barriers of the parts of each warpgroup.
+      stages: the arrays that the block reads, in shared memory, and then the scratch memory of
+        `strip_groups.sum_of_any`.
+      full: barriers for the parts of each warpgroup.
     """
 
     strips: Strips
@@ -208,10 +210,10 @@ class Strip:
 
     @classmethod
     def begin(cls, strips: Strips, operands: Sequence[Ref], scratch: Sequence[Any]) -> "Strip":
-        """Return the block's strip, and start to copy what it has of the operands.
+        """Return the block's strip, and start the copies of its operands.
 
         Args:
-          scratch: of `Strips.scratch`, for the operands.
+          scratch: the memory of `Strips.scratch` for the operands.
         """
         *stages, full = scratch
         in_plain_order(*stages)
@@ -229,11 +231,11 @@ class Strip:
 
     @property
     def inner(self) -> Any:
-        """Its inner elements, as an index."""
+        """The index of the strip's inner elements."""
         return pl.ds(self.start, self.strips.width)
 
     def _copy(self, source: Ref, stage: Ref) -> None:
-        """Starts the copies that bring the warpgroup's columns to shared memory."""
+        """Start the copies of the warpgroup's columns to shared memory."""
         boxes = [
             (fragment, *box)
             for fragment in self.partition.fragments()
@@ -250,19 +252,19 @@ class Strip:
         return self.full.at[lax.axis_index(WARPGROUP) * self.strips.parts + part]
 
     def read(self, which: int, fragment: Fragment) -> jax.Array:
-        """Elements of one of the arrays, in float32."""
+        """Read a fragment of one of the arrays, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
         staged = ref.at[pl.ds(fragment.stage_start, fragment.width)]
         return widen(load(staged, layout, self.strips.shape), layout)
 
     def broadcast(self, stat: Stat) -> jax.Array:
-        """A statistic for every element of a fragment."""
+        """Broadcast a statistic to all elements of a fragment."""
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
     def stat(self, ref: Ref) -> Stat:
-        """What a ref of `Strips.stats_shape` has for each inner element of this strip."""
+        """Load a ref of `Strips.stats_shape`, with a value for each inner element of this strip."""
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
             return load(ref.at[self.outer, self.inner], layout)
@@ -271,13 +273,13 @@ class Strip:
         return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
 
     def inner_param(self, ref: Ref) -> Stat:
-        """What ``(inner,)``, or ``(n, inner)`` of groups of outer indices, has for this strip."""
+        """Load this strip's part of an ``(inner,)`` or ``(n, inner)`` parameter (n groups)."""
         if len(ref.shape) == 2:
             ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
         return load(ref.at[self.inner], self.strips.stat_layout)
 
     def store(self, ref: Ref, fragment: Fragment, value: jax.Array) -> None:
-        """Stores the elements of a fragment, rounded to the dtype of `ref`."""
+        """Store the elements of a fragment, rounded to the dtype of `ref`."""
         target = ref.at[self.outer, pl.ds(fragment.start, fragment.width), self.inner]
         if self.strips.holds_groups:
             store_global(target, value, self.strips.layout)
@@ -285,7 +287,7 @@ class Strip:
             strip_groups.store_own(target, value, self._span, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
-        """Stores what each group has in common, in a ref of `Strips.stats_shape`."""
+        """Store a statistic of each group in a ref of `Strips.stats_shape`."""
         strips = self.strips
         if strips.group == 1:
             self.store_inner(ref, stat)
@@ -300,7 +302,7 @@ class Strip:
         )
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:
-        """Stores ``(width,)``, which every warp has, in an ``(outer, inner)`` ref."""
+        """Store a ``(width,)`` statistic that every warp holds in an ``(outer, inner)`` ref."""
         strips = self.strips
         if strips.holds_groups:
             pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
@@ -312,7 +314,7 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """Its inner elements, and which are its own, where groups do not divide the width."""
+        """The inner elements, and those that the strip owns, if groups do not divide the width."""
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
         return strip_groups.Span(
@@ -327,19 +329,19 @@ class Strip:
 
     @property
     def _is_first(self) -> Any:
-        """Whether this warpgroup is the first of those that share the strip."""
+        """True in the first of the warpgroups that share the strip."""
         is_first = lax.axis_index(WARPGROUP) == 0
         if self.strips.cluster > 1:
             is_first &= lax.axis_index(CLUSTER) == 0
         return is_first
 
     def _of_groups(self, ref: Ref) -> Ref:
-        """The ``(width / group,)`` that a ref of `Strips.stats_shape` has for this strip."""
+        """Return this strip's ``(width / group,)`` part of a ref of `Strips.stats_shape`."""
         group = self.strips.group
         return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
 
     def group_sum(self, stat: Stat) -> Stat:
-        """The sum over the inner elements of each group, for each of them."""
+        """Return the sum over the inner elements of each group, repeated for each element."""
         group = self.strips.group
         if group == 1:
             return stat
@@ -355,7 +357,7 @@ class Strip:
         *,
         waits: bool = False,
     ) -> list[Stat]:
-        """Of each warp's columns, for each of `count` terms; see `_walk`."""
+        """Return the sums of `count` terms over each warp's columns; for `waits` see `_walk`."""
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
             new = [self._skip_columns(term, fragment) for term in terms(fragment)]
@@ -365,14 +367,14 @@ class Strip:
         return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
-        """How many columns each warp has that no other one has."""
+        """Return the number of columns of each warp that no other warp holds."""
         if not self.partition.has_tail:
             return self.partition.width / WARPS
         (sizes,) = self.sum(lambda fragment: [self._all(1)])
         return sizes
 
     def each_fragment(self, step: Callable[[Fragment], None]) -> None:
-        """Runs `step` on each unit of the warpgroup's columns; see `_walk`."""
+        """Run `step` on each unit of the warpgroup's columns; see `_walk`."""
 
         def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
             step(fragment)
@@ -386,9 +388,9 @@ class Strip:
         carry: T,
         waits: bool = False,
     ) -> T:
-        """`step` on each unit in turn; where they are many a loop over groups of them.
+        """Run `step` on each unit. If there are many units, loop over groups of them.
 
-        `waits`: for each part before it is read.
+        With `waits`, wait for each part before it is read.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -415,7 +417,7 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """`step` on so many units from the `first`, of the columns that begin at `start`."""
+        """Run `step` on `units` units from `first` on, of the columns that begin at `start`."""
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
 
@@ -434,14 +436,14 @@ class Strip:
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
     def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
-        """`term`, and 0 where another fragment has the same column."""
+        """Return `term`, with 0 in columns that another fragment also holds."""
         if fragment.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
         return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
 
     def _all(self, value: float) -> jax.Array:
-        """`value` for every element of a fragment."""
+        """Return `value` for every element of a fragment."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
@@ -450,9 +452,9 @@ class Strip:
 # -------------------------------------------------------------------------------------------------
 # The exchange of statistics between the warps that share a strip, in a block or in a cluster.
 #
-# Each warp has, for each inner element, the statistics of its columns. It shows them to the warps
-# of its block, each of which merges them all. Of a cluster, each block then sends what it merged to
-# all blocks (`TransactionBarriers`), which merge that.
+# Each warp has the statistics of its columns, for each inner element. It writes them to shared
+# memory, and every warp of the block merges all of them. In a cluster, each block then sends its
+# merged statistics to all blocks (`TransactionBarriers`), which merge those.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,17 +462,18 @@ class Parts:
     """The statistics of the parts of a strip's columns, in shared memory.
 
     Attributes:
-      count: of the parts.
-      stats: of each statistic, what gives that of a part; or a number that all parts have.
+      count: the number of parts.
+      stats: for each statistic, a function from a part to its value, or a number if all parts have
+        the same value.
     """
 
     count: int
     stats: Sequence[Callable[[Any], Stat] | float]
 
     def sum(self, term: Callable[..., Stat]) -> Stat:
-        """Return the sum over the parts of what `term` makes of the statistics of each.
+        """Return the sum over the parts of ``term(*statistics of the part)``.
 
-        In a loop, or the compiler would load all parts at once, and need registers for them.
+        This is a loop, because the compiler would otherwise load all parts at once into registers.
         """
 
         def of(part: Any) -> Stat:
@@ -479,22 +482,22 @@ class Parts:
         return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
 
     def total(self, which: int) -> Stat | float:
-        """The sum of a statistic over the parts."""
+        """Return the sum of a statistic over the parts."""
         stat = self.stats[which]
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
 
-#: Statistics of parts of the columns -> those of all of them.
+#: A function that merges the statistics of parts of the columns into those of all columns.
 Merge = Callable[[Parts], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class StripExchange:
-    """What the warps that share a strip tell each other, once for each strip.
+    """Exchange between the warps that share a strip, once for each strip.
 
     Attributes:
-      strips: that are shared.
-      stats: that are exchanged, at most.
+      strips: how the array is split.
+      stats: the largest number of statistics in an exchange.
     """
 
     strips: Strips
@@ -505,7 +508,7 @@ class StripExchange:
         return WARPS * self.strips.warpgroups
 
     def scratch(self) -> list[Any]:
-        """What the warps tell, a barrier for it, and what the blocks of a cluster tell."""
+        """Return slots for the warps, a barrier, and slots for the blocks of a cluster."""
         strips = self.strips
         of_warps = (self.stats, self._parts, strips.width)
         of_blocks = (self.stats, strips.cluster, strips.width)
@@ -518,24 +521,24 @@ class StripExchange:
         return [*scratch, plgpu.SMEM(of_blocks, jnp.float32), self._barriers.scratch()]
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Before everything else: makes the barriers of the cluster."""
+        """Initialise the barriers of the cluster; call it first in the kernel."""
         if self.strips.cluster > 1:
             self._barriers.open(scratch[-1])
 
     def ready(self) -> None:
-        """Before the first exchange: waits until all blocks of the cluster have theirs."""
+        """Wait until all blocks of the cluster have initialised their barriers."""
         if self.strips.cluster > 1:
             self._barriers.ready()
 
     def __call__(
         self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float]
     ) -> list[Any]:
-        """``(4, width)`` of each warpgroup -> ``(width,)``, the same in all warps, bit by bit.
+        """Merge ``(4, width)`` statistics per warpgroup into ``(width,)``, identical in all warps.
 
         Args:
-          scratch: of `scratch`.
-          merge: run once on the parts of a block, and once on those of the blocks.
-          stats: of this warpgroup's warps.
+          scratch: the memory of `scratch`.
+          merge: applied once to the warps of a block, and once to the blocks of a cluster.
+          stats: the statistics of this warpgroup's warps.
         """
         of_warps, barrier, *of_cluster = scratch
         arrays = [stat for stat in stats if not isinstance(stat, float)]
@@ -556,7 +559,7 @@ class StripExchange:
         return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Those of a list of statistics, of which `slots` has those that are no numbers."""
+        """Return statistics as `Parts`; `slots` holds those that are arrays."""
         rows = itertools.count()
         readers = [
             stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))
@@ -568,9 +571,10 @@ class StripExchange:
         return load(slots.at[row, part], self.strips.stat_layout)
 
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
-        """Sends this block's statistics to a slot of each block of the cluster.
+        """Send this block's statistics to a slot of each block of the cluster.
 
-        Every warp has them, and so have several parts of a warp: each part sends to another block.
+        Every warp holds them, several times over if fewer threads than a warp cover the width. So
+        each such group of threads sends to a different block.
         """
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout

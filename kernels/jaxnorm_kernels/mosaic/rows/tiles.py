@@ -1,13 +1,14 @@
-"""How a block holds rows in registers: loads, stores and reductions.
+"""Tiles: how a block holds rows in registers, and their loads, stores and reductions.
 
-A *tile* says which threads hold a row. Three tiles cover the row lengths that fit in registers::
+A *tile* determines which threads hold a row. Three tiles cover the row lengths that fit in
+registers::
 
     RowTile        a warpgroup holds several rows    reductions within a warp
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
     SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
-Which columns a warpgroup has of a row, in which fragments, `partitions` says. Rows overlap as
-fragments do: the last block starts early enough to be whole.
+`partitions` determines which columns of a row a warpgroup holds, in which fragments. Rows may
+overlap, as fragments may: the last block starts early enough to be complete.
 """
 
 import dataclasses
@@ -41,11 +42,11 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
-#: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
-#: it is first an array over the warps of the warpgroup, until it has been exchanged.
+#: A value for each row: a scalar, or an array over the rows of a `RowTile`. In a `SplitRow`, it is
+#: an array over the warps of the warpgroup until it has been exchanged.
 Stat = jax.Array
 
-#: A value for each element of a fragment; a row is a list of them.
+#: The values of a row: an array for each fragment.
 Fragments = list[jax.Array]
 
 
@@ -54,9 +55,9 @@ class LoadedRow:
     """A row, or group of rows, of this block.
 
     Attributes:
-      index: into a ``(rows, ...)`` ref.
-      step: counts the rows of the block.
-      load: gives what `Steps.load` makes of each fragment.
+      index: the index into a ``(rows, ...)`` ref.
+      step: the number of the row within the block.
+      load: returns the results of `Steps.load` for each fragment.
     """
 
     index: Any
@@ -64,20 +65,20 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """One of the arrays that `Steps.load` gives."""
+        """Return one of the arrays that `Steps.load` returns."""
         return [loaded[which] for loaded in self.load()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What is done with each row.
+    """The functions that a forward kernel applies to each row.
 
     Attributes:
-      load: elements of the row operands, each in its own dtype -> those to reduce, in float32, and
-        what else is stored or needed to finish.
+      load: maps elements of the row operands, each in its own dtype, to the elements to reduce, in
+        float32, and to others that are stored or needed later.
       finish: reduces a row and stores its results. It also gets ``prepare(params())``.
-      params: loads what belongs to the columns, once for all rows of a block.
-      prepare: what waits for these loads.
+      params: loads the parameters of columns, once for all rows of a block.
+      prepare: computations that depend on these loads.
     """
 
     load: Callable[..., tuple[jax.Array, ...]]
@@ -88,12 +89,12 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What the tiles have in common. A row is a list of arrays: one for each fragment.
+    """The common part of all tiles. A row is a list of arrays, one for each fragment.
 
     Attributes:
-      vector: elements that a thread reads at once.
-      apart: each unit is a fragment of its own, so that it need not be loaded.
-      index: for fragments of a shape the columns, where they are known.
+      vector: elements that a thread loads at once.
+      apart: each unit is a separate fragment, so that it can be loaded or skipped alone.
+      index: the columns of fragments by shape, if they were precomputed.
     """
 
     cols: int
@@ -104,68 +105,69 @@ class Tile:
     )
 
     def placed(self) -> Self:
-        """This, in a kernel's body, with what is the same for all fragments."""
+        """Return this tile with the values that all fragments share, computed once in a kernel."""
         if not self.apart:
-            return self  # One or two fragments.
+            return self  # There are only one or two fragments.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         return dataclasses.replace(self, index={s: self.count_columns(s) for s in shapes})
 
     @property
     def unit(self) -> int:
-        """Columns that the threads of a row read at once."""
+        """The columns that the threads of a row load at once."""
         return WARPGROUP_THREADS * self.vector
 
     @property
     def layout(self) -> Layout:
-        """Of a fragment."""
+        """The layout of a fragment."""
         raise NotImplementedError
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Shape in registers of a fragment of `width` columns."""
+        """Return the shape in registers of a fragment of `width` columns."""
         raise NotImplementedError
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
+        """The rows of a block."""
         return 1
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a block."""
+        """The warpgroups of a block."""
         return 1
 
     @property
     def cluster(self) -> int:
-        """Blocks that share a row."""
+        """The blocks that share a row."""
         return 1
 
     @property
     def rereads(self) -> bool:
-        """Whether the row is read anew for each use, and takes no registers in between."""
+        """True if the row is read again for each use, and takes no registers in between."""
         return False
 
     def blocks(self, rows: int) -> int:
-        """Of the grid, for all rows."""
+        """Return the number of blocks of the grid."""
         return -(-rows // self.rows)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        """Scratch of a block: to exchange up to `stats` values, and for rows in these dtypes."""
+        """Return the scratch memory of a block, for exchanges of `stats` values and for rows."""
         del stats, dtypes
         return []
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
+        """Return the index of a row, or group of rows, in a ref; by default the block's."""
         return lax.axis_index(BLOCK) if group is None else group
 
     def first_row(self, rows: int) -> Any:
-        """Index of the first row, or group of rows, that this block takes."""
+        """Return the index of the first row, or group of rows, of this block."""
         return self.row_index(rows)
 
     def each_row(
         self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
     ) -> None:
-        """Runs the steps on each row, or group of rows, that this block takes of the operands."""
-        # The row second: 1.02 of a copy for 0.94 (H200, RMSNorm over 16384 columns, f32 to bf16).
+        """Run the steps on each row, or group of rows, that this block processes."""
+        # Loading the parameters before the row: 1.02 of a copy's bandwidth instead of 0.94 (H200,
+        # RMSNorm over 16384 columns, f32 to bf16).
         shared = steps.prepare(steps.params())
         self.open(scratch)
         row = self.first_row(rows)
@@ -175,72 +177,75 @@ class Tile:
         steps.finish(LoadedRow(row, 0, lambda: held), shared)
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Before everything else: prepares what `scratch` is for."""
+        """Initialise `scratch`; called first in the kernel."""
 
     def ready(self) -> None:
-        """After the first loads have been started: waits until `scratch` can be used."""
+        """Wait until `scratch` can be used; called after the first loads have been started."""
 
     @property
     def _shares(self) -> int:
-        """Warpgroups that share a row."""
+        """The warpgroups that share a row."""
         return self.warpgroups * self.cluster
 
     def _index(self) -> Any:
-        """Of this warpgroup, among those that share a row."""
+        """Return the index of this warpgroup among those that share a row."""
         return 0
 
     def partition(self, index: Any = 0) -> Partition:
-        """What the warpgroup of this index has of a row."""
+        """Return the columns of a row that the warpgroup of this index holds."""
         return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
-        """The columns of a row that this warpgroup has, fragment by fragment."""
+        """Return the columns of a row that this warpgroup holds, as fragments."""
         part = self.partition(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
 
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
-        """A row of a ``(rows, cols)`` ref, in its own dtype."""
+        """Load a row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
             load(ref.at[row, p.columns()], self.layout, self.shape(p.width))
             for p in self.fragments()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
-        """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
+        """Load a ``(cols,)`` ref in the layout of a row, in its own dtype."""
         return [
             load(ref.at[p.columns()], self.layout, self.shape(p.width)) for p in self.fragments()
         ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
-        """Writes the fragments of a row to the array `ref`, each element once or twice the same."""
+        """Store the fragments of a row in `ref`.
+
+        Overlapping elements are stored twice, with equal values.
+        """
         for p, value in zip(self.fragments(), values):
             p.store(ref, row, value, self.layout)
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
-        """The largest element of each row."""
+        """Return the maximum of each row."""
         return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
 
     def sum(self, x: Sequence[jax.Array]) -> Stat:
-        """The sum of each row's elements."""
+        """Return the sum of each row."""
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """`stat` for every element of a fragment."""
+        """Broadcast `stat` to every element of a fragment."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """As `broadcast`, but once for all fragments of a shape."""
+        """Return `broadcast` of a statistic, computed once for all fragments of the same shape."""
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Column of each element, counted from the start of its fragment."""
+        """Return the column of each element, relative to the start of its fragment."""
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """`columns`, anew."""
+        """Compute `columns`."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
     def _reduce(
@@ -267,13 +272,13 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class RowTile(Tile):
-    """`height` rows in a warpgroup, each shared by `threads` threads of a warp."""
+    """Several rows per warpgroup (`height`), each shared by `threads` threads of a warp."""
 
     threads: int = WARP
     height: int = WARPS
 
     def __post_init__(self) -> None:
-        """Refuses sizes that do not fit together."""
+        """Refuse sizes that do not fit together."""
         if self.threads > WARP:
             raise ValueError(f"{self} needs threads of one warp, {WARP} at most")
         step = WARPGROUP_THREADS // self.threads
@@ -301,21 +306,21 @@ class RowTile(Tile):
 
     @property
     def widths(self) -> list[int]:
-        """Columns of each fragment."""
+        """The columns of each fragment."""
         return [p.width for p in self.fragments()]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Layout of each fragment, of the rows."""
+        """The layout of each fragment of the rows."""
         return [self.layout for _ in self.fragments()]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Layout of each fragment, of what all rows share."""
+        """The layout of each fragment of an operand that all rows share."""
         return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
-        """Store what all rows share in a ``(cols,)`` ref."""
+        """Store an operand that all rows share in a ``(cols,)`` ref."""
         for p, value in zip(self.fragments(), values):
             store(ref.at[p.columns()], value)
 
@@ -331,7 +336,7 @@ class RowTile(Tile):
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupRow(Tile):
-    """A row in a warpgroup."""
+    """One row per warpgroup."""
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -347,7 +352,8 @@ class WarpgroupRow(Tile):
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        # A reduction over the warpgroup costs barriers: the fragments are folded into a unit first.
+        # A reduction over the warpgroup needs barriers, so the fragments are folded into one unit
+        # first.
         if len(x) == 1:
             return within(x[0])
         if self.apart:
@@ -361,18 +367,18 @@ class WarpgroupRow(Tile):
 def _folded(
     units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Units of a shape as one: first those of the body, then a tail of another shape."""
+    """Fold units of equal shape: first those of the body, then a tail of another shape."""
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitRow(Tile):
-    """A row in `warpgroups` of a block, or in those of all `cluster` blocks of a cluster.
+    """A row that `warpgroups` of a block share, or those of all `cluster` blocks of a cluster.
 
-    A row takes `exchanges` of statistics, one after the other. `max` and `sum` are those of each
-    warp's part of it. Mosaic's reduction over a warpgroup would use the same scratch for all
-    warpgroups of the block: a race that neither it nor the interpreter reports (jax 0.11.2 and
+    A row takes `exchanges` of statistics, one after the other. `max` and `sum` reduce each warp's
+    part of it. Mosaic's own reduction over a warpgroup would use the same scratch memory for all
+    warpgroups of the block. Neither Mosaic nor the interpreter reports this race (jax 0.11.2 and
     0.12.0).
     """
 
@@ -412,17 +418,17 @@ class SplitRow(Tile):
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """The `nth` exchange of the row of this step: see `Gather`."""
+        """Run the `nth` exchange of this step's row: see `Gather`."""
         count = step if self.exchanges == 1 else step * self.exchanges + nth
         return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
-        """How many columns each warp has that are not stale."""
+        """Return the number of columns of each warp that are not stale."""
         body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """How many columns of each warp are fresh, of a ``(4, n)`` mask."""
+    """Return the number of fresh columns of each warp, from a ``(4, n)`` mask."""
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

@@ -1,1 +1,1 @@
-"""Which kernel runs a call, and with which parameters."""
+"""The choice of a call's kernel and of its parameters."""

@@ -1,19 +1,21 @@
-"""What a row costs: bytes in memory, and registers of a thread; of a column, in a forward pass."""
+"""The cost of a row in bytes of memory, and of a column in registers of a thread."""
 
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
-#: What a thread of a backward pass needs beside its columns: addresses, and a unit of both inputs.
+#: Registers of a thread in a backward pass beside its columns: addresses, and a unit of both
+#: inputs.
 OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Registers of a thread for each column of a row, at most.
+    """Return the largest number of registers that a thread needs per column of a row.
 
-    x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
-    for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
+    x and a residual of 32 bits both stay in registers. So does a residual that is added after the
+    norm of x, while the statistics are computed. 16-bit x and residual share the register that
+    their sum then takes.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
@@ -21,34 +23,34 @@ def registers(spec: Spec) -> int:
 
 
 def param_sizes(spec: Spec) -> list[int]:
-    """Bytes of each parameter of a column."""
+    """Return the bytes of each parameter of a column."""
     norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
     return _sizes(*norms, spec.norm.branch_scale_dtype)
 
 
 def param_bytes(spec: Spec) -> int:
-    """Bytes of all parameters of a column."""
+    """Return the bytes of all parameters of a column."""
     return sum(param_sizes(spec))
 
 
 def column_bytes(spec: Spec) -> int:
-    """Bytes of each column of the rows that are read."""
+    """Return the bytes per column of the rows that are loaded."""
     return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
-    """Bytes of each column of the rows that are read and written."""
+    """Return the bytes per column of the rows that are loaded and stored."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 
 
 def row_vector(spec: Spec) -> int:
-    """Elements that a thread reads at once of the rows of all arrays but a softmax's bias."""
+    """Return the elements that a thread loads at once, for all row arrays but a softmax's bias."""
     return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:
-    """Of a softmax's bias that is read with x; not that of one value for a row."""
+    """Return the dtype of a softmax's bias if it has columns and is loaded with x; else None."""
     shared = spec.softmax.logits_bias_rows
     return None if shared is None or not shared.has_columns else spec.softmax.logits_bias_dtype
 
@@ -58,5 +60,5 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 
 def is_unaligned(spec: Spec) -> bool:
-    """Whether a row that is read is no multiple of what asynchronous copies take."""
+    """Return True if a row is not a multiple of what asynchronous copies require."""
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

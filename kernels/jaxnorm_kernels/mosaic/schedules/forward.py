@@ -1,19 +1,19 @@
-"""How a forward pass runs: one table; the first rule that fits is taken. The reasons are hardware.
+"""How a forward pass runs: a table whose first matching rule is used, with its hardware reasons.
 
-The sizes that matter, and how the rules use them:
+These sizes matter, and the rules use them as follows:
 
-* An SM gives 64 registers to each of 1024 threads, 128 to each of 512. A value of a row costs one
-  register, so 32 values for each thread let 8 warpgroups share an SM. A residual that waits to be
-  added costs another: rows count as twice as long (`registers`).
-* About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
-  registers have as many because an SM runs several blocks: some load while others reduce or store.
-  A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
-* As many blocks as rows reach 0.97 of a copy's bandwidth where a block for each SM, or a few, that
-  share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
-  takes a few rows at most, and only where it then reads its parameters once for all of them; the
-  last rows are taken one by one.
-* The bytes of a row are those of x and of its residual: both are under way at the same time.
-* Groups of rows have parameters of their own, so that a block keeps them for rows of its group.
+* An SM has 64 registers for each of 1024 threads, or 128 for each of 512. A value of a row takes
+  one register, so with 32 values per thread, 8 warpgroups share an SM. A residual that is added
+  later takes another register: such rows count as twice as long (`registers`).
+* About 64 KiB of loads in flight per SM saturate the memory of an H100 or H200. Rows in registers
+  reach this because an SM runs several blocks: some load while others reduce or store. With rows
+  of 32 KiB and more, an SM has room for only one or two, so a cluster shares such a row.
+* One block per row reaches 0.97 of a copy's bandwidth; one or a few blocks per SM that share the
+  rows evenly reach 0.91, apparently because all wait for the slowest SM. So a block processes few
+  rows, and more than one only if it then loads its parameters once for all of them. The last rows
+  have a block each.
+* The bytes of a row include its residual, because both are in flight at the same time.
+* Each group of rows has its own parameters, so a block only processes rows of one group.
 """
 
 import dataclasses
@@ -53,21 +53,21 @@ Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipe
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSchedule:
-    """One way to run a forward pass. What each number means is said where `kind` is defined.
+    """One way to run a forward pass. Each `kind` gives the numbers their meaning.
 
     Attributes:
       kind: `RowTile`, `PipelinedTile`, `WarpgroupRow`, `SplitRow` or `PipelinedRow`.
-      vector: elements that a thread reads at once; it must divide the row.
+      vector: elements that a thread loads at once; it must divide the row.
       rows: rows of a block at a time (tiles).
       threads: threads of a warp that share a row (tiles).
       warpgroups: warpgroups of a block that share a row (split_row, pipelined_row).
       cluster: blocks that share a row (split_row, pipelined_row).
       slots: rows, or groups of rows, in the pipeline of a block (pipelined).
-      tiles: rows, or groups of rows, that a block takes (pipelined).
-      tail: the last of all rows, or groups of them, of which a block takes one (pipelined).
-      rereads: a row is read from shared memory for each use, and holds no registers (pipelined).
-      params_first: scale and bias are loaded before the reductions, not after: latency against
-        registers.
+      tiles: rows, or groups of rows, that a block processes (pipelined).
+      tail: the number of last rows, or groups of rows, that have a block each (pipelined).
+      rereads: a row is read from shared memory for each use, and takes no registers (pipelined).
+      params_first: scale and bias are loaded before the reductions, which hides their latency but
+        takes registers.
     """
 
     kind: Kind
@@ -83,7 +83,7 @@ class ForwardSchedule:
     params_first: bool = False
 
     def rows_of(self, spec: Spec) -> Tile:
-        """How a block holds its rows."""
+        """Return how a block holds its rows."""
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
         cols, vector = spec.cols, self.vector
@@ -108,29 +108,29 @@ class ForwardSchedule:
 
     @property
     def _rows_of_params(self) -> int:
-        """How many rows share what is loaded of the parameters."""
+        """The number of rows that use the same loaded parameters."""
         pipelined = self.kind.startswith("pipelined") and self.params_first
         return self.rows * (self.tiles if pipelined else 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardRule:
-    """A line of the table: for rows of up to `cols` columns; None is any number.
+    """A rule of the table, for rows of up to `cols` columns; None means any number.
 
-    Where a column takes two registers, `cols` and `values` are half as many.
+    If a column takes two registers, half of `cols` and `values` applies.
 
     Attributes:
-      waves: only for at most this many rows for each SM.
-      row_bytes: only for rows of up to so many bytes, with the residual's.
-      params: only where a column has so many bytes of parameters for each byte of rows.
-      most_params: only for so many parameters, or fewer.
+      waves: only for at most this many rows per SM.
+      row_bytes: only for rows of at most this many bytes, including the residual.
+      params: only if a column has at least this many bytes of parameters per byte of rows.
+      most_params: only for at most this many parameters.
       op: only for this operation.
-      causal: only for softmaxes that are.
-      values: columns of a thread, which give the *shares* of a row: how many warpgroups share it
-        (split_row, pipelined_row). 0: as many as its parameters leave room for.
+      causal: only for causal softmaxes.
+      values: columns of a thread. They determine the *shares* of a row: how many warpgroups share
+        it (split_row, pipelined_row). 0: as many as the parameters leave registers for.
       cluster: blocks that may share a row, with a warpgroup in each.
-      least: warpgroups of a block.
-      warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
+      least: the smallest number of warpgroups per block.
+      warpgroups: warpgroups per block, if a row has more shares than `cluster` blocks of `least`.
     """
 
     kind: Kind
@@ -147,12 +147,12 @@ class ForwardRule:
     warpgroups: int = 1
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
-        """Whether it is for calls such as this one."""
+        """Return True if the rule applies to this call."""
         return (
             (self.cols is None or spec.cols * registers(spec) <= self.cols)
             and (self.waves is None or spec.rows <= self.waves * gpu.sms)
             and (self.row_bytes is None or spec.cols * column_bytes(spec) <= self.row_bytes)
-            # What asynchronous copies can take.
+            # Asynchronous copies need aligned rows.
             and (not self.kind.startswith("pipelined") or not is_unaligned(spec))
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and (self.most_params is None or len(param_sizes(spec)) <= self.most_params)
@@ -161,58 +161,57 @@ class ForwardRule:
         )
 
 
-# Bytes of x in a thread of a tile, where one row has no more: what two loads bring. The fewer, the
-# more blocks share an SM: with eight, RMSNorm over 64 to 512 columns of float32 took up to 4 % more
-# time (H200).
+# The bytes of x per thread in a tile of several rows: two loads. The fewer bytes, the more blocks
+# share an SM: with eight loads, RMSNorm over 64 to 512 columns of float32 took up to 4 % longer
+# (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
-# Units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 % less time than
-# in units of 32 vectors of 16 bytes, over 512 of float32 4 % less (H100).
+# The number of units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 %
+# less time than with units of 32 vectors of 16 bytes, and over 512 of float32 4 % less (H100).
 _CAUSAL_PARTS = 8
 
-# Of a tile: the threads of a row read up to so much of it, the rest of its last unit twice.
+# In a tile, the threads of a row may load up to this multiple of it; the rest is loaded twice.
 _MOST_READ = 9 / 8
 
-# A pipelined tile has two groups of rows where rows have more than so many columns (of shorter
-# ones, many share what is loaded of the parameters in any case) and each SM has at least so many
-# groups.
+# A pipelined tile has two groups of rows if rows have more than this many columns and each SM has
+# at least this many groups. With shorter rows, many rows share the loaded parameters anyway.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# A split row: registers of a thread for its columns and their parameters. Of 8 warpgroups each
-# thread has 64, with fewer 128.
+# The registers per thread of a split row for its columns and their parameters. With 8 warpgroups, a
+# thread has 64 registers; with fewer, 128.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
-# A pipelined row, from the sweep (`benchmarks/sweeps/forward.py`). Columns of a thread, each of
-# which costs a register for each of its parameters and one for its value; by how many parameters
-# it has.
+# The columns of a thread in a pipelined row, by the number of parameters. Each column takes a
+# register for its value and for each parameter. From the sweep `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
-# Bytes of its slots, or else 2 parts of rows: more room for them would leave fewer blocks to an SM.
-# In a cluster the third part pays: its blocks wait for each other.
+# The bytes of the slots, if these are more than 2 parts of rows: larger slots would leave fewer
+# blocks per SM. In a cluster, a third part pays off, because its blocks wait for each other.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
-# Of a block's shared memory, what is not for slots: barriers, and what is exchanged.
+# The shared memory of a block beside the slots: barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
-# Columns of a thread above which a row is read again for each use, and holds no registers. Not so
-# above the second number with two parameters: these fill the registers, and leave an SM room for
-# one or two blocks anyway.
+# If a thread has more columns than this, a row is read again for each use instead of being held in
+# registers. With two parameters and more than the second number, it is held: the parameters fill
+# the registers, and an SM has room for one or two blocks anyway.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
-#: Rows for a block of a cluster of so many, where parameters are as many bytes as x and y (H200).
+#: Rows per block, by the size of the cluster, if parameters have as many bytes as x and y (H200).
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
-# Blocks for each SM, at least, so that all SMs end at about the same time.
+# The least number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
-# Rows of a block that share the parameters of their group: LayerNorm over 2048 columns of bfloat16,
-# 16 groups of 1024 rows, reaches 1.00 of copy bandwidth with two, and 0.97 with four (H100).
+# The most rows per block that share the parameters of their group: LayerNorm over 2048 columns of
+# bfloat16 with 16 groups of 1024 rows reaches 1.00 of copy bandwidth with two, and 0.97 with four
+# (H100).
 _MOST_OF_GROUP = 2
-# For each SM, or cluster, the rows that are taken one by one at the end. Without them, LayerNorm
-# over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than the average one (H200).
+# The rows per SM, or per cluster, that have a block each at the end. Without them, LayerNorm over
+# 5120 columns of bfloat16 kept the last SM busy for 5 % longer than the average one (H200).
 _TAIL = 2
 
 
 def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
-    """What a line says for `spec`."""
+    """Return the schedule of a rule for `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
-    # A unit must fit in the row: short rows take narrower loads.
+    # A unit must fit in the row, so short rows use narrower loads.
     least, most = (2, WARP) if line.kind.endswith("tile") else (WARPGROUP_THREADS,) * 2
     vector = min(vector, power_of_2(spec.cols // least))
     if spec.cols >= most * vector:
@@ -240,10 +239,10 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1 or has_places(spec):
-        # The rows of a tile share its parameters, or lie in one run.
+        # The rows of a tile must share their parameters, or be part of one run.
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
-    # Fewer rows than the warps of a block hold.
+    # A group has fewer rows than the warps of a block.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
     return ForwardSchedule(
@@ -256,7 +255,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
 
 
 def _threads(cols: int, vector: int) -> int:
-    """Threads for a row: as many of a warp as possible while they read little twice."""
+    """Return the threads per row: as many of a warp as possible with little loaded twice."""
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
     least = min(fitting, key=read.__getitem__)
@@ -297,8 +296,8 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
-    # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
-    # takes all rows.
+    # Blocks of a cluster have an SM to themselves and many parameters to load, so one round of
+    # blocks processes all rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
@@ -320,11 +319,11 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
 
 
 def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
-    """How many rows a block takes.
+    """Return the number of rows per block.
 
-    The more, the less it matters that a block has to start, with a cluster of others, and to read
-    its parameters: four times as many where these are twice the bytes. The fewer, the more evenly
-    the SMs end.
+    More rows amortise the start of a block or cluster and the loads of its parameters: four times
+    as many rows if the parameters have twice the bytes. With fewer rows, the SMs finish more
+    evenly.
     """
     if not param_sizes(spec):
         return 1
@@ -335,7 +334,7 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 
 
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
-    """`tiles` of `rows` rows each, or as many as share their parameters."""
+    """Return `tiles` of `rows` rows each, or fewer if not all of them share their parameters."""
     if spec.groups == 1:
         return tiles
     of_group = spec.rows // spec.groups // rows
@@ -343,19 +342,19 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Rows, or groups of them, that are taken one by one at the end."""
+    """Return the number of rows, or groups of rows, that have a block each at the end."""
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:
-    """Warpgroups for a row: a power of 2, enough to leave each thread up to `values`."""
+    """Return the warpgroups per row: a power of 2 that leaves each thread at most `values`."""
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
     return min(2 ** math.ceil(math.log2(wanted)), power_of_2(most))
 
 
 def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple[int, int]:
-    """Warpgroups of a block and blocks of a cluster, for a row of so many shares."""
+    """Return the warpgroups of a block and the blocks of a cluster for a row of `shares`."""
     for warpgroups in (line.least, line.warpgroups):
         warpgroups = min(warpgroups, shares)
         if shares // warpgroups <= min(cluster, gpu.portable_cluster):
@@ -364,38 +363,40 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # As many parameters as data, or more, would come from the L1 or L2 cache for each row, and do
-    # not leave enough of their bandwidth. In registers they serve rows that a queue brings: 48
-    # columns of a thread with two parameters, 36 with three: 144 registers, beside others.
+    # If parameters have as many bytes as data or more, loading them from the L1 or L2 cache for
+    # each row would take too much of the caches' bandwidth. They stay in registers for all rows of
+    # a block: 48 columns per thread with two parameters, 36 with three, which makes 144 registers
+    # beside others.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
-    # A warp reads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
+    # A warp loads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
-    # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
-    # in as many SMs as there are for it.
+    # There are few rows, at most one per SM, so latency decides: many threads per row, in as many
+    # SMs as there are for it.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # As many parameters as data: in registers, too. So far an SM has room for several blocks.
+    # Parameters have as many bytes as data, and stay in registers. Up to here, several blocks fit
+    # on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
-    # Longer rows leave an SM room for a block or two, and a thread has more of a row.
+    # With longer rows, one or two blocks fit on an SM, and a thread has more of a row.
     ForwardRule(
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
     ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
-    # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
+    # With 64 values per thread, an SM still has 4 rows in flight; a row needs 2 or 3 barriers.
     ForwardRule("warpgroup_row", cols=8192),
-    # log_softmax needs x again after its exponentials, which take as many registers: x stays in
+    # log_softmax needs x again after its exponentials, which take as many registers, so x stays in
     # shared memory. The fewer blocks share a row, the less a block waits for the others.
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
-    # The same of each part of a row. Small blocks load while others reduce.
+    # The same for each part of a row. Small blocks load while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
-    # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
-    # because the blocks of a cluster have to start at the same time.
+    # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share a row,
+    # because the blocks of a cluster must start at the same time.
     ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
-#: For softmaxes with a mask or a bias, or causal ones: a queue brings x alone. The smaller a unit,
-#: the more of a row lies in units above the diagonal.
+#: For softmaxes with a mask or a bias, and causal ones: the pipeline would load x alone. The
+#: smaller a unit, the more of a row is in units above the diagonal.
 PLACED = (
     ForwardRule("row_tile", row_bytes=2048),
     ForwardRule("row_tile", cols=2048, causal=True),
@@ -405,7 +406,7 @@ PLACED = (
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
-    """The schedule for `spec`: that of the first rule of the table that fits; None for no rule."""
+    """Return the schedule of the first rule that applies to `spec`, or None."""
     table = PLACED if has_places(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)

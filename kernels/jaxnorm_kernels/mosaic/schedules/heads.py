@@ -1,4 +1,4 @@
-"""How heads that are rotated are held and read: threads of a row, vectors, stages of a ring.
+"""Schedules of norms with a rotation: threads per head, vectors, and stages of the pipeline.
 
 All numbers are measured (`benchmarks/sweeps/heads.py`, H200).
 """
@@ -13,28 +13,29 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
-# Columns of a thread, of which the backward holds six values: with 20, it spills.
+# Columns per thread. The backward holds six values of each, and spills with 20 columns.
 _MOST_COLUMNS = 16
-#: The longest head: that of a warp.
+#: The longest head: one that a warp holds.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: The most that a warpgroup holds at a time: two threads share a row.
+#: The most rows that a warpgroup holds at a time: two threads share a row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
-# Bytes of x that a thread loads in the forward, at most: two loads.
+# The most bytes of x that a thread loads in the forward pass: two loads.
 _TILE_BYTES = 2 * VECTOR_BYTES
-# Columns that a thread has side by side in either half of the pairs: of 16 bits, with half of the
-# widest load, the forward has 0.96 to 0.97 of a copy over 64 to 256 columns, and else 0.88 to 0.91.
+# Neighbouring columns of a thread in either half of the pairs. With half of the widest load, the
+# forward pass reaches 0.96 to 0.97 of a copy's bandwidth over 64 to 256 columns of 16 bits,
+# otherwise 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
-# Of the backward's ring: bytes of both inputs in a stage, stages, and blocks of a multiprocessor.
-# With them it has 0.86 of a copy over 128 columns of bfloat16 and 0.98 of float32, over 64 columns
-# 0.82 and 0.91; with three blocks 0.80, 0.92, 0.73 and 0.87.
+# The pipeline of the backward: bytes of both inputs per stage, stages, and blocks per
+# multiprocessor. It reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16 and 0.98 of
+# float32, and 0.82 and 0.91 over 64 columns. With three blocks: 0.80, 0.92, 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# Of each column of its pairs: so many bytes of a thread leave twice as many threads to a row, and
-# registers for these blocks.
+# The widest load of pairs in the backward. Half of the widest load doubles the threads per row,
+# which leaves registers for these blocks.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
-# What the copy engine copies is a multiple of.
+# The size of an asynchronous copy is a multiple of this.
 _COPY_BYTES = 16
-# Barriers, and Mosaic's own scratch.
+# The shared memory of barriers and of Mosaic itself.
 _OTHER_SHARED_BYTES = 2 * 1024
 
 
@@ -43,11 +44,12 @@ class Heads:
     """Parameters of the kernels.
 
     Attributes:
-      vector: columns of each half of the pairs that a thread has side by side.
-      rest: of the columns that are not rotated.
-      threads: of a warp, that share a row.
+      vector: neighbouring columns of a thread in each half of the pairs.
+      rest: neighbouring columns of a thread among those that are not rotated.
+      threads: threads of a warp that share a row.
       height: rows that the warpgroup holds at a time.
-      rows: of a stage, a multiple of `height`; stages and blocks_per_sm: of the backward's ring.
+      rows: rows of a stage of the backward, a multiple of `height`; likewise `stages` and
+        `blocks_per_sm`.
     """
 
     vector: int
@@ -59,7 +61,7 @@ class Heads:
     blocks_per_sm: int = 1
 
     def tile(self, spec: Spec) -> HeadTile:
-        """How a block holds rows."""
+        """Return how a block holds rows."""
         return HeadTile(
             spec.cols,
             spec.norm.rotated,
@@ -72,10 +74,8 @@ class Heads:
 
 
 def forward(spec: Spec) -> Heads | None:
-    """None where no kernel takes the heads."""
-    of_pairs = (
-        VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES
-    )  # which are loaded in one
+    """Return the schedule of the forward pass, or None if no kernel supports these heads."""
+    of_pairs = VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES  # loaded at once
     held = _held(spec, (spec.x_dtype, spec.y_dtype), of_pairs)
     if held is None:
         return None
@@ -89,7 +89,7 @@ def forward(spec: Spec) -> Heads | None:
 
 @kept
 def backward(spec: Spec, gpu: Gpu) -> Heads | None:
-    """None where no kernel takes the heads."""
+    """Return the schedule of the backward pass, or None if no kernel supports these heads."""
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.x_dtype
     read = (saved, spec.y_dtype)
     held = _held(spec, (*read, spec.x_dtype), _BACKWARD_BYTES)
@@ -108,11 +108,11 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 
 
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
-    """Vectors of the pairs and of the rest, and threads of a row; None for no such.
+    """Return the vectors of the pairs and of the rest, and the threads per row, or None.
 
-    The widest vectors that there are, and the most threads with them, where these leave a thread no
-    more columns than its registers hold. `of_pairs`: bytes of the
-    first, or of the second columns of a thread's neighbouring pairs.
+    This chooses the widest possible vectors and then the most threads, if a thread's registers can
+    hold its columns. `of_pairs` are the most bytes that a thread loads at once from the first, or
+    from the second, columns of its pairs.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None
@@ -138,7 +138,7 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
 
 
 def _widest(columns: int, most: int) -> int:
-    """The largest power of 2 up to `most` that divides so many columns of a thread."""
+    """Return the largest power of 2 up to `most` that divides a thread's columns."""
     vector = most
     while columns % vector:
         vector //= 2

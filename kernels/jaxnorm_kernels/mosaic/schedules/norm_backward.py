@@ -1,8 +1,8 @@
-"""Which backward kernel runs a norm, and with which parameters: one table each, with the reasons.
+"""The choice of a norm's backward kernel, and its parameters: tables with their reasons.
 
 The numbers are those of Hopper (H100, H200): multiprocessors with 65536 registers and 228 KiB of
-shared memory each, and memory that wants some 32 KiB under way on each of them. Where a GPU has
-less shared memory, rings have fewer stages, or blocks.
+shared memory each, and memory that needs about 32 KiB in flight on each of them. On a GPU with less
+shared memory, rings have fewer stages, or there are fewer blocks.
 """
 
 import dataclasses
@@ -32,58 +32,61 @@ from jaxnorm_kernels.specs import Spec
 
 NormSchedule = PipelinedRows | PipelinedNarrowRows
 
-# Barriers, the sums that are being exchanged, and Mosaic's own scratch.
+# The shared memory of barriers, of the sums that are being exchanged, and of Mosaic itself.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Narrow rows, from the sweep (`benchmarks/sweeps/backward.py`). Bytes of all inputs: of a short row
-# at most, of a stage of short rows, and of one of others; and how many stages.
+# Narrow rows, from the sweep `benchmarks/sweeps/backward.py`. The bytes of all inputs: the most of
+# a short row, of a stage of short rows, and of a stage of other rows; then the number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
-# So many columns of a thread leave registers for three blocks; more, for two.
+# With at most this many columns per thread, registers suffice for three blocks; otherwise for two.
 _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Blocks (or clusters) of a persistent grid for each group of rows: as few as are quickest.
+    """Return the fastest number of blocks (or clusters) per group of rows, the fewest if equal.
 
-    Each costs a row of partial sums, to write, to read, and to add up.
+    Each block costs a row of partial sums, which must be stored, loaded and added.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    def time(blocks: int) -> int:
-        """In steps: blocks that do not run at a time follow each other; each fills its stages."""
-        return -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
+    # The time in steps: each round of blocks takes its steps and fills its stages.
+    times = [
+        -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
+        for blocks in range(1, min(steps, most) + 1)
+    ]
+    return 1 + times.index(min(times))
 
-    return min(range(1, min(steps, most) + 1), key=time)
 
-
-# Of a ring, columns of a thread: up to 12 while the GPU has clusters for it, because many small
-# blocks wait less for each other's sums than few large ones; 255 registers hold 32 at most.
+# Columns per thread in a ring. Up to 12, if the GPU has large enough clusters, because many small
+# blocks wait less for each other's sums than few large ones. 255 registers hold at most 32.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
-# Four steps are to keep 48 to 96 KiB under way on a multiprocessor: less leaves memory idle, more
-# slows the writing of dx down. Hence, in bytes,
-# - the part of a row in a block, of all inputs, up to which a step has two rows, which share an
-#   exchange of sums (not of two norms: each of their rows has two exchanges);
-# - the step, with dx and its like, up to which three blocks share a multiprocessor, and not two;
-# - the part of a row from which one block is enough, where it needs several warpgroups.
+# Four steps should keep 48 to 96 KiB in flight on a multiprocessor: less leaves the memory idle,
+# more slows down the stores of dx. From this follow, in bytes,
+#
+# - the part of a row in a block, of all inputs, up to which a step has two rows that share an
+#   exchange of sums (except with two norms: each of their rows has two exchanges);
+# - the step, including dx and other results, up to which three blocks share a multiprocessor
+#   instead of two;
+# - the part of a row from which one block is enough, if it needs several warpgroups.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Of a unit of a third input, and of what becomes of it.
+# The registers of a unit of a third input, and of its result.
 _KEPT_REGISTERS = 32
 
-# Columns from which a row has a warpgroup, and not a warp, which needs no exchange: two rows at a
-# time, or three blocks, hide that. LayerNorm reaches 0.97 of copy bandwidth, not 0.92, over 768
-# columns of float32; over 512 of bfloat16 it would be 0.83, not 0.87 (H100).
+# Columns from which a warpgroup holds a row instead of a warp. Two rows at a time, or three blocks,
+# hide the exchange that this needs. LayerNorm over 768 columns of float32 reaches 0.97 of copy
+# bandwidth instead of 0.92; over 512 of bfloat16 it would be 0.83 instead of 0.87 (H100).
 _WARPGROUP_ROWS = 768
-# Rows that a ring of narrow ones needs: the most of a tile, whose rows two threads of a warp have.
+# The rows that the kernel of narrow rows needs: the largest tile, in which two threads share a row.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
 @kept
 def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
-    """The schedule for the backward of `spec`; None if no kernel takes its rows."""
+    """Return the schedule of the backward of `spec`, or None if no kernel supports its rows."""
     if not is_copied(spec):
         return None
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
@@ -92,7 +95,7 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
 
 
 def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
-    """A ring of narrow rows: as many at a time as fill a stage."""
+    """Return the schedule of narrow rows: a stage holds as many rows as fit."""
     gpu = gpu or local_gpu()
     vector = row_vector(spec)
     threads = WARP
@@ -100,7 +103,7 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
         threads //= 2
     ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    # What becomes of a third array leaves registers for a tile at a time.
+    # The result for a third array leaves registers for only one tile at a time.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
@@ -114,7 +117,10 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
 
 
 def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
-    """A row in one warpgroup of each block of a cluster, or in several; None for too long a row."""
+    """Return a ring whose blocks share a row, or None if the row is too long.
+
+    One warpgroup in each block of a cluster is preferred to several.
+    """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
     cluster = next((size for size in sizes if spec.cols <= size * most), sizes[-1])
@@ -141,7 +147,7 @@ def wide_rows(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """What registers and shared memory allow with these; None for too little."""
+    """Return the ring that fits in registers and shared memory with these numbers, or None."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
@@ -156,27 +162,27 @@ def wide_rows(
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )
-    width = ring.partition(spec.cols).width  # of a warpgroup
+    width = ring.partition(spec.cols).width  # columns of a warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)
     fits = width <= _MOST_RING_COLUMNS * WARPGROUP_THREADS
     fits = fits and _registers(spec, width) <= _most_registers(ring)
-    # With one stage, nothing is ahead of the row that is computed.
+    # With one stage, no row would be loaded ahead.
     if not fits or stages < 2:
         return None
     return dataclasses.replace(ring, stages=stages)
 
 
 def _registers(spec: Spec, width: int) -> int:
-    """Of a thread, with `width` columns in its warpgroup."""
-    # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
+    """Return the registers of a thread whose warpgroup has `width` columns."""
+    # A column has its sums, and what `Formula.columns` returns: G, 1 / G and the bias.
     held = 0
     for norm in spec.norms:
         of_scale = 2 if norm.norm.saved == "output" else 1
         held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
-    of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
+    of_column = (_column_sums(spec) + held) * len(spec.norms)  # including values in flight
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 
@@ -192,14 +198,14 @@ def _most_registers(ring: PipelinedRows) -> int:
 
 
 def is_copied(spec: Spec) -> bool:
-    """Whether the copy engine takes the rows of all inputs."""
+    """Return True if asynchronous copies can load the rows of all inputs."""
     return not any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in row_dtypes(spec))
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
-    """Of what a norm's backward reads of a row: saved, what is kept beside it, dy, and dh.
+    """Return the dtypes of the rows that a norm's backward loads.
 
-    That of two norms begins with x.
+    These are the saved array, what is saved beside it, dy, and dh; for two norms, x comes first.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype
@@ -208,12 +214,12 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
 
 
 def _rows(spec: Spec) -> int:
-    """That share their parameters."""
+    """Return the number of rows that share their parameters."""
     return spec.rows // spec.groups
 
 
 def _row_bytes(spec: Spec) -> int:
-    """Of all inputs."""
+    """Return the bytes of a row, of all inputs."""
     return spec.cols * _column_bytes(spec)
 
 
@@ -222,5 +228,5 @@ def _column_bytes(spec: Spec) -> int:
 
 
 def _shared_bytes(gpu: Gpu, blocks_per_sm: int) -> int:
-    """For the ring of a block."""
+    """Return the shared memory for the ring of a block."""
     return gpu.shared_bytes // blocks_per_sm - RESERVED_BYTES - _OTHER_SHARED_BYTES

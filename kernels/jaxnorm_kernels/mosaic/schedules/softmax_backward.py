@@ -1,4 +1,4 @@
-"""How the backward of a softmax runs, whose rows registers hold: tables, with the reasons."""
+"""How the backward of a softmax, whose rows are in registers, runs: tables with their reasons."""
 
 import dataclasses
 
@@ -17,33 +17,34 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
-# fit a multiprocessor.
+# Rows of a softmax in registers: the most columns, and the warpgroups. With more than 48 columns
+# per thread, fewer blocks fit on a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The same with a sum of each column: 32 columns of a thread.
+# The same with a sum of each column: at most 32 columns per thread.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# Rows, or tiles of them, for each row of partial sums of a bias' gradient, which are in float32:
-# little beside so many.
+# The least rows, or tiles, for each row of partial sums of a bias's gradient. The sums are float32,
+# and their cost is small compared to this many rows.
 _ROWS_OF_SPLIT = 8
-# Blocks of a multiprocessor that add such sums up, at most.
+# The most blocks per multiprocessor that compute such sums.
 _MOST_SPLIT_BLOCKS = 8
-# Vectors of a softmax's row from which it has a warpgroup, and not threads of a warp.
+# Vectors of a softmax's row from which a warpgroup holds it, instead of threads of a warp.
 _WARPGROUP_VECTORS = 4 * WARP
-# Columns up to which a warp has a causal row, in units of a vector for each of its threads.
+# The most columns of a causal row that a warp holds, in units of a vector for each of its threads.
 _CAUSAL_TILE = 2048
-# Units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took 15, 8 and
-# 3 % less time than in units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and 3 %
-# less (H100).
+# The units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took
+# 15, 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7
+# and 3 % less (H100).
 _CAUSAL_PARTS = 16
-# What a thread has of each input, at most: its registers, and how many loads it waits for.
+# The most that a thread holds of each input: bytes of registers, and loads in flight.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
-# More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
+# Longer rows are spread over a cluster, whose blocks have this many warpgroups, with 32 columns per
+# thread.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
 @kept
 def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
-    """None where no kernel takes the rows."""
+    """Return the schedule, or None if no kernel supports these rows."""
     schedule = _placed_tile(spec) if has_places(spec) else _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
     if schedule is None or not has_places(spec):
@@ -54,7 +55,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _tile(spec: Spec) -> InRegisters | None:
-    """Rows that the threads of a warp share."""
+    """Return a schedule with rows that the threads of a warp share, or None."""
     vector = row_vector(spec)
     vectors = spec.cols // vector
     if vectors < _WARPGROUP_VECTORS:
@@ -66,7 +67,10 @@ def _tile(spec: Spec) -> InRegisters | None:
 
 
 def _placed_tile(spec: Spec) -> InRegisters | None:
-    """The same of a run. Above the diagonal, the units of a warp skip more than a warpgroup's."""
+    """Return a schedule with rows of one run that the threads of a warp share, or None.
+
+    Above the diagonal, the units of a warp skip more columns than those of a warpgroup.
+    """
     vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
     if spec.softmax.causal and not _sums_columns(spec):
@@ -87,7 +91,7 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
 
 
 def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
-    """A row in a warpgroup, or in several; of a cluster, if need be."""
+    """Return a schedule with a row in one or several warpgroups, or in a cluster if needed."""
     vector = row_vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
@@ -102,15 +106,15 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _sums_columns(spec: Spec) -> bool:
-    """Whether a softmax adds up the gradient of a bias that has all columns."""
+    """Return True if the gradient of a bias that has columns is computed."""
     shared = spec.softmax.logits_bias_rows
     return spec.softmax.logits_bias_dtype is not None and shared is not None and shared.has_columns
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
-    """Blocks, or clusters, for the rows of x that share one of the bias.
+    """Return the blocks, or clusters, that share the rows of x with one row of the bias.
 
-    As many as run at a time.
+    As many are used as run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:
@@ -122,7 +126,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     else:
         sharing //= schedule.rows
     threads = schedule.warpgroups * WARPGROUP_THREADS
-    # y, d and the sum of a column.
+    # y, d and the sum of a column
     values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
     by_registers = REGISTERS // ((values + OTHER_REGISTERS) * threads)
     blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))
@@ -131,5 +135,5 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
 
 
 def _power_of_2_from(n: int) -> int:
-    """The smallest power of two that is `n` or more."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

@@ -1,6 +1,6 @@
-"""Which calls run as strips, without a transpose, and how the strips are cut: tables with reasons.
+"""Tables of the calls that run as strips, without a transpose, and of the strips' sizes.
 
-See `rows.strips` for what a strip is. The numbers are those of Hopper (H100, H200).
+`rows.strips` defines strips. The numbers are those of Hopper (H100, H200).
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ _KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class StripRule:
-    """A line of the table: for blocks that hold up to `kib` KiB of all arrays that are read.
+    """A rule of the table, for blocks that hold up to `kib` KiB of all arrays that are loaded.
 
     Attributes:
       width: inner elements of a strip.
-      kib: None for as much as a direction is to hold.
+      kib: the limit, or None for the default of the direction.
       direction: only for this pass.
-      itemsize: only for arrays of so many bytes an element.
+      itemsize: only for arrays with this many bytes per element.
     """
 
     width: int
@@ -46,38 +46,40 @@ class StripRule:
     itemsize: int | None = None
 
 
-#: KiB of all arrays that are read. Blocks of a multiprocessor load, reduce and store in turn, so
-#: several small ones; but each block merges the statistics of all parts. us on an H100, with this
-#: much and another: GroupNorm with silu of 32x64x64x256 bfloat16, forward 52, 55 with 96 KiB;
-#: backward 80, 107 with 132.
+#: The most KiB per block, of all arrays that are loaded. The blocks of a multiprocessor load,
+#: reduce and store at different times, so several small blocks are better; but each block merges
+#: the statistics of all parts. GroupNorm with silu of 32x64x64x256 bfloat16 on an H100: forward 52
+#: us, and 55 with 96 KiB; backward 80 us, and 107 with 132 KiB.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
-# A strip of 32 elements is 128 bytes of 32 bits, a whole line of the cache, or 64 bytes of 16 bits.
-# Wider ones have more statistics to exchange, which takes longer than whole lines gain, but for
-# blocks that have little else to do.
+# A strip of 32 elements has 128 bytes if an element has 32 bits, which is a whole cache line, or 64
+# bytes if it has 16 bits. Wider strips have more statistics to exchange. This costs more than whole
+# lines save, except in blocks with little other work.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
     StripRule(width=64, kib=68, direction="bwd", itemsize=2),
-    # Many columns: several blocks share a strip. Sectors are still read whole.
+    # With many columns, several blocks share a strip. Sectors of memory are still loaded whole.
     *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=96, cluster=16),
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=192, cluster=8),
     StripRule(width=8, kib=192, cluster=8),
-    # Groups that are no power of 2, of which a vector and another one are the least that fits.
+    # For groups whose size is not a power of 2, the narrowest strip that fits has room for a vector
+    # and one more group.
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# Of one array, for each warpgroup of a block.
+# KiB of one array for each warpgroup of a block.
 _WARPGROUP_KIB = 64
-# Of a block, with vectors of so many elements: each part has a statistic for every inner element.
+# The most warpgroups per block, by the elements of a vector: each part has a statistic for every
+# inner element.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
-# Of shared memory: barriers, what Mosaic needs, and what each block has reserved.
+# The shared memory of barriers, of Mosaic itself, and the part that is reserved per block.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
-#: What no kernel of strips can do; the call is then one of rows, with a transpose.
+#: Calls that no kernel of strips can run; they are then transposed to rows.
 _CANNOT: Table = (
     *NO_KERNEL,
     (
@@ -104,18 +106,18 @@ _CANNOT: Table = (
 
 
 def refusal(spec: Spec) -> str | None:
-    """Why no kernel of strips takes this call, whose ``spec.inner`` is above 1; None for none."""
+    """Return why strips cannot run this call, whose ``spec.inner`` is above 1, or None."""
     return first(_CANNOT, spec)
 
 
 def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
-    """Those of the first line of the table that fits; None for no line."""
+    """Return the strips of the first rule that applies, or None."""
     gpu = gpu or local_gpu()
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
 def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
-    """What a line says for `spec`; None where it does not fit."""
+    """Return the strips of a rule for `spec`, or None if the rule does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
     vector = VECTOR_BYTES // itemsize
@@ -152,7 +154,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
 
 
 def _shared_bytes(strips: Strips, spec: Spec) -> int:
-    """Of a block, at most."""
+    """Return the most shared memory that a block needs."""
     columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
@@ -161,5 +163,5 @@ def _shared_bytes(strips: Strips, spec: Spec) -> int:
 
 
 def _held(spec: Spec) -> list[np.dtype]:
-    """dtypes of the arrays that are read."""
+    """Return the dtypes of the arrays that are loaded."""
     return [spec.x_dtype] if spec.direction == "fwd" else row_dtypes(spec)

@@ -1,1 +1,1 @@
-"""softmax and log_softmax, with a mask and a bias."""
+"""softmax and log_softmax, with an optional mask and bias."""

@@ -1,24 +1,25 @@
 """Backward passes of softmax and log_softmax from the output.
 
-With d = dy, sums over the row:
+With d = dy, and sums over the row:
 
-softmax       dz = y (d - sum(d y) / sum(y))
-log_softmax   dz = d - exp(y) sum(d)
-both          dx = scale dz,  dbias = sum(dz) over the rows that share a bias
+    softmax       dz = y (d - sum(d y) / sum(y))
+    log_softmax   dz = d - exp(y) sum(d)
+    both          dx = scale dz,  dbias = sum(dz) over the rows that share a bias
 
-sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
+sum(y) is 1 and not computed, unless y is rounded to 16 bits (`Spec.renormalises`). If a bias has
+one value per row, its gradient is the sum of dz over the row, which follows from the sums of d, d y
+and y:
 
-A bias of one value for a row needs the sum of dz over the row, which those of d, d y and y give:
+    softmax       sum(dz) = sum(d y) (1 - sum(y)), or 0 if dz is divided by sum(y)
+    log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
-softmax       sum(dz) = sum(d y) (1 - sum(y)), or 0 where dz has sum(y)
-log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
+Masked elements have y = 0, or -inf, and their d counts as 0 even if it is infinite. softmax looks
+only at y and reads no mask, so cotangents of values that were rounded to 0 are dropped too. With a
+finite `SoftmaxOptions.masked_logit`, it reads the mask: masked elements then have a nonzero y, and
+dz = 0.
 
-What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
-looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too. With a
-finite `SoftmaxOptions.masked_logit` it does: what is not kept has its y, and dz = 0.
-
-If a cotangent of the row is NaN or infinite, so is the sum, and 0 times the sum is NaN. So calls
-with a mask, or causal ones, select 0 in place of a multiple of y = 0 or exp(y) = 0.
+If a cotangent of the row is NaN or infinite, so is the sum, and 0 times the sum is NaN. Calls with
+a mask, and causal calls, therefore select 0 instead of multiplying y = 0 or exp(y) = 0.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The equations above, for elements of a row."""
+    """The equations above, for the elements of a row."""
 
     spec: Spec
     summed: int = 2
@@ -57,7 +58,7 @@ class SoftmaxFormula:
 
     @property
     def bias(self) -> Shared | None:
-        """That whose gradient is asked for."""
+        """How the bias whose gradient is computed is broadcast, or None."""
         return (
             None
             if self.spec.softmax.logits_bias_dtype is None
@@ -66,7 +67,7 @@ class SoftmaxFormula:
 
     @property
     def sums_rows(self) -> bool:
-        """Whether a bias has one value for a row."""
+        """True if the bias has one value per row."""
         return self.bias is not None and not self.bias.has_columns
 
     def columns(self, params: Arrays) -> list[jax.Array]:
@@ -93,7 +94,7 @@ class SoftmaxFormula:
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
-        """A multiple of y or exp(y), selected to be 0 where that factor is, if rows are masked."""
+        """Select 0 for a multiple of y or exp(y) where that factor is 0, in masked calls."""
         if not self.spec.drops_entries:
             return multiple
         return jnp.where(y == (-jnp.inf if self._is_log else 0.0), 0.0, multiple)
@@ -114,7 +115,7 @@ class SoftmaxFormula:
 def softmax_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: InRegisters | None = None
 ) -> Operands:
-    """The gradients of x and of the bias; `schedule` stands in for the one of the table."""
+    """Return the gradients of x and of the bias. `schedule` overrides the table's."""
     formula = SoftmaxFormula(spec)
     y, mask, dy = residuals.saved, residuals.mask, cotangents.y
     schedule = required(schedule or softmax_schedule(spec), spec)
@@ -152,7 +153,7 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """y and d of each fragment; and what is kept, where the rest takes part, too."""
+    """Return y and d of each fragment, and the mask if masked elements have a nonzero y."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
@@ -160,7 +161,7 @@ def _read(
         return list(zip(y, d, place.keep()))
     if place.drops:
         keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
-        if spec.softmax.causal:  # What is above the diagonal has not been read.
+        if spec.softmax.causal:  # Elements above the diagonal were not loaded.
             y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
         if spec.reads_mask or not spec.logits.has_mask:
             d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
@@ -170,7 +171,7 @@ def _read(
 
 
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
-    """``(n, 1)``: the sums of dz over the rows that share a value of the bias."""
-    dz = totals - totals if spec.renormalises else totals * (1 - weights)  # NaN stays NaN
+    """Return the sums of dz over the rows that share a value of the bias, ``(n, 1)``."""
+    dz = totals - totals if spec.renormalises else totals * (1 - weights)  # NaN stays NaN.
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

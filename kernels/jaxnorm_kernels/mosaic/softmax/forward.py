@@ -1,11 +1,11 @@
 """softmax and log_softmax of z = scale x + bias.
 
-With m = max(z) over what a row keeps:
+With m = max(z) over the unmasked elements of a row:
 
-    softmax      y = exp(z - m) / sum(exp(z - m))       0 for the rest
-    log_softmax  y = z - m - log(sum(exp(z - m)))       -inf for the rest
+    softmax      y = exp(z - m) / sum(exp(z - m))       0 if masked
+    log_softmax  y = z - m - log(sum(exp(z - m)))       -inf if masked
 
-Where parts of a row are reduced apart, part p by its own maximum,
+If parts of a row are reduced separately, part p by its own maximum,
 
     m = max(m_p)        sum(exp(z - m)) = sum(s_p exp(m_p - m))        s_p = sum(exp(z - m_p))
 """
@@ -32,7 +32,7 @@ Exp = Callable[[jax.Array], jax.Array]
 def softmax_fwd(
     operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
 ) -> Results:
-    """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
+    """Return softmax or log_softmax. `schedule` overrides the table's."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
         _in_registers(spec),
@@ -63,7 +63,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
-                # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
+                # The maximum is finite for a row of unmasked -inf, but not for a row that is masked
+                # entirely.
                 highest = [
                     jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
                     for keep, v in zip(place.keep(), highest)
@@ -78,7 +79,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # of a row that keeps nothing: 0
+            for count in counts:  # 0 for a row that is masked entirely
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
@@ -89,7 +90,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
-                # Columns that two parts hold must come out alike.
+                # Columns that two parts hold must have equal results.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
@@ -109,7 +110,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
 
 
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
-    """scale x + bias where it is kept, else `SoftmaxOptions.masked_logit`."""
+    """Return scale x + bias, with `SoftmaxOptions.masked_logit` for masked elements."""
     spec, layout = place.spec, place.tile.layout
     z = [scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.softmax.logits_bias_rows is not None:

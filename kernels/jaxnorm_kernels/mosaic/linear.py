@@ -1,21 +1,21 @@
-"""RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
+"""RMSNorm and the matmul after it, with Hopper's matrix instructions (wgmma).
 
-With G = scale + scale_offset, row by row:
+With G = scale + scale_offset, row by row::
 
-    w = G weight                         rounded to the product's dtype, beforehand
+    w = G weight                         rounded to the matmul's dtype, beforehand
     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
-The sum of squares comes from the tiles of x that the product reads, so it is known when the
-product is done, and the normalised array is never written. In float16 w is c G weight, with a
-power of 2 that makes c G 1 at most, and rstd / c takes it back.
+The sum of squares is computed from the tiles of x that the matmul reads, so it is complete when the
+matmul is. The normalised array is never stored. In float16, w is c G weight, where c is a power of
+2 that makes c G at most 1, and rstd / c compensates for it.
 
-A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
-ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a
-time, and meanwhile adds up the squares of what it multiplies.
+A block computes one tile of y after the other. Its third warpgroup copies tiles of x and weight to
+a ring in shared memory. The two others each multiply half of a tile's rows, two steps at a time,
+and add the squares of x in between.
 
-G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
-those of cuBLAS' product alone:
+Multiplying by G inside the kernel costs more than a separate pass over weight. Times for 8192 rows
+of bfloat16 on an H100, relative to cuBLAS' matmul alone::
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
@@ -24,14 +24,14 @@ those of cuBLAS' product alone:
     or G to x in shared memory               1.30           1.32           1.39
     XLA's norm, and cuBLAS                   1.18           1.09           1.05
 
-In registers no product may be under way when x is written to them, or ptxas has all of them wait;
-in shared memory, reads and writes of x compete with what the matrix instructions read.
+With x in registers, no matmul may be in flight while x is written to them, or ptxas serialises all
+of them. In shared memory, reads and writes of x compete with those of the matrix instructions.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,25 +41,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.linear_spec import Activation, LinearSpec
+from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
+from jaxnorm_kernels.specs import LinearActivation
 
 # -------------------------------------------------------------------------------------------------
-# How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
+# How the kernel runs: the tiles of y, and what a block holds.
 #
-# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten products).
+# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten matmuls).
 
 
 #: Warpgroups that multiply. Another one copies.
 MULTIPLY = 2
-#: Rows of a tile of y that one of them multiplies at a time: a wgmma's.
+#: Rows of a tile of y that a warpgroup multiplies at a time: the size of a wgmma.
 ROWS = 64
-#: Columns of a tile of x: those of 16 bits fill a row of the widest swizzle.
+#: Columns of a tile of x. With 16 bits, they fill a row of the widest swizzle.
 DEPTH = 64
-#: Bytes of y's rows in one store, and how many stores of a warpgroup are under way.
+#: Bytes of y's rows per store, and the stores of a warpgroup in flight.
 STORED_BYTES, STORES = 64, 2
 
 
@@ -68,10 +70,11 @@ class ProductSchedule:
     """One way to run the kernel.
 
     Attributes:
-      features: columns of a tile of y. It has 128 rows.
+      features: columns of a tile of y, which has 128 rows.
       stages: tiles of x and weight in shared memory.
-      group: columns of tiles that follow each other before the next rows do: as many read the same
-        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
+      group: tiles next to each other that are computed before the next rows. They read the same
+        rows of x, and the next rows then read the same columns of weight, while both are in the L2
+        cache.
     """
 
     features: int
@@ -80,63 +83,120 @@ class ProductSchedule:
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """The rows of a tile."""
         return MULTIPLY * ROWS
 
-    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
-        """Tiles of y: of rows, of columns."""
-        return -(-spec.rows // self.rows), -(-spec.features // self.features)
+    def tiles(self, rows: int, features: int) -> tuple[int, int]:
+        """Return how many tiles y has along its rows, and along its columns."""
+        return -(-rows // self.rows), -(-features // self.features)
 
 
-# The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
-# 1.09 times as long. Groups of 4, 16 or 32 take up to 1.11 times as long where weight exceeds L2.
+# The larger a tile, the less is loaded per matmul. A wgmma has at most 256 columns; 192 take 1.09
+# times as long. Groups of 4, 16 or 32 take up to 1.11 times as long if weight exceeds the L2 cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
-# Half of it, where there are not enough of the others for all multiprocessors.
+# Half the size, if there are fewer wide tiles than multiprocessors.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
-def choose(spec: LinearSpec, gpu: Gpu | None = None) -> ProductSchedule:
-    """The schedule for a call."""
-    rows, columns = _WIDE.tiles(spec)
-    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
-
-
-def stored_columns(spec: LinearSpec) -> int:
-    """Of y, in one store."""
-    return STORED_BYTES // spec.y_dtype.itemsize
+def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
+    """Return the schedule for a y of this shape."""
+    return _WIDE if math.prod(_WIDE.tiles(rows, features)) >= (gpu or local_gpu()).sms else _NARROW
 
 
 _F32 = np.dtype(np.float32)
 
-# The columns of the narrowest swizzle; columns that are no multiple get zeros, in copies.
+# The columns of the narrowest swizzle. Arrays are padded with zeros to a multiple of them.
 _SWIZZLED = 16
 
-# For a thread; of 65536, with as many for each of two warpgroups and few for the one that copies.
+# Registers per thread, out of 65536: as many as possible for the two warpgroups that multiply, and
+# few for the one that copies.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
+
+
+# A copy moves rows of 16 bytes, in tiles of 8 rows.
+_MULTIPLE = 8
+# Rows have int32 indices, and the last tile may start a tile further.
+_MAX_ROWS = 2**31 - 2**16
+
+# 16-bit matmuls satisfy a precision such as "float32" anyway, since products of 16-bit numbers are
+# exact and summed in float32. A name in upper case requests a particular algorithm.
+_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
+
+
+def why_unsupported(
+    sizes: tuple[int, int, int],
+    dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
+    precision: str | None = None,
+) -> str | None:
+    """Return why the kernel cannot run a call, or None.
+
+    Args:
+      sizes: rows and columns of x, and columns of weight.
+      dtype: dtype of the matmul's operands.
+      dtypes: dtypes of x, weight, y and, if present, scale and bias.
+      precision: as ``jax.default_matmul_precision``.
+    """
+    if local_capability() not in (90, None):
+        return (
+            "its product kernel is made of the matrix instructions of compute capability 9.0 "
+            "(Hopper)"
+        )
+    if not all(isinstance(size, int) for size in sizes):
+        return "its kernels need sizes that are known when the call is traced, not symbolic ones"
+    reasons = {
+        "its kernels compute in float32, and float64 arrays ask for more": any(
+            each.itemsize > 4 for each in dtypes.values()
+        ),
+        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits": (
+            dtype.name not in _ALGORITHMS
+        ),
+        "its product kernel reads x as it multiplies it, in the product's dtype": (
+            dtypes["x"] != dtype
+        ),
+        "there is nothing to compute in an array of size 0": 0 in sizes,
+        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
+        "jax_default_matmul_precision names another": (
+            (precision or "").isupper() and precision != _ALGORITHMS.get(dtype.name)
+        ),
+        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}": any(
+            size % _MULTIPLE for size in sizes
+        ),
+        f"its kernels number rows in 32 bits, up to {_MAX_ROWS}": sizes[0] > _MAX_ROWS,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def rms_norm_linear_fwd(
     x: jax.Array,
     weight: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: LinearSpec,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
+    dtype: np.dtype,
+    epsilon: float,
+    scale_offset: float = 0.0,
+    activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """y; `schedule` stands in for the chosen one."""
-    schedule = schedule or choose(spec)
-    weight, power = _scaled_weight(weight, scale, spec)
+    """Return y in `dtype`; `schedule` overrides the chosen one.
+
+    x is ``(rows, cols)`` in the dtype of the matmul, weight ``(cols, features)``, scale ``(cols,)``
+    and bias ``(features,)``.
+    """
+    sizes = *x.shape, weight.shape[1]
+    rows, _, features = sizes
+    schedule = schedule or choose(rows, features)
+    weight, power = _scaled_weight(weight, scale, scale_offset, x.dtype)
     by_name = {"x": x, "weight": weight, "bias": bias, "power": power}
     operands = {name: _padded(a, name) for name, a in by_name.items() if a is not None}
-    output = jax.ShapeDtypeStruct((spec.rows, operands["weight"].shape[1]), spec.y_dtype)
-    rows, columns = schedule.tiles(spec)
-    shared = _shared(spec, schedule, operands, output)
+    output = jax.ShapeDtypeStruct((rows, operands["weight"].shape[1]), dtype)
+    shared = _shared(schedule, operands, output)
 
     def body(*refs: Ref) -> None:
         arrays = dict(zip((*operands, "y"), refs))
         scratch = dict(zip(shared, refs[len(arrays) :]))
-        kernel = _ProductKernel(spec, schedule, arrays, scratch)
+        kernel = _ProductKernel(sizes, epsilon, activation, schedule, arrays, scratch)
         index = lax.axis_index(WARPGROUP)
         pl.when(index == MULTIPLY)(kernel.copy)
         pl.when(index < MULTIPLY)(kernel.multiply)
@@ -146,31 +206,31 @@ def rms_norm_linear_fwd(
         [*operands.values()],
         name="jaxnorm_rms_norm_linear_fwd",
         outputs=[(output.shape, output.dtype)],
-        blocks=min(rows * columns, local_gpu().sms),
+        blocks=min(math.prod(schedule.tiles(rows, features)), local_gpu().sms),
         warpgroups=MULTIPLY + 1,
         scratch=[*shared.values()],
     )
-    return y[:, : spec.features]
+    return y[:, :features]
 
 
 def _scaled_weight(
-    weight: jax.Array, scale: jax.Array | None, spec: LinearSpec
+    weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """c G weight in the product's dtype and, where c is not 1, 1 / c as ``(1,)``.
+    """Return c G weight in `dtype` and, unless c is 1, 1 / c as ``(1,)``.
 
-    1 / c is a power of 2 above the largest |G|. float16 has few exponents: G weight may be none.
+    1 / c is a power of 2 above the largest |G|, because G weight may overflow float16.
     """
     if scale is None:
-        return weight.astype(spec.product_dtype), None
-    g, power = scale.astype(_F32) + spec.scale_offset, None
-    if spec.product_dtype == np.float16:
+        return weight.astype(dtype), None
+    g, power = scale.astype(_F32) + scale_offset, None
+    if dtype == np.float16:
         _, exponent = jnp.frexp(jnp.max(jnp.abs(g), keepdims=True))
         g, power = jnp.ldexp(g, -exponent), jnp.ldexp(jnp.ones((), g.dtype), exponent)
-    return (weight.astype(g.dtype) * g[:, None]).astype(spec.product_dtype), power
+    return (weight.astype(g.dtype) * g[:, None]).astype(dtype), power
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
-    """With zeros up to a multiple of the columns of the narrowest swizzle."""
+    """Pad an array with zeros to a multiple of the columns of the narrowest swizzle."""
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
         widths[0] = (0, 0)
@@ -178,18 +238,15 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 
 
 def _shared(
-    spec: LinearSpec,
-    schedule: ProductSchedule,
-    operands: dict[str, jax.Array],
-    y: jax.ShapeDtypeStruct,
+    schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Shared memory and barriers of a block."""
+    """Return the shared memory and the barriers of a block."""
     stages = schedule.stages
     shared = {
-        # The matrix instructions read both in one order.
+        # The matrix instructions require the same swizzle for both.
         "x": _swizzled((stages, schedule.rows, DEPTH), operands["x"], operands["weight"]),
         "weight": _swizzled((stages, DEPTH, schedule.features), operands["weight"], operands["x"]),
-        "stored": _swizzled((MULTIPLY, STORES, ROWS, stored_columns(spec)), y),
+        "stored": _swizzled((MULTIPLY, STORES, ROWS, STORED_BYTES // y.dtype.itemsize), y),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=MULTIPLY, num_barriers=stages),
     }
@@ -201,24 +258,26 @@ def _shared(
 
 
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
-    """Shared memory for tiles of the first array, in the order that the matrix instructions read.
+    """Return shared memory for tiles of the first array, in the order of the matrix instructions.
 
-    The widest swizzle, of those that divide the rows of all.
+    It has the widest swizzle that divides the rows of all arrays.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
         128, *(n * dtype.itemsize for n in (shape[-1], *(a.shape[-1] for a in arrays)))
     )
-    transforms: Any = plgpu  # Its classes seem abstract to mypy.
+    transforms: Any = plgpu  # mypy takes its classes for abstract ones.
     tiled = transforms.TilingTransform((8, swizzle // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiled, transforms.SwizzleTransform(swizzle)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """What a block does; `arrays` in memory and `shared` memory by their names."""
+    """The program of a block; `arrays` in memory and `shared` memory by their names."""
 
-    spec: LinearSpec
+    sizes: tuple[int, int, int]
+    epsilon: float
+    activation: LinearActivation | None
     schedule: ProductSchedule
     arrays: dict[str, Ref]
     shared: dict[str, Any]
@@ -226,11 +285,11 @@ class _ProductKernel:
     @property
     def steps(self) -> int:
         """Tiles of x for a tile of y."""
-        return -(-self.spec.cols // DEPTH)
+        return -(-self.sizes[1] // DEPTH)
 
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
         """Calls ``body(t, row, column)`` for each tile of the block, with where it begins."""
-        rows, columns = self.schedule.tiles(self.spec)
+        rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
         mine = lax.div(rows * columns - first + blocks - 1, blocks)
 
@@ -243,7 +302,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- copies
 
     def copy(self) -> None:
-        """Fills the ring."""
+        """Fill the ring of stages."""
         plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
         self.each_tile(self._copy_tile)
 
@@ -266,7 +325,7 @@ class _ProductKernel:
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
         if "bias" in shared:
-            # Last: the one before is used when the tile before is done, which is by now.
+            # The bias comes last. The previous one is free when the previous tile is finished.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -277,7 +336,7 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- product
 
     def multiply(self) -> None:
-        """Makes the warpgroup's rows of each tile."""
+        """Compute the warpgroup's rows of each tile."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -297,8 +356,8 @@ class _ProductKernel:
             squares = lax.fori_loop(1, self.steps, step, self._squares(first))
             plgpu.wgmma_wait(0)
             self._release(first + self.steps - 1)
-            mean = jnp.sum(squares, axis=1) * (1 / self.spec.cols)
-            self._finish(row, column, lax.rsqrt(mean + self.spec.epsilon), sums[...])
+            mean = jnp.sum(squares, axis=1) * (1 / self.sizes[1])
+            self._finish(row, column, lax.rsqrt(mean + self.epsilon), sums[...])
 
         accumulator = plgpu.ACC((ROWS, self.schedule.features), jnp.float32)
         pl.run_scoped(with_sums, accumulator)
@@ -307,27 +366,27 @@ class _ProductKernel:
         return lax.rem(step, self.schedule.stages)
 
     def _product(self, step: Any, sums: Ref) -> None:
-        """Begins to add that of a tile to the sums."""
+        """Start the matmul of a step, which adds to `sums`."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         weight = self.shared["weight"].at[self._stage(step)]
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Of the warpgroup's rows of a tile of x, ``(64, 8)``: sums of columns of one thread.
+        """Return the squares of the warpgroup's rows of x, summed per thread: ``(64, 8)``.
 
-        Between threads they are added up once, in the end.
+        The sums of the threads are added once, at the end.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """The warpgroup's, of a tile."""
+        """Return the warpgroup's rows of a tile of x."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Once the product of a tile is done, which has used all of it."""
+        """Release the stage of a step whose matmul is finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
@@ -336,13 +395,13 @@ class _ProductKernel:
 
     def _finish(self, row: Any, column: Any, rstd: jax.Array, sums: jax.Array) -> None:
         """Stores what becomes of the tile's sums."""
-        spec, shared, index = self.spec, self.shared, lax.axis_index(WARPGROUP)
+        shared, index = self.shared, lax.axis_index(WARPGROUP)
         rows = pl.ds(row + index * ROWS, ROWS)
         if "bias" in shared:
             plgpu.barrier_wait(shared["bias_full"])
         if "power" in self.arrays:
             rstd = rstd * load(self.arrays["power"].at[0], None)
-        width = stored_columns(spec)
+        *_, width = shared["stored"].shape
         for i, start in enumerate(range(0, self.schedule.features, width)):
             part = sums[:, start : start + width]
             z = part * lax.broadcast_in_dim(rstd, part.shape, (0,))
@@ -350,10 +409,11 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # The store before the last one has read what this one overwrites.
+            # The store before the last one has read the buffer that this one overwrites.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
-            part[...] = activated(z, spec.activation).astype(spec.y_dtype)
+            y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]
+            part[...] = y.astype(part.dtype)
             plgpu.commit_smem()
             place = (rows, pl.ds(column + start, width))
             plgpu.copy_smem_to_gmem(part, self.arrays["y"].at[place])
@@ -361,25 +421,3 @@ class _ProductKernel:
             if is_interpreted():
                 release_used()
             plgpu.barrier_arrive(shared["bias_empty"])
-
-
-def activated(z: jax.Array, activation: Activation | None) -> jax.Array:
-    """y of z, that of `jax.nn`, in float32."""
-    return z if activation is None else _ACTIVATIONS[activation](z)
-
-
-def _silu(z: jax.Array) -> jax.Array:
-    return z / (1 + jnp.exp(-z))
-
-
-def _gelu(z: jax.Array) -> jax.Array:
-    inner = np.sqrt(2 / np.pi).astype(np.float32) * (z + 0.044715 * (z * z * z))
-    return 0.5 * z * (1 + jnp.tanh(inner))
-
-
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "relu": lambda z: jnp.maximum(z, 0),
-    "leaky_relu": lambda z: jnp.where(z >= 0, z, 0.01 * z),
-    "gelu": _gelu,
-    "silu": _silu,
-}

@@ -1,1 +1,0 @@
-"""RMSNorm and the product after it, in one kernel."""
