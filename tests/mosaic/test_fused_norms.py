@@ -39,8 +39,7 @@ class Family(NamedTuple):
     """The calls of one fused norm.
 
     Attributes:
-      options: the values of each option. Every schedule is tested with each value of the first
-        option; of the others, every two values meet.
+      options: the values of each option, of which any two meet.
       changes: calls that differ from the default in something else, on 16 rows.
       shapes: rows and columns of the calls that are lowered and compiled, and groups of rows.
       mixes: how many of the mixes of dtypes are compiled.
@@ -160,7 +159,10 @@ def check(spec: Spec, schedule: Any) -> None:
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Each schedule with each value of the first option; a quick one with all combinations."""
+    """Each schedule with one combination after the other, a quick one with all of them.
+
+    The loops over rows know no formula, and each kind of them has several schedules.
+    """
     for family, of in FAMILIES.items():
         if direction not in of.directions:
             continue
@@ -169,7 +171,12 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        found = [(case, way[i % len(way)]) for i, case in enumerate(cases) for way in ways]
+        # The first option's values in turn: two schedules of a kind stand beside each other.
+        found = [
+            (case, way[i // 2 % len(way)])
+            for i, case in enumerate(cases)
+            for way in [ways[(i + i // 2) % len(ways)]]
+        ]
         (quick,) = (case for case in cases if case.name == QUICK[direction])
         found += [(quick, c) for c in of.combinations if (quick, c) not in found]
         for case, given in found:
