@@ -49,12 +49,12 @@ REMATS: tuple[Remat, ...] = ("none", "dots", "block")
 # includes those before it.
 PLAIN = "jnp"
 VARIANTS = {
-    PLAIN: "jnp and optax",
+    PLAIN: "plain JAX and optax",
     "jaxnorm-norms": "jaxnorm's norms",
     "jaxnorm-norms-loss": "jaxnorm's norms and loss",
-    "jaxnorm-everything": "jaxnorm's norms with residual, and loss",
-    "jaxnorm-products": "all of jaxnorm: products' inputs, too",
-    "jaxnorm-whole-logits": "all of jaxnorm, but for whole logits",
+    "jaxnorm-everything": "jaxnorm's residual norms and loss",
+    "jaxnorm-products": "all of jaxnorm (norms, loss, linear layers)",
+    "jaxnorm-whole-logits": "all of jaxnorm, with whole logits",
 }
 
 

@@ -20,14 +20,18 @@ def who(measured: Figures) -> str:
         by_name = any(
             "mosaic" in answers and "jaxnorm" not in answers for answers in measured.values()
         )
-        return f"Measured: {labels}. jaxnorm is what a call gets by default" + (
-            "; of a forward norm of up to 4 MiB its kernel, for which the default takes XLA's code."
-            if by_name
-            else "."
+        return (
+            f"Measured: {labels}. `jaxnorm` is the implementation that a call uses by default"
+            + (
+                ". The exception is forward norms of up to 4 MiB: their default is XLA's code, but "
+                "the kernel was timed."
+                if by_name
+                else "."
+            )
         )
     return (
-        f"Measured: {labels}. Figures are of the kernels, asked for by name; where they are slower "
-        "than XLA the default leaves the call to XLA."
+        f"Measured: {labels}. Figures are those of the kernels, requested by name. If they are "
+        "slower than XLA, the default leaves the call to XLA."
     )
 
 
@@ -74,7 +78,7 @@ def where_ahead(found: Iterable[Ahead]) -> str:
     most = f", by {100 * (max(large) - 1):.0f} % at most" if large else ""
     return (
         f"Kernels of other libraries are ahead in {len(by_cell)} cells: in "
-        f"{len(by_cell) - len(large)} where less than {LARGE / 1e6:.0f} MB move, part of which "
+        f"{len(by_cell) - len(large)} that move less than {LARGE / 1e6:.0f} MB, part of which "
         f"stays in the GPU's cache, and in {len(large)} others{most}."
     )
 
@@ -146,7 +150,7 @@ def _by_product(measured: Figures, direction: str, dtype: str) -> str:
         body.append([shape.replace("x", " x "), *cells])
     title = f"M x K x N, {text.DTYPES[dtype]}, {text.DIRECTIONS[direction]}"
     labels = (PROVIDERS[name].label for name in there)
-    return text.table([title, "product alone", *labels], body)
+    return text.table([title, "matmul alone", *labels], body)
 
 
 def _speed_and_share(figure: Figure) -> str:

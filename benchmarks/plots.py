@@ -48,8 +48,16 @@ STYLES = {
 _OF_VARIANTS = dict(
     zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#000000", "#999999"))
 )
-COPY = "copy (the roof)"
-PRODUCT = "the product alone, by XLA"
+COPY = "a copy of as many bytes"
+MATMUL = "the matmul alone, by XLA"
+# The names of rematerialisations below the bars, and of the models above them.
+_REMATS = {"none": "no remat", "dots": "remat,\nmatmuls\nsaved", "block": "remat\nof layers"}
+_OPS = {"product": "matmul"}
+_MODELS = {
+    "gpt2-small": "GPT-2 small",
+    "llama-1b": "Llama 3.2 1B",
+    "llama-1b-qk": "Llama 3.2 1B, QK norms",
+}
 
 Answers = dict[Any, dict[str, Figure]]  # by N, or a name, and provider
 
@@ -58,12 +66,12 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
     """Write a PNG of kernel times in one dtype."""
     panels = [
         [
-            (f"{op} {text.DIRECTIONS[way]}", figures.along_n(measured, op, way, dtype, dtype))
+            (f"{op}, {text.DIRECTIONS[way]}", figures.along_n(measured, op, way, dtype, dtype))
             for way in ("fwd", "bwd")
         ]
         for op in workloads.OPERATIONS
     ]
-    x_label = "N, length of a row (hollow: 1000, 3000, 4095, 50257)"
+    x_label = "length of a row (hollow markers: 1000, 3000, 4095, 50257)"
     _plot(panels, [x_label] * 2, title, path)
 
 
@@ -71,31 +79,39 @@ def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
     """Write a PNG of matmuls in one dtype: squares, and beside them those of models."""
     panels = [
         [
-            (f"{op} {text.DIRECTIONS[way]}", along(measured, op, way, dtype))
+            (f"{_OPS.get(op, op)}, {text.DIRECTIONS[way]}", along(measured, op, way, dtype))
             for along in (figures.along_squares, figures.along_projections)
         ]
         for op, asked in LINEAR.items()
         for way in asked.directions
     ]
-    x_labels = ["M = N = K", f"KxN of Llama's projections, M = {TOKENS}"]
-    _plot(panels, x_labels, title, path, y_label="TFLOP/s", roof=PRODUCT)
+    x_labels = [
+        "rows = columns of both matrices",
+        f"Llama's projections of {TOKENS} tokens: inputs x outputs",
+    ]
+    _plot(panels, x_labels, title, path, y_label="speed [TFLOP/s]", roof=MATMUL)
 
 
 def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
     """Write a PNG of training steps in one dtype."""
     models = [name for name in MODELS if any(row["model"] == name for row in rows)]
     figure, grid = plt.subplots(
-        len(models), 3, figsize=(11, 3.0 * len(models)), layout="constrained", squeeze=False
+        len(models), 3, figsize=(13, 3.4 * len(models)), layout="constrained", squeeze=False
     )
     figure.suptitle(title, fontsize=11)
     for name, (times, memory, curves) in zip(models, grid):
         its = [row for row in rows if row["model"] == name and row["dtype"] == dtype]
         its = [row for row in its if not row["mesh"]]
-        times.set_title(f"{name}: ms of a step", fontsize=10)
+        title = _MODELS.get(name, name)
+        times.set_title(f"{title}: time of a step", fontsize=10)
+        times.set_ylabel("time [ms]")
         _bars(times, its, "ms", 1.0)
-        memory.set_title(f"{name}: temp memory, GB", fontsize=10)
+        memory.set_title(f"{title}: temporary memory", fontsize=10)
+        memory.set_ylabel("memory [GB]")
         _bars(memory, its, "temp_bytes", 1e9)
-        curves.set_title(f"{name}: loss by step, nats", fontsize=10)
+        curves.set_title(f"{title}: training loss", fontsize=10)
+        curves.set_ylabel("loss [nats per token]")
+        curves.set_xlabel("step")
         for row in its:
             losses = [float(row[f"loss_{step}"]) for step in LOSS_STEPS]
             curves.plot(LOSS_STEPS, losses, color=_OF_VARIANTS[row["provider"]], lw=1.0)
@@ -127,8 +143,12 @@ def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
         colour, label = _OF_VARIANTS[variant], VARIANTS[variant]
         bars = axes.bar(places, values, 0.9 * width, color=colour, label=label)
         axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90, padding=2)
+        for i in (i for i, group in enumerate(groups) if group not in heights):
+            axes.text(
+                i + left, 0, " not measured", fontsize=7, rotation=90, ha="center", va="bottom"
+            )
     axes.margins(y=0.15)
-    names = [f"remat {remat}" + "\nunrolled" * (way != "scan") for way, remat in groups]
+    names = [_REMATS[remat] + "\n(unrolled)" * (way != "scan") for way, remat in groups]
     axes.set_xticks(range(len(groups)), names, fontsize=8)
 
 
@@ -138,7 +158,7 @@ def _plot(
     title: str,
     path: Path,
     *,
-    y_label: str = "GB/s, least bytes",
+    y_label: str = "bandwidth [GB/s]",
     roof: str = COPY,
 ) -> None:
     """Draw panels with titles. The x axis is shared by a column, the y axis by all."""

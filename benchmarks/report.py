@@ -76,12 +76,13 @@ def readme_section(found: Results) -> str:
         return ""
     parts = [
         paragraph(
-            "Milliseconds of a step, and in brackets over those of plain JAX and optax.",
+            "Milliseconds of a step, and in brackets their ratio to plain JAX and optax. Remat: "
+            '`dots` saves matmuls, `block` saves only the inputs of layers; "-": not measured.',
             text.provenance(steps),
         ),
         page_tables.step_times(steps),
         paragraph(
-            "Gigabytes that a step takes beside its arguments and results, and in brackets the "
+            "Gigabytes of temporary memory, beside arguments and results, and in brackets the "
             "largest batch whose step fits in 80 GB."
         ),
         page_tables.step_memory(steps, fitting),
@@ -101,13 +102,16 @@ def page_section(found: Results) -> str:
     parts = [
         paragraph(text.provenance(found.rows["kernels"]), page_tables.who(found.kernels)),
         _image(found, "kernels", PAGE),
-        paragraph(_ROOF, "(A backward reads twice what it writes, which goes a little faster.)"),
+        paragraph(
+            _ROOF,
+            "(A backward loads twice as much as it stores, which is a little faster than a copy.)",
+        ),
         page_tables.kernels(found.kernels),
         paragraph(
-            "How jaxnorm compares with the others: its speed over theirs, median (least to "
-            "greatest), and in how many cells they are more than 2 % ahead. Kernels are forward "
-            "and backward each on its own; calls are both at once, through the library's own API "
-            "and compiler."
+            "jaxnorm compared with the others: its speed over theirs, as median (least to "
+            "greatest), and in how many cells they are more than 2 % ahead. Kernels are timed "
+            "separately, forward and backward. Calls do both at once, through the library's own "
+            "API and compiler."
         ),
         page_tables.comparisons(found.kernels, found.api),
         paragraph(
@@ -158,22 +162,23 @@ def full_report(found: Results) -> str:
 
 
 _ROOF = (
-    "The roof is a copy of as many bytes, the median of all that were timed. In the table, the "
-    "copy's time over the kernel's, and in brackets the time of jaxnorm's plain JAX under XLA over "
-    "it."
+    "The dashed line is a copy of as many bytes (the median of all copies). The table has the "
+    "copy's time over the kernel's and, in brackets, the time of jaxnorm's plain JAX code over the "
+    "kernel's."
 )
 _CAPTIONS = {
-    "blocks": "Blocks: norms with their neighbours, forward and backward in one call. jaxnorm's "
-    "share of a copy of the least bytes, and its speed over others; medians over the shapes.",
-    "linear": "A norm and the product after it: TFLOP/s, and in brackets the time of the product "
-    "alone, which XLA tunes, over its time.",
+    "blocks": "Blocks: norms with the elementwise code around them, forward and backward in one "
+    "call. jaxnorm's share of the speed of a copy of the least bytes, and its speed over others; "
+    "medians over the shapes.",
+    "linear": "A norm and the matmul after it: TFLOP/s, and in brackets the time of the matmul "
+    "alone, which XLA tunes, over the provider's time.",
     "training": "A training step of models as people write them (benchmarks/language_models.py): "
-    "AdamW, float32 parameters, bfloat16 activations, layers scanned (where it does not say "
-    "unrolled), cuDNN's attention. Remat: a layer keeps all that its backward needs, its matrix "
-    "products, or its input alone. Products are in the form that cuBLAS takes by itself.",
-    "capacity": "The largest batch whose step fits in 80 GB, by what XLA plans.",
-    "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, beside "
-    "plain jnp in turn. By default a small norm with no backward to come is XLA's.",
+    "AdamW, float32 parameters, bfloat16 activations, layers scanned (unless the row "
+    "says unrolled), cuDNN's attention. Remat: a layer saves everything its backward needs "
+    "(none), its matmuls (dots), or only its input (block). Matmuls are cuBLAS's own choice.",
+    "capacity": "The largest batch whose step fits in 80 GB, by XLA's memory plan.",
+    "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, timed "
+    "alternately with plain jnp. By default, XLA runs a small norm without a backward.",
 }
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {
@@ -193,9 +198,9 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 
 # For each suite, what its plots show, and the function that draws them.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
-    "kernels": ("GB/s against N", plots.kernels),
-    "linear": ("TFLOP/s against M, N and K", plots.linear),
-    "training": ("Time, temp memory and losses of training steps", plots.training),
+    "kernels": ("Bandwidth against the length of a row", plots.kernels),
+    "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),
+    "training": ("Time, temporary memory and losses of training steps", plots.training),
 }
 _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
     "blocks": lambda found: report_tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
@@ -203,27 +208,26 @@ _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
     "training": lambda found: report_tables.training(found.rows["training"]),
 }
 _FOOTNOTES = {
-    "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "
-    "speed over theirs. *: the program also copies, converts or transposes whole arrays "
-    "(`extra_passes`); copies that are no kernels are not in its time.",
-    "cpu": "jaxnorm's plain JAX beside each peer in turn, in one process; `ratio` is the median of "
-    "its time over the peer's, turn by turn. jnp's softmaxes are jax.nn's. Flax's LayerNorm takes "
-    "E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
-    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes; "
-    "that of linear_cross_entropy, the mean and the gradients of x and weight, is the three matrix "
-    "products alone, and that of linear_log_prob_and_entropy, of each position, four: who "
-    "keeps the logits takes three. `jaxnorm's "
-    "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "
-    "gradient over the logits, and sums weight's in weight's dtype; optax rounds the loss to the "
-    "logits' dtype.",
-    "compile": "Of a first call, forward and backward in one program, in as many processes beside "
-    "each other as --workers says. Training steps take the matmuls that cuBLAS takes by "
-    "itself. Without a GPU, programs are lowered for one and not compiled.",
-    "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK have transposed, as "
-    "torch.nn.Linear keeps it. `of the product` is the time of jnp's product alone, in the same "
-    "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK try "
-    "products and choose; torch and torch.compile leave it to cuBLAS. `temp` is memory beside "
-    "operands and results. What 256 x 256 x 256 moves stays in the GPU's cache.",
+    "blocks": "`of a copy` is jaxnorm's share of the speed of a copy of the least bytes; the "
+    "others are its speed over theirs. *: the program also copies, converts or transposes whole "
+    "arrays (`extra_passes`); its time does not include copies that are not kernels.",
+    "cpu": "jaxnorm's plain JAX and each peer, timed alternately in one process; `ratio` is the "
+    "median of its time over the peer's in each turn. jnp's softmaxes are jax.nn's. Flax's "
+    "LayerNorm computes E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
+    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes. "
+    "The roof of linear_cross_entropy (the mean and the gradients of x and weight) is its three "
+    "matmuls alone, that of linear_log_prob_and_entropy (one result per position) four; a provider "
+    "that stores the logits needs three. `jaxnorm's speed` is over the provider's. `temp` is "
+    "memory beside operands and results. Liger overwrites the logits with their gradient, and sums "
+    "weight's gradient in weight's dtype; optax rounds the loss to the logits' dtype.",
+    "compile": "The first call, forward and backward in one program, in --workers processes at the "
+    "same time. Training steps use cuBLAS's own choice of matmuls. Without a GPU, programs are "
+    "lowered for one but not compiled.",
+    "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK store transposed, as "
+    "torch.nn.Linear does. `of the product` is the time of jnp's matmul alone, in the same "
+    "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK tune "
+    "the matmul; torch and torch.compile leave it to cuBLAS. `temp` is memory beside operands and "
+    "results. The arrays of 256 x 256 x 256 stay in the GPU's cache.",
 }
 
 

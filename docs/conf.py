@@ -57,7 +57,7 @@ def link_files(app: Sphinx, name: str, source: list[str]) -> None:
 def show_arguments(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
 ) -> tuple[str, Any] | None:
-    """Those of `__init__`, where a class's metaclass hides them (nnx)."""
+    """Show the arguments of `__init__` if a class's metaclass hides them (nnx)."""
     if what != "class" or signature != "(*args, **kwargs)":
         return None
     _, *parameters = inspect.signature(obj.__init__).parameters.values()
@@ -66,19 +66,19 @@ def show_arguments(
 
 
 def inline_equation(translator: Any, node: nodes.math) -> None:
-    """An equation in MathML, which browsers show by themselves."""
+    """Write an equation as MathML, which browsers display without scripts."""
     translator.body.append(latex2mathml.tex2mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def displayed_equation(translator: Any, node: nodes.math_block) -> None:
-    """The same on lines of its own."""
+    """Write a displayed equation as MathML."""
     translator.body.append(latex2mathml.tex2mathml(node.astext(), as_block=True))
     raise nodes.SkipNode
 
 
 def check_offline(app: Sphinx, exception: Exception | None) -> None:
-    """An error where a page loads something from the network: each is whole without it."""
+    """Raise if a page loads something from the network."""
     if exception is not None:
         return
     remote = re.compile(
@@ -90,7 +90,7 @@ def check_offline(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """What Sphinx calls first."""
+    """Register the extensions above with Sphinx, which calls this first."""
     app.add_html_math_renderer("mathml", (inline_equation, None), (displayed_equation, None))
     app.connect("source-read", link_files)
     app.connect("build-finished", check_offline)

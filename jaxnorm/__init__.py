@@ -8,6 +8,8 @@ modules that use them.
 
 from jaxnorm.calls.backends import Choice
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
+from jaxnorm.operations.kl_divergence import kl_divergence
+from jaxnorm.operations.linear_kl_divergence import linear_kl_divergence
 from jaxnorm.operations.linear_loss import linear_log_prob_and_entropy, linear_softmax_cross_entropy
 from jaxnorm.operations.loss import log_prob_and_entropy, softmax_cross_entropy_with_integer_labels
 from jaxnorm.operations.norm import layer_norm, rms_norm, rms_norm_gated
@@ -37,7 +39,9 @@ __all__ = [
     "check_params",
     "gated_linear",
     "implementation_for",
+    "kl_divergence",
     "layer_norm",
+    "linear_kl_divergence",
     "linear_log_prob_and_entropy",
     "linear_softmax_cross_entropy",
     "log_prob_and_entropy",
@@ -59,6 +63,6 @@ __version__ = "0.3.0"
 # Show these objects as members of jaxnorm in signatures, tracebacks and help(jaxnorm), which lists
 # only what a module defines.
 for _name in __all__:
-    if _name != "save_policy":  # which is JAX's, whatever it is
+    if _name != "save_policy":  # save_policy is an object of JAX
         globals()[_name].__module__ = __name__
 del _name

@@ -69,7 +69,7 @@ def quick_to_compile() -> Iterator[None]:
     ]
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each implementation in turn, forced by name: they all meet the same bounds."""
+    """Run a test with each implementation, forced by name: all of them meet the same bounds."""
     if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
 
@@ -90,7 +90,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What compiles for an H100 that need not be here."""
+    """A compiler for an H100, which need not be present."""
     from h100 import Compiler  # of tests/mosaic, whose tests use it
 
     return Compiler(tmp_path_factory.mktemp("ptxas"))
@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Each process of several has collected the same cases: the first to end tells of all."""
+    """Record the cases that were left out, from the first process to end: all have the same."""
     counts = needs.left_out(node.config)
     if not counts:
         counts.update(getattr(node, "workeroutput", {}).get("left_out", {}))
@@ -157,8 +157,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A test is skipped where an implementation refuses its call for a reason that it expects.
 
-    It names those reasons by `refused.expect`; any other refusal is a failure. Mosaic refuses norms
-    of rows that are no multiple of 16 bytes, wherever a test has them.
+    It names those reasons by `refused.expect`; any other refusal is a failure. Mosaic
+    refuses the backward of a norm whose rows are no multiple of 16 bytes, in every test.
     """
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""What the tests of converted models share: bounds of a norm, kernels of a program, the log."""
+"""Helpers for tests of converted models: bounds of a norm, kernels of a program, the log."""
 
 import logging
 
@@ -13,13 +13,13 @@ def normal(shape, seed=0):
 
 
 def kernels_in(function, *arguments):
-    """How many kernels a program for CUDA has."""
+    """Return how many kernels a program for CUDA has."""
     traced = jax.jit(function).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
 
 
 def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameters, saved="output"):
-    """Values and gradients of one norm against float64."""
+    """Assert that a norm's values and gradients are within the bounds of the float64 reference."""
     expected = reference.Norm(
         *(reference.exact(a) for a in (x, parameters["scale"])),
         reference.exact(parameters.get("bias", jnp.zeros(x.shape[-1]))),
@@ -39,13 +39,13 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
 
 
 def with_lost_columns(parameters):
-    """Scale and bias, of which two columns cannot be read from the output."""
+    """Return scale and bias such that two columns of x cannot be recovered from the output."""
     scale = parameters["scale"].at[..., 1].set(0).at[..., 3].set(1e-9)
     return parameters | {"scale": scale, "bias": jnp.full_like(scale, 0.3)}
 
 
 def assert_left_to_flax(caplog, counted, norms):
-    """One warning names the norms that are not converted, each with its reason."""
+    """Assert that one warning names the norms that are not converted, each with its reason."""
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
     line = record.getMessage()

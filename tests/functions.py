@@ -1,7 +1,7 @@
-"""The table of functions: calls of each public function, their operands, and plain JAX's formulas.
+"""The table of functions: calls of each public function, their operands, and plain JAX formulas.
 
-The suites of values, batches, programs, rematerialisation and meshes run over it: an operation is
-tested because it has an entry.
+The suites of values, batches, programs, rematerialisation and meshes run over this table. So a
+function is tested by all of them as soon as it has an entry.
 """
 
 import functools
@@ -52,15 +52,16 @@ SHAPES: dict[str, Callable[[Sizes], tuple[int, ...]]] = {
     "feature_bias": lambda s: (s.features,),
     **dict.fromkeys(["logits", "classes"], lambda s: (*s.rows, s.features)),
     **dict.fromkeys(["labels", "counts"], lambda s: s.rows),
+    "candidates": lambda s: (*s.rows, 3),
 }
 
 
 def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # noqa: B008
-    """An operand in float64; labels and masks are NumPy's, which have no 64-bit types of a test."""
+    """Return an operand as a NumPy array: floats in float64, labels in int32, masks in bool."""
     shape = SHAPES[kind](sizes)
-    if kind in ("labels", "counts"):
+    if kind in ("labels", "candidates", "counts"):
         labels = (np.arange(np.prod(shape)) % sizes.features).reshape(shape).astype(np.int32)
-        return labels if kind == "labels" else labels % 3 > 0
+        return labels % 3 > 0 if kind == "counts" else labels
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
     if kind in ("mask", "classes"):
         return (values < 0.5) | (np.arange(shape[-1]) == 1)
@@ -130,6 +131,34 @@ def log_prob_and_entropy(logits, labels, counts, cap=None):
     log_p = jax.nn.log_softmax(capped(logits, cap))
     chosen = jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
     return chosen * counts, -jnp.sum(jnp.exp(log_p) * log_p, -1) * counts
+
+
+def of_candidates(logits, candidates, counts):
+    log_p = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_p, candidates, -1)
+    return chosen * counts[..., None], -jnp.sum(jnp.exp(log_p) * log_p, -1) * counts
+
+
+def scales_of(labels):
+    """A scale of the logits for each position."""
+    return 1 / (1 + jnp.asarray(labels % 3, jnp.float32))
+
+
+def layer_of_a_teacher(x, weight):
+    """Constants, made of a student's."""
+    return jax.lax.stop_gradient((jnp.cos(3 * x), jnp.sin(2 * weight)))
+
+
+def teacher_of(logits):
+    """Logits of a teacher, which are constants."""
+    return jnp.cos(3 * jax.lax.stop_gradient(logits))
+
+
+def divergences(logits, teacher_logits, counts=1.0, classes=None, *, reverse=False, cap=None):
+    teacher = jax.lax.stop_gradient(teacher_logits)
+    log_q, log_p = (jax.nn.log_softmax(capped(z, cap), where=classes) for z in (logits, teacher))
+    first, second = (log_q, log_p) if reverse else (log_p, log_q)
+    return jnp.sum(jnp.exp(first) * (first - second), -1, where=classes) * counts
 
 
 def causal_softmax(x, bias):
@@ -284,6 +313,40 @@ FUNCTIONS = {
         log_prob_and_entropy,
         "logits labels counts",
     ),
+    "log_prob_and_entropy of several": Function(
+        _of_logits(jaxnorm.log_prob_and_entropy), of_candidates, "logits candidates counts"
+    ),
+    "softmax_cross_entropy_with_integer_labels of scales": Function(
+        lambda logits, labels, counts, **o: _cross_entropy(
+            logits, labels, where=counts, logits_scale=scales_of(labels), **o
+        ),
+        lambda logits, labels, counts: losses(
+            logits * scales_of(labels)[..., None].astype(logits.dtype), labels, counts
+        ),
+        "logits labels counts",
+    ),
+    "kl_divergence": Function(
+        lambda logits, counts, **o: jaxnorm.kl_divergence(
+            logits, teacher_of(logits), where=counts, **o
+        ),
+        lambda logits, counts: divergences(logits, teacher_of(logits), counts),
+        "logits counts",
+    ),
+    "kl_divergence reverse": Function(
+        lambda logits, classes, **o: jaxnorm.kl_divergence(
+            logits,
+            teacher_of(logits),
+            where=classes,
+            reverse=True,
+            logit_softcap=3.0,
+            teacher_logit_softcap=3.0,
+            **o,
+        ),
+        lambda logits, classes: divergences(
+            logits, teacher_of(logits), classes=classes, reverse=True, cap=3.0
+        ),
+        "logits classes",
+    ),
     "linear_softmax_cross_entropy": Function(
         _linear(_linear_loss),
         lambda x, w, b, labels, counts: losses(x @ w + b, labels, counts).sum() / counts.sum(),
@@ -299,15 +362,51 @@ FUNCTIONS = {
         lambda x, w, b, labels, counts: log_prob_and_entropy(x @ w + b, labels, counts, 3.0),
         "x weight feature_bias labels counts",
     ),
+    "linear_log_prob_and_entropy of several": Function(
+        _linear(jaxnorm.linear_log_prob_and_entropy),
+        lambda x, w, b, candidates, counts: of_candidates(x @ w + b, candidates, counts),
+        "x weight feature_bias candidates counts",
+    ),
+    "linear_kl_divergence": Function(
+        lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(
+            x, w, *layer_of_a_teacher(x, w), bias=b, where=counts, chunk=3, **o
+        ),
+        lambda x, w, b, labels, counts: (
+            divergences(x @ w + b, jnp.matmul(*layer_of_a_teacher(x, w)), counts).sum()
+            / counts.sum()
+        ),
+        "x weight feature_bias labels counts",
+    ),
+    "linear_kl_divergence of rows": Function(
+        lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(
+            *(x, w, *layer_of_a_teacher(x, w)),
+            bias=b,
+            where=counts,
+            chunk=3,
+            reduction="none",
+            reverse=True,
+            logits_scale=scales_of(labels),
+            **o,
+        ),
+        lambda x, w, b, labels, counts: divergences(
+            *(
+                scales_of(labels)[..., None].astype(x.dtype) * z
+                for z in (x @ w + b, jnp.matmul(*layer_of_a_teacher(x, w)))
+            ),
+            counts,
+            reverse=True,
+        ),
+        "x weight feature_bias labels counts",
+    ),
 }
-#: An entry of each public function, and of forms that are operations of their own.
+#: One entry of each public function, and of its forms that are separate operations.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
 BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # With their gradients it is XLA's.
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
 #: Entries that differ from another one in an option alone.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
-#: Public functions of which there is nothing to differentiate.
+#: Public functions that have no derivatives.
 OTHERS = {"check_params", "implementation_for", "memory_report"}
 
 
@@ -317,13 +416,13 @@ def public_functions() -> set[str]:
 
 
 def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
-    """The operands of an entry: floats of a dtype, labels and masks."""
+    """Return the operands of an entry: floats of one dtype, then labels and masks."""
     arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
     return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
 
 
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function of the operands that are floats, which come first."""
+    """Return the function of the floating-point operands, which come first."""
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
 
@@ -355,9 +454,13 @@ def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..
 
 #: Arguments without a default, by their names, which mean the same in every function.
 ARGUMENTS = {
-    **dict.fromkeys(["x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)),
+    **dict.fromkeys(
+        ["teacher_logits", "x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)
+    ),
     "weight": np.ones((8, 8), np.float32),
     "scale": np.ones(8, np.float32),
+    "teacher_x": np.ones((4, 8), np.float32),
+    "teacher_weight": np.ones((8, 8), np.float32),
     **dict.fromkeys(["cos", "sin"], np.ones((4, 4), np.float32)),
     "labels": np.zeros(4, np.int32),
 }

@@ -49,7 +49,7 @@ ACTIVATIONS = ["silu", "gelu", "relu", "leaky_relu", "sigmoid", jnp.tanh]
 
 
 def operands(shape, features, mix=MIXES[1], seed=0):
-    """gate, up, weight and bias."""
+    """Return gate, up, weight and bias."""
     rng = np.random.default_rng(seed)
     return {
         "gate": jnp.asarray(rng.normal(size=shape), mix.gate),
@@ -62,7 +62,7 @@ def operands(shape, features, mix=MIXES[1], seed=0):
 
 
 def call(arrays, **options):
-    """Either function, of the operands that there are."""
+    """Call the function that has these operands."""
     arrays = dict(arrays)
     gate, up, weight = (arrays.pop(name, None) for name in ("gate", "up", "weight"))
     if up is None:
@@ -71,10 +71,10 @@ def call(arrays, **options):
 
 
 class Expected:
-    """y and its gradients, and the bounds of both: name -> value, bound but for its own rounding.
+    """y, its gradients and their bounds: name -> value, bound without the rounding of the result.
 
-    What rounds: the elementwise result to its dtype, then both factors to the product's; the sums,
-    like random walks; the product's cotangent and results to the product's dtype.
+    These are rounded: the elementwise result, both factors of the matmul, the sums (as random
+    walks), and the matmul's cotangent and results.
     """
 
     def __init__(self, arrays, d, mix, activation):
@@ -135,7 +135,7 @@ class Expected:
         }
 
     def walk(self, terms):
-        """Of a sum's roundings, by the sum of magnitudes."""
+        """Return the rounding error of a sum, relative to the sum of magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 

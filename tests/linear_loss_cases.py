@@ -11,7 +11,10 @@ from reference import SAFETY, arithmetic, exact, rounding, unit_roundoff
 
 
 def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
-    """x, weight, bias and labels; logits are of the size of 1. `dtypes`: of all, or of each."""
+    """Return x, weight, bias and labels. Logits are about 1.
+
+    `dtypes` is one dtype, or one for each array.
+    """
     rng = np.random.default_rng(seed)
     x_dtype, w_dtype, b_dtype = (dtypes,) * 3 if isinstance(dtypes, str) else dtypes
     return (
@@ -42,7 +45,7 @@ class Linear:
     dtype: str | None = None
 
     of_rows: ClassVar = CrossEntropy
-    # Rounded as it is kept, and once more when it is multiplied by the loss's cotangent.
+    # Rounded when it is saved, and again when it is multiplied by the loss's cotangent.
     roundings: ClassVar = 2
 
     def __post_init__(self):
@@ -51,7 +54,7 @@ class Linear:
         dtype = jnp.dtype(self.dtype or promoted)
         factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
         self.u, self.v = arithmetic(dtype.name), self.logits_roundoff(dtype.name)
-        # dlogits are a factor, too.
+        # dlogits are rounded too, because they are an operand of a matmul.
         self.factor_v = max(self.v, unit_roundoff(factors.name))
         self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
         self.bias = exact(self.bias)
@@ -89,7 +92,7 @@ class Linear:
         return self.rows.loss_bound() + slope * self.error
 
     def gradients(self, *d):
-        """Of x, weight and bias, for each with its bound; `d` belongs to rows."""
+        """Return the gradients of x, weight and bias, with bounds; `d` has one value per row."""
         dlogits = self.rows.gradient(*d)
         error = self.rows.gradient_bound(*d) + self.factor_v * np.abs(dlogits)
         error = error + self.logits_scale * self.moved(*d)
@@ -107,13 +110,13 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """By how much the gradients of rows differ at logits that are wrong."""
+        """Return how much the gradients of rows change with the error of the logits."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
-            # (1 - tanh^2)' is below 0.77, of what is divided by the cap; p and targets add up to 2.
+            # The slope of 1 - tanh(x / cap)^2 is below 0.77 / cap. p and targets sum to 2.
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)
         return np.abs(exact(d))[..., None] * moved

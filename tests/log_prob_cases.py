@@ -13,10 +13,10 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 
 
 class LogProbs(CrossEntropy):
-    """Of rows of logits: a loss is that of a `CrossEntropy`, with the other sign.
+    """Log-probabilities and entropies of rows of logits; a log-probability is a negated loss.
 
-    The entropy follows what is computed, of exponentials e and their exponents t, which are not
-    above 0: log(s) - sum(e t) / s.
+    The bound of the entropy follows its computation, log(s) - sum(e t) / s, from exponentials e
+    with exponents t <= 0.
     """
 
     @functools.cached_property
@@ -34,23 +34,24 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def _mean_depth(self):
-        """Not above 0."""
+        """The mean depth, at most 0."""
         return -np.sum(self.p * self._depth, -1)
 
     @functools.cached_property
     def _entropy_bound(self):
         few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
-        # Of each term: an exponential has the error of its argument, which is a factor, too.
+        # The error of each term: an exponential has the error of its argument, which is also a
+        # factor.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)
-        # Below the least normal number an exponential may be 0.
+        # An exponential below the smallest normal number may be flushed to 0.
         error = np.sum(self.p * terms + 2.0**-126 * depth, -1)
         error = error + np.abs(self._mean_depth) * of_sum
         return error + self._log_s_error + few * np.abs(np.nan_to_num(self.entropy)) + 1e-37
 
     @functools.cached_property
     def above_mean(self):
-        """log p + H, of classes that are not left out."""
+        """Return log p + H for all classes that take part."""
         log_p = -self._depth - self.log_s[..., None]
         return np.where(self.p > 0, log_p + np.nan_to_num(self.entropy)[..., None], 0)
 
@@ -67,7 +68,7 @@ class LogProbs(CrossEntropy):
 
 
 class Linear(linear_loss_cases.Linear):
-    """Of rows of ``x @ weight + bias``, which is wrong by the sums in a product alone."""
+    """The same for rows of ``x @ weight + bias``, whose only error is that of the matmul's sums."""
 
     of_rows = LogProbs
     roundings = 1
@@ -82,7 +83,7 @@ class Linear(linear_loss_cases.Linear):
 
     @property
     def bounds(self):
-        """The slopes of an entropy add up to twice the entropy at most."""
+        """Return the bounds: the slopes of an entropy sum to at most twice the entropy."""
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]
         size = np.abs(np.nan_to_num(self.rows.entropy)) + wrong
@@ -98,7 +99,7 @@ class Linear(linear_loss_cases.Linear):
 
 
 def mixed(log_prob, entropy):
-    """A number of each row, of which both have derivatives that differ from row to row."""
+    """Return a number for each row; derivatives of both results differ from row to row."""
     return jnp.sin(log_prob) - 0.7 * entropy**2
 
 

@@ -1,4 +1,4 @@
-"""What the tests of softmaxes with a mask, a bias or `causal` share: cases, and their calls."""
+"""Cases and calls for tests of softmaxes with a mask, a bias or `causal`."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A softmax of an array; shapes of its mask and its bias, which broadcast to it."""
+    """A softmax of an array, with the shapes of its mask and bias, which broadcast to it."""
 
     shape: tuple[int, ...]
     mask: tuple[int, ...] | None = None
@@ -34,7 +34,7 @@ class Case:
         return "-".join([str(self.shape), *(f"{k} {v}" for k, v in given.items() if v)])
 
     def call(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
-        """The forward, for these dtypes: by default that of x."""
+        """Return the forward call for these dtypes; the default is the dtype of x."""
 
         def struct(shape: tuple[int, ...] | None, dtype: Any) -> jax.ShapeDtypeStruct | None:
             return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
@@ -59,7 +59,7 @@ class Case:
         return call.backward(call.differentiable)
 
 
-#: Rows share masks and biases in all ways that attention has.
+#: All ways in which rows of attention share masks and biases.
 S = 2048
 KINDS = {
     "mask": Case((4, 16, S, S), mask=(4, 1, S, S)),
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def of_width(kind: str, rows: int, cols: int) -> Case:
-    """With as many queries and keys, where both are S."""
+    """Return the shapes with as many queries as keys, wherever both are S."""
 
     def sized(shape):
         if shape is None:
@@ -91,7 +91,7 @@ COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 
 def mixed():
-    """Each width with every second kind, in one mix of dtypes and the other in turn."""
+    """Yield each width with every second kind, alternating between two mixes of dtypes."""
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):
             if (i + j) % 2:
@@ -101,12 +101,12 @@ def mixed():
 
 
 def op_of(kind: str, cols: int) -> str:
-    """In turn, so that each width and each kind meets both."""
+    """Return one of the two functions, so that each width and each kind meets both."""
     return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
 
 
 def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
-    """Of the forward, or of the backward."""
+    """Return the types of the operands of a forward or a backward."""
     spec, view = call.spec, call.view
     is_forward = spec.direction == "fwd"
     x = jax.ShapeDtypeStruct(view.shape, spec.x_dtype if is_forward else spec.y_dtype)
@@ -119,7 +119,7 @@ def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
 
 
 def assert_like_xla(implementation, case, op, dtypes):
-    """Forward and backward, as near to XLA's as two roundings and the order of sums let them be."""
+    """Assert that forward and backward differ from XLA's by two roundings and the order of sums."""
     forward, backward = case.call(op, *dtypes), case.backward(op, *dtypes)
     keys = iter(jax.random.split(jax.random.key(0), 4))
 
@@ -155,7 +155,7 @@ def assert_near(implementation, call, *operands):
 
 @jax.jit
 def difference(ours, theirs, least):
-    """The largest, of the largest element, or of `least`; whether what is not finite agrees."""
+    """Return the largest relative difference, and whether non-finite elements agree."""
     finite = jnp.isfinite(theirs)
     alike = jnp.all(finite | (ours == theirs))
     ours, theirs = (jnp.where(finite, a, 0).astype(jnp.float32) for a in (ours, theirs))

@@ -10,7 +10,7 @@ from reference import SAFETY, arithmetic, exact, rounding
 
 
 def operands(shape, dtype, seed=0, scale=3.0, label_dtype="int32"):
-    """Logits, labels of all classes, and a cotangent of the loss."""
+    """Return logits, labels from all classes, and a cotangent of the loss."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=shape) * scale, dtype)
     labels = jnp.asarray(rng.integers(0, min(shape[-1], 127), shape[:-1]), label_dtype)
@@ -20,15 +20,15 @@ def operands(shape, dtype, seed=0, scale=3.0, label_dtype="int32"):
 
 @dataclasses.dataclass
 class CrossEntropy:
-    """Of rows of logits ``(..., V)``; `labels` of another number than a class give NaN.
+    """Cross-entropies of rows of logits ``(..., V)``; labels that are not classes give NaN.
 
-    The bounds follow what is computed: m = max(x), s = sum(exp(x - m)), lse = m + log(s), and
-    loss = m - x_l + log(s) where the term of the label, if it is the largest, is not rounded.
+    The bounds follow the computation: m = max(x), s = sum(exp(x - m)), lse = m + log(s), and loss =
+    m - x_l + log(s), where the label's term is not rounded if it is the largest.
 
-    With a scale or a cap `x` becomes what they make of it. A capped one is wrong by `x_error`: by 2
-    units in the last place of the cap (by 8 for logits of 16 bits), and by the rounding of what
-    tanh is of, of which it passes on less than half. The derivative of a loss along x has elements
-    whose magnitudes add up to 2.
+    With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`: 2
+    units in the last place of the cap (8 for 16-bit logits), and the rounding error of tanh's
+    argument, of which less than half is passed on. The magnitudes of a loss's derivatives with
+    respect to a row of x add up to 2.
     """
 
     x: np.ndarray
@@ -88,7 +88,7 @@ class CrossEntropy:
         return (self.loss_bound(),)
 
     def gradient(self, *d):
-        """Of sum(d loss), by the array of which x is made; one d for each result."""
+        """Return the gradient of sum(d loss) for the original logits, with one d per result."""
         return np.where(self.has_entry[..., None], self._of_x(*d) * self.slope, 0)
 
     def _of_x(self, d):
@@ -101,7 +101,7 @@ class CrossEntropy:
 
     @functools.cached_property
     def _sum_error(self):
-        """Of log(s): each exponential has the error of its argument; not a largest label's."""
+        """The error of log(s): exponentials have their argument's error, except the label's."""
         terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
         if self.label_smoothing == 1:
             terms = self.e
@@ -139,14 +139,14 @@ class CrossEntropy:
 
     @functools.cached_property
     def _depth(self):
-        """Of each class that is not left out, its logit below the maximum."""
+        """For each class that is not masked, how far its logit is below the maximum."""
         x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
         return np.abs(x - self.m[..., None])
 
     @functools.cached_property
     def _p_error(self):
         error = self._log_s_error[..., None] + 2 * self.x_error
-        # Below the least normal number an exponential may be 0.
+        # An exponential below the smallest normal number may be flushed to 0.
         return self.p * np.expm1(error + SAFETY * self.u * (self._depth + 2)) + 2.0**-126
 
     def _of_x_bound(self, d):

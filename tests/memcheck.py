@@ -31,11 +31,11 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 # Narrow rows, odd and prime widths (tails), whole units, clusters; some with few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
 SHAPES += [(3, 131072)]
-# Of a residual, or a gate, beside x.
+# Widths for calls with a residual, or a gate, beside x.
 WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
 LONGEST_ODD = 8191  # of a norm
 # Over the axis in the middle: strips that overlap, clusters.
-STRIDED = [(5, 37, 72), (2, 1000, 784), (3, 3001, 144)]
+STRIDED = [(5, 40, 72), (2, 1000, 784), (3, 3008, 144)]
 # Shapes of the logits, the mask and the bias, if there is one; and whether they are causal.
 LOGITS = [
     ((2, 3, 67, 200), (2, 1, 1, 200), (3, 67, 200), False),
@@ -47,7 +47,7 @@ LOGITS = [
 
 
 def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Calls over axis 1 of each shape, and the operands' types."""
+    """Return calls over axis 1 of each shape, and the types of the operands."""
     function = FUNCTIONS[name]
     operation = OPERATIONS[function.op]
     kinds = [OPERANDS[operand] for operand in operation.operands]
@@ -58,7 +58,7 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
     of_rows = WITH_TWO if takes_two else SHAPES
     shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in of_rows]
     if implementation == "mosaic" and operation.family == "norm":
-        shapes = [(r, c // 8 * 8) for r, c in shapes]  # in multiples of 16 bytes
+        shapes = [(r, c // 8 * 8) for r, c in shapes]  # as its backward takes them
     for shape in [*shapes, *([] if takes_two else STRIDED)]:
         row, column = (
             jax.ShapeDtypeStruct(shape, dtype),
@@ -77,7 +77,7 @@ def with_gate(call: Any, *operands: Any) -> Any:
 
 
 def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Heads, and tables of some of their columns, without a gradient; and the operands' types."""
+    """Return calls with heads and tables for some of their columns, and the operands' types."""
     for shape, lead, pairs, interleaved in [
         ((2, 37, 5, 64), (37, 1), 32, False),
         ((3, 33, 1, 128), (3, 33, 1), 32, True),
@@ -109,7 +109,7 @@ def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any,
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Softmaxes with masks and biases, and the operands' types; the mask keeps all."""
+    """Return softmaxes with masks and biases, and the operands' types. The mask selects all."""
     for shape, mask, bias, causal in LOGITS:
 
         def call(x: jax.Array, *given: jax.Array, mask: Any = mask, causal: bool = causal) -> Any:
@@ -122,7 +122,7 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Losses or `name`, and the operands' types; labels of all columns, and far outside."""
+    """Return losses, or `name`, and the operands' types; labels are valid, and far out of range."""
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:
 
@@ -131,7 +131,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
             labels = (jnp.arange(rows) * 7919 % cols).at[0].set(cols - 1)
             labels = labels.at[1].set(2**31 - 1).at[2].set(-1)
             outside = jnp.isin(jnp.arange(rows), jnp.array([1, 2]))
-            # There, loss and gradient are NaN.
+            # Loss and gradient are NaN at labels out of range.
             x = jnp.where(outside[:, None], jax.lax.stop_gradient(x), x)
             results = function(
                 x, labels, where=jnp.arange(rows) % 7 != 3, implementation=implementation
@@ -142,7 +142,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Those of linear layers, in chunks, whose gradient is written over them."""
+    """Yield losses of linear layers, in chunks, whose gradient overwrites the logits."""
     function = getattr(jaxnorm, name, jaxnorm.linear_softmax_cross_entropy)
     for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
 
@@ -181,14 +181,15 @@ def lowered(call: Any, operands: Any) -> Any:
 
 
 def compiled(call: Any, operands: Any) -> Any:
-    # Of cuBLAS' and Triton's forms of a product, any will do: to time them all takes minutes here.
+    # Timing all algorithms of cuBLAS and Triton for a matmul takes minutes here, and any of them
+    # will do.
     options = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
     on_gpu = jax.default_backend() == "gpu"
     return lowered(call, operands).compile(options if on_gpu else None)
 
 
 def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]]:
-    """The calls of a name, and their operands' types."""
+    """Return the calls of a name, and the types of their operands."""
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
     of_names |= {
@@ -208,13 +209,13 @@ def main(implementation: str, name: str, dtype: str, programs: str | None = None
     if programs is not None:
         triton_programs.replay(Path(programs))
     cases = cases_of(implementation, name, dtype)
-    # One compiles after the other, and none while a kernel runs: under the checker, either ended in
-    # a crash of this process now and then.
+    # Programs are compiled one after the other, and never while a kernel runs: under the checker,
+    # this process sometimes crashed otherwise.
     programs = [compiled(*case) for case in cases]
     for program, (_, operands) in zip(programs, cases):
         ones = [jax.device_put(np.ones(o.shape, o.dtype)) for o in operands]
         results = [np.asarray(a).astype(np.float32) for a in jax.tree.leaves(program(*ones))]
-        # What is not causal has -inf for a logarithm.
+        # Elements above the diagonal have a logarithm of -inf.
         wrong = any(np.isnan(r).any() or np.isposinf(r).any() for r in results)
         print(name, operands[0].shape, dtype, "WRONG" if wrong else "right", flush=True)
     print("all", len(cases), "cases")

@@ -24,7 +24,7 @@ KINDS = ["auto", "explicit", "manual"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mesh, how x lies on it, and how the parameters do."""
+    """A mesh, and the shardings of x and of the parameters."""
 
     name: str
     mesh: dict[str, int]
@@ -37,7 +37,7 @@ class Case:
 
 
 def step(name, save="output", **options):
-    """The function's value and its gradients, over (cotangent, x, *params)."""
+    """Return a function of (cotangent, x, *params) that returns the value and the gradients."""
 
     def function(x, *params):
         if OPERATIONS[operations.FUNCTIONS[name].op].family == "softmax":
@@ -52,7 +52,7 @@ def step(name, save="output", **options):
 
 
 def operands(name, shape=SHAPE, dtype="float32"):
-    """A cotangent, x and the parameters."""
+    """Return a cotangent, x and the parameters."""
     rng = np.random.default_rng(0)
     params = {"rms_norm": 1, "layer_norm": 2}.get(name, 0)
     x, d = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
@@ -67,7 +67,7 @@ def mesh_of(case, kind):
 
 
 def specs_of(mesh_axes, axes):
-    """Every way in which mesh axes may split the axes of an array, or not."""
+    """Return every way to split, or not to split, the axes of an array over mesh axes."""
     specs = []
     for order in itertools.permutations(mesh_axes):
         for places in itertools.product([None, *range(axes)], repeat=len(order)):
@@ -79,12 +79,15 @@ def specs_of(mesh_axes, axes):
 
 
 def in_shards(arrays, mesh, specs):
-    """The arrays on a mesh; from the host, since a device cuts shards by a program of its own."""
+    """Place arrays on a mesh, from the host: a device would run a program to split them."""
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 
 def on_mesh(function, arrays, case, kind):
-    """The compiled function on sharded operands, and those; results of x's shape lie as x does."""
+    """Return the compiled function and its sharded operands.
+
+    Results with x's shape are sharded as x is.
+    """
     mesh = mesh_of(case, kind)
     are_arrays = [a.shape == arrays[1].shape for a in arrays]
     specs = [case.x if is_array else case.params for is_array in are_arrays]
@@ -103,9 +106,9 @@ def on_mesh(function, arrays, case, kind):
 
 
 def collectives(compiled):
-    """Name -> shapes of what each collective of that name yields, one for each array.
+    """Return, for each kind of collective, the shapes of the arrays that it returns.
 
-    An asynchronous one begins with a "-start", which yields its operands, too, before the results.
+    An asynchronous collective begins with "-start", which returns its operands before the results.
     """
     found = {}
     pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\("
@@ -117,10 +120,10 @@ def collectives(compiled):
 
 @functools.cache
 def expected_of(name, save, shape):
-    """The analysed results of `step` on one device."""
+    """Return the results of `step` on one device, with the bounds of the analysis."""
     return analyse(step(name, save), *operands(name, shape))
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Assert that the compiled step gives the analysed results."""
+    """Assert that the compiled step returns the results of one device, within the bounds."""
     assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

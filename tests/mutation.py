@@ -62,7 +62,14 @@ COVERING = {
         "mosaic/test_backward_interpret",
         "mosaic/test_strided",
     ],
+    "mosaic/norm/": [
+        "mosaic/test_interpret",
+        "mosaic/test_backward_interpret",
+        "mosaic/test_fused_norms",
+        "mosaic/test_rope",
+    ],
     "mosaic/": ["mosaic/test_interpret", "mosaic/test_backward_interpret", "mosaic/test_*"],
+    "triton/norm": ["triton/test_norms", "triton/test_schedules"],
     "triton/": ["triton/test_*"],
 }
 _OPPOSITES = {
@@ -86,7 +93,7 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A place in a file, its code, and what stands there instead."""
+    """A position in a file, its code, and the replacement."""
 
     file: str
     line: int

@@ -1,9 +1,9 @@
-"""What some tests need that is not on every machine.
+"""Requirements of tests that not every machine meets.
 
-A case that cannot run here is left out when tests are collected, and the summary says how many
-there are, and what they need. So a run reports no skip that says nothing of the code; and one that
-asks for such cases alone, as ``-m gpu`` does without a GPU, has none left, which pytest ends with
-exit status 5: a run that tested nothing does not look like a success.
+A case that cannot run here is left out when tests are collected. The summary gives the number of
+such cases and their requirements, so a run has no uninformative skips. A run that selects only such
+cases, such as ``-m gpu`` without a GPU, has no case left. pytest then exits with status 5, so a run
+that tested nothing does not look like a success.
 """
 
 import collections
@@ -29,7 +29,7 @@ LEFT_OUT = pytest.StashKey[collections.Counter[str]]()
 
 
 def capability() -> float:
-    """Compute capability of the GPU at hand; 0 where there is none."""
+    """Return the compute capability of the local GPU, or 0 without a GPU."""
     device = jax.devices()[0]
     return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
 
@@ -105,7 +105,7 @@ def _triton_extra() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Of cases with one of these marks, or with one of these fixtures."""
+    """A requirement of the cases with one of these marks, or with one of these fixtures."""
 
     missing: Callable[[], str | None]
     marks: Sequence[str] = ()

@@ -23,7 +23,10 @@ SLOPES = {
 
 
 def operands(rows, cols, features, dtypes="float32", seed=0, lead=()):
-    """x, residual, weight, scale and bias; z is of the size of 1. `dtypes`: of all, or of each."""
+    """Return x, residual, weight, scale and bias. z is about 1.
+
+    `dtypes` is one dtype, or one for each array.
+    """
     rng = np.random.default_rng(seed)
     x, residual, weight, scale, bias = (dtypes,) * 5 if isinstance(dtypes, str) else dtypes
     return {
@@ -40,7 +43,7 @@ class _Norm(Norm):
 
     @property
     def r_error(self):
-        """Of r, relative to it."""
+        """The relative error of r."""
         return self.r * np.mean(np.abs(self.xh) * self.excess, -1, keepdims=True) * (1 + 2**-6)
 
     def _xh_error(self):
@@ -98,7 +101,7 @@ class NormLinear:
             self.y, self.slope = exact(self.y), exact(self.slope)
 
     def _norm(self, d):
-        """`d` is the cotangent of what the product takes."""
+        """Return the reference of the norm; `d` is the cotangent of the matmul's operand."""
         zero = np.zeros(self.x.shape[-1])
         dtypes = self.x_dtype, self.product_dtype
         norm = _Norm(self.x, self.gain, zero, d, False, self.epsilon, "input", *dtypes)
@@ -146,11 +149,11 @@ class NormLinear:
         }
 
     def walk(self, terms):
-        """Of a sum's roundings, by the sum of magnitudes."""
+        """Return the rounding error of a sum, relative to the sum of magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 
-# x, residual, weight, scale, bias; the product's; y's, and whether it is asked for
+# Dtypes of x, residual, weight, scale and bias; of the matmul; of y, and whether y's is requested.
 MIXES = [
     *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
     (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),
@@ -163,7 +166,7 @@ WIDE = (("float32", "float64", "float64", "float32", "float32"), "float64", "flo
 
 @functools.partial(jax.jit, static_argnames=("options",))
 def value_and_gradients(arrays, d, options=()):
-    """The results, and gradients for the cotangent d of y and d's cosine of h."""
+    """Return the results, and the gradients for the cotangents d of y and cos(d) of h."""
 
     def function(arrays):
         arrays = dict(arrays)

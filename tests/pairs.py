@@ -1,4 +1,4 @@
-"""Fewer combinations of parameters than all of them."""
+"""Combinations of parameters: fewer than all of them."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,16 +6,17 @@ from typing import Any
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations of a value of each axis, such that any two values of two axes meet in one.
+    """Return combinations of one value per axis, such that any two values of two axes meet in one.
 
-    For parameters that do not depend on each other by threes. The same ones each time, and in the
-    order of the full product.
+    This is enough for parameters that do not interact in threes. The result is deterministic, and
+    in the order of the full product.
     """
     places = [*itertools.product(*(range(len(axis)) for axis in axes))]
     pairs = [set(itertools.combinations(enumerate(at), 2)) for at in places]
     missing = set().union(*pairs)
     chosen = set()
-    # Greedily; from the one that meets the fewest others so far, where several add as much.
+    # Choose greedily. If several add the same number, take the one whose values occurred least so
+    # far.
     times = dict.fromkeys(itertools.chain(*(enumerate(at) for at in places)), 0)
     while missing:
         best = min(

@@ -21,7 +21,7 @@ _ITEMSIZE = {"pred": 1}
 
 
 def around(a: jax.Array) -> jax.Array:
-    """A flat array that holds `a` behind its first element, which is 1."""
+    """Return a flat array that holds a 1 and then the elements of `a`."""
     return jnp.concatenate([jnp.ones(1, a.dtype), a.ravel()])
 
 
@@ -47,7 +47,7 @@ def _stored(a: jax.Array) -> jax.Array:
 
 
 def read(whole: jax.Array) -> jax.Array:
-    """The elements of a result of such a function, in one dimension."""
+    """Return the elements of a result of such a function, as a one-dimensional array."""
     return whole[1:]
 
 
@@ -72,12 +72,12 @@ def fused(text: str) -> list[str]:
 
 
 def addresses(text: str) -> list[Address]:
-    """The addresses that `fused` finds."""
+    """Return the addresses that `fused` finds."""
     return [_address(line, body) for body in _bodies(text) for line in _slices(body)]
 
 
 def _bodies(text: str) -> list[str]:
-    """Calls of kernels with slices of operands or results, as XLA writes them."""
+    """Return the calls of kernels with slices of operands or results, as XLA writes them."""
     bodies = re.findall(r"^%?dynamic-slice-fusion[\w.]* \(.*?^\}", text, re.DOTALL | re.MULTILINE)
     return [b for b in bodies if any(f'custom_call_target="{target}' in b for target in TARGETS)]
 

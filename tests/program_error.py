@@ -59,7 +59,7 @@ def exact(array: Any) -> Value:
 
 
 def analyse(program: Callable, *operands: Any) -> Any:
-    """The results of ``program(*operands)`` in its tree, each a `Value`."""
+    """Return the results of ``program(*operands)`` in its tree, each as a `Value`."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
         operands = jax.tree.map(_on_the_host, operands)
         jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*operands)
@@ -144,6 +144,13 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
     name, params = equation.primitive.name, equation.params
     is_simple = not (name.startswith("jaxnorm.") or name in _LOOPS or {*params} & _INNER)
     if is_simple and not (_has_floats(equation.outvars) and _has_floats(equation.invars)):
+        from_floats = name == "convert_element_type" and _has_floats(equation.invars)
+        is_key = any(isinstance(o.value, jax.Array) for o in operands)
+        if name in _EXACT and not from_floats and not is_key:
+            (variable,) = equation.outvars
+            arrays = [o.value.astype(a.aval.dtype) for o, a in zip(operands, equation.invars)]
+            result = np.asarray(_EXACT[name](*arrays, **params))
+            return [exact(result.astype(variable.aval.dtype))]
         results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
         return [*map(exact, results)]
@@ -171,6 +178,35 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
 
 
+def _broadcast(array: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
+    kept = dict(zip(broadcast_dimensions, array.shape))
+    return np.broadcast_to(array.reshape([kept.get(i, 1) for i in range(len(shape))]), shape)
+
+
+def _iota(*, shape: Any, dimension: int, **_: Any) -> np.ndarray:
+    return np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)
+
+
+# Of integers and booleans, or from or to them. JAX would compile each of these by itself.
+_EXACT: dict[str, Callable] = {
+    "broadcast_in_dim": _broadcast,
+    "iota": _iota,
+    "select_n": lambda which, *cases, **_: np.choose(which.astype(np.int64), cases),
+    "reshape": lambda a, *, new_sizes, **_: a.reshape(new_sizes),
+    "convert_element_type": lambda a, *, new_dtype, **_: a.astype(new_dtype),
+    "squeeze": lambda a, *, dimensions, **_: np.squeeze(a, dimensions),
+    **{
+        name: lambda *arrays, _function=function, **_: _function(*arrays)
+        for name, function in {
+            **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
+            **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
+            **{"gt": np.greater, "ge": np.greater_equal, "max": np.maximum, "min": np.minimum},
+            **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
+        }.items()
+    },
+}
+
+
 def _has_floats(atoms: Any) -> bool:
     return any(jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in atoms)
 
@@ -181,7 +217,7 @@ def _as_jax(operand: Value, atom: Any) -> Any:
 
 
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
-    """One of jaxnorm's primitives, as the plain JAX that it is where nothing is compiled."""
+    """Run one of jaxnorm's primitives as the plain JAX code that it is without compilation."""
     with jax.disable_jit():
         run = functools.partial(equation.primitive.impl, **equation.params)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
@@ -190,7 +226,7 @@ def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
 
 
 def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
-    """One of JAX's high-level primitives, as the JAX program that it stands for."""
+    """Run one of JAX's high-level primitives as the JAX program that it stands for."""
 
     def run(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, arrays)))
@@ -222,7 +258,7 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
 
 def _product(a: Value, b: Value) -> Value:
     error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
-    # 0 times an infinity that a select leaves out.
+    # A select may leave out 0 times infinity.
     return Value(a.value * b.value, error)
 
 
@@ -234,7 +270,7 @@ def _quotient(a: Value, b: Value) -> Value:
 
 
 def _elementwise(function: Callable) -> Callable:
-    """A function whose greatest change over an interval is at one of its ends."""
+    """Return the rule of a function whose largest change over an interval is at one of its ends."""
 
     def rule(operands, **params):
         (x,) = operands
@@ -448,7 +484,7 @@ def _divide(operands, **_):
 
 
 def _one_minus_square(operands, **_):
-    """The derivative of tanh: x * x is rounded, too, unless the subtraction is exact."""
+    """The derivative of tanh. x * x is rounded as well, unless the subtraction is exact."""
     result, rounding = _elementwise(lambda x: 1 - x * x)(operands)
     return result, rounding + operands[0].value ** 2
 

@@ -113,6 +113,9 @@ def log_softmax_gradient_bound(
     return p_error * np.abs(total) + arithmetic_error + rounding(dx, x_dtype) + 4 * u * np.abs(d)
 
 
+ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
+
+
 # --- norms ---------------------------------------------------------------------------------------
 
 
@@ -295,10 +298,11 @@ class TwoNorms:
     residual_dtype: str
     y_dtype: str
     arithmetic: str = "float32"
+    epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         def norm(x: np.ndarray, gain: np.ndarray, d: np.ndarray, *options: str) -> Norm:
-            return Norm(x, gain, np.zeros(x.shape[-1]), d, False, 1e-6, *options)
+            return Norm(x, gain, np.zeros(x.shape[-1]), d, False, self.epsilon, *options)
 
         self.last = norm(
             self.h, self.next_gain, self.dy, self.saved, self.residual_dtype, self.y_dtype

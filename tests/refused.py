@@ -22,7 +22,7 @@ NARROW = "rows of 8 elements or more"
 FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
 GROUPS = "groups of rows"
 LONG = "hold no rows of this length"
-UNALIGNED = "norms take rows in multiples of 16 bytes"
+UNALIGNED = "norm backward takes rows in multiples of 16 bytes"
 SHORT_LOGITS = "take rows of 128 columns and more"
 CLASSES = "take no mask of classes"
 
@@ -40,13 +40,13 @@ _REFUSAL = re.compile(
 
 
 def reason(error: ValueError) -> str | None:
-    """The sentence with which an implementation refuses; None for another error."""
+    """Return the sentence with which an implementation refuses, or None for another error."""
     match = _REFUSAL.match(str(error))
     return match[2] if match else None
 
 
 def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
-    """Of the reports of a run, by outcome."""
+    """Count the reports of a run, by outcome."""
     counted: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for outcome in ("passed", "failed", "skipped"):
         for report in stats.get(outcome, ()):
@@ -61,7 +61,7 @@ def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
 
 
 def differences(counted: Counts) -> list[str]:
-    """What is not as committed, among the tests of which all cases were run."""
+    """Return the differences from the committed counts, for tests whose cases all ran."""
     committed = read()
     return [
         f"{test}: {refusals} of {cases} cases refused; expected {committed[test][1]} "
@@ -87,6 +87,6 @@ def read() -> Counts:
 
 
 def write(counted: Counts) -> None:
-    """Adds what was counted to the committed numbers."""
+    """Add the counts of this run to the committed numbers."""
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in (read() | counted).items())
     COUNTS.write_text(f"{{\n{lines}\n}}\n")

@@ -1,4 +1,4 @@
-"""What tests of meshes share: how arrays lie, and what runs on a shard."""
+"""Helpers for tests of meshes: shardings of arrays, and what runs on a shard."""
 
 import math
 
@@ -32,7 +32,7 @@ class Kernels(StandIn):
 
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """What the default runs here: xla (None), or the stand-in for a kernel."""
+    """The default implementation here: xla (None), or the stand-in for a kernel."""
     if request.param == "xla":
         yield None
         return
@@ -51,6 +51,6 @@ CASES = [
 
 
 def moved(compiled):
-    """What collectives move of arrays at least as large as a shard of x."""
+    """Return the shapes of collectives with arrays at least as large as a shard of x."""
     found = collectives(compiled)
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]

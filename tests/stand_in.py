@@ -19,10 +19,10 @@ from jaxnorm_kernels.specs import LogitsOptions, NormOptions, SoftmaxOptions
 
 
 class StandIn(types.ModuleType):
-    """What every stand-in has, besides its functions and `why_unsupported`.
+    """The common part of stand-ins, beside their functions and `why_unsupported`.
 
     Attributes:
-      shapes: of each launch, which its functions note.
+      shapes: the shapes of each launch, recorded by its functions.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StandIn(types.ModuleType):
 
 
 class Kernels(StandIn):
-    """XLA's functions of whole rows, in two dimensions, as a kernel has them; it sees no mesh.
+    """XLA's functions of whole rows, in two dimensions, like those of a kernel; no mesh is visible.
 
     Attributes:
       tables: the shapes of rotary tables.
@@ -74,7 +74,7 @@ class Kernels(StandIn):
 
 
 def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
-    """A row of a table for each row, which `shared` describes."""
+    """Return one row of a table for each row, as `shared` describes it."""
     sizes = [size if has_axis else 1 for size, has_axis in shared.segments]
     whole = [size for size, _ in shared.segments]
     table = jnp.broadcast_to(table.reshape(*sizes, -1), (*whole, table.shape[-1]))
@@ -83,7 +83,7 @@ def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def as_default(module: StandIn) -> Iterator[StandIn]:
-    """Makes it the implementation ``"stand_in"``, which is the default on this platform."""
+    """Register the module as ``"stand_in"``, the default implementation on this platform."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         patch.setitem(backends.MODULES, "stand_in", module.__name__)

@@ -21,7 +21,7 @@ each = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 class Blocks(flax.linen.Module):
-    """A U-Net's: GroupNorm, activation and convolution."""
+    """The block of a U-Net: GroupNorm, activation and convolution."""
 
     norm: functools.partial
     activation: str | None = None
@@ -45,7 +45,7 @@ def told(report, name):
 
 
 def is_true(before, after, name):
-    """Following it lowers the total by what it says, within 10 %; then there is none of it left."""
+    """Return whether advice saves what it says, within 10 %, and is gone after it was followed."""
     saves = sum(row.saves for row in told(before, name))
     return (
         saves > 0
@@ -63,7 +63,7 @@ def test_group_norm(module, activation):
 
 
 def test_group_norm_alone():
-    """Groups are reshapes: without an activation it keeps its result twice."""
+    """GroupNorm consists of reshapes: without `activation=`, its result is saved twice."""
     before, after = (of_model(Blocks(m.GroupNorm)) for m in (flax.linen, jaxnorm.linen))
     assert is_true(before, after, "layer_norm")
 
@@ -129,7 +129,7 @@ def test_a_norm_that_has_one():
 
 
 def test_a_product_that_is_cast_twice():
-    """Of either cast an array is kept, and the norm that takes the product keeps neither."""
+    """Each cast of a matmul is saved; a norm of the matmul saves neither."""
 
     def twice(x, scale):
         x = x @ jnp.outer(scale, scale)
@@ -142,6 +142,6 @@ def test_a_product_that_is_cast_twice():
 
 
 def test_a_product_can_have_the_activation():
-    """It then keeps the norm's result, and neither x nor the activation's."""
+    """`activation_linear` applies the activation: then only the norm's result is saved."""
     report = of_rows(lambda x, scale: jax.nn.silu(jaxnorm.rms_norm(x, scale)))
     assert {row.advice.split(":")[0] for row in report if row.advice} == {"activation_linear"}

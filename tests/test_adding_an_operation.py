@@ -1,7 +1,7 @@
-"""An operation is data and formulas: all else that a user meets is derived from them.
+"""An operation is data and formulas: everything else that a user sees is derived from them.
 
-`added_operation` has one; here it is added to the table, as CONTRIBUTING.md says, and put through
-what every operation goes through.
+`added_operation` defines an operation. These tests add it to the table, as CONTRIBUTING.md
+describes, and run the tests of every operation on it.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ SCALE = np.random.default_rng(1).uniform(0.5, 2, size=48)
 
 @pytest.fixture
 def added(monkeypatch):
-    """The operation, in the places that CONTRIBUTING.md names."""
+    """Add the operation in the places that CONTRIBUTING.md names."""
     monkeypatch.setitem(OPERATIONS, "norm_scaled", added_operation.OPERATION)
     monkeypatch.setitem(FUNCTIONS, "rms_norm_scaled", added_operation.FUNCTION)
     monkeypatch.setitem(xla.FORMULAS, "norm_scaled", added_operation.FORMULAS)
@@ -75,7 +75,7 @@ ENTRY = functions.Function(
 @pytest.mark.parametrize("form", ["whole arrays", "parts"])
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
 def test_values_and_gradients(added, dtype, form):
-    """By the case that the self-check makes of the table's entry, with its bounds."""
+    """Values and gradients match the self-check's case of the table's entry."""
     (case,) = selfcheck.cases_of(NAME)
     forms = (parts.of_parts, parts.read) if form == "parts" else ()
     outcome = selfcheck.check(dataclasses.replace(case, options={"factor": FACTOR}), dtype, *forms)
@@ -83,7 +83,7 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Of each suite, the tests of one entry.
+# The tests of each suite, for one entry.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
@@ -143,7 +143,7 @@ def test_over_other_axes(added, x64):
 
 
 def test_names(added):
-    """Its primitives', what is kept by, and what an error and a plan say."""
+    """Check the names of primitives and residuals, and in an error and a plan."""
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
     passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]
@@ -165,12 +165,12 @@ def test_names(added):
 
 
 def section(page, title):
-    """Of CONTRIBUTING.md, or of a page of docs/."""
+    """Return a section of CONTRIBUTING.md, or of a page of docs/."""
     return (ROOT / page).read_text().partition(f"# {title}\n")[2].partition("\n#")[0]
 
 
 def files_in(text):
-    """Files that a text names: of the project, or of the kernels'."""
+    """Yield the files that a text names, of the project or of the kernels' package."""
     for name in re.findall(r"`([\w/]+\.(?:py|md|json))`", text):
         path = next(
             (p for p in (ROOT / name, ROOT / "kernels/jaxnorm_kernels" / name) if p.exists()), None
@@ -180,7 +180,7 @@ def files_in(text):
 
 
 def test_the_list_of_files_is_that_of_the_operations_that_there_are():
-    """Those where a name of an operation with a residual occurs, and no others."""
+    """The list names the files with an operation that has a residual, and no others."""
     text = section("CONTRIBUTING.md", "Adding an operation")
     always, _, others = text.partition("\nOnly where")
     sources = {name for name in files_in(always) if name.startswith(("jaxnorm/", "kernels/"))}
@@ -199,7 +199,7 @@ def test_the_list_of_files_is_that_of_the_operations_that_there_are():
         if words.search(path.read_text())
     }
     assert found == sources
-    assert len(sources) <= 15
+    assert len(sources) <= 12
 
 
 def test_every_operation_has_formulas_and_a_reference():
@@ -214,7 +214,7 @@ def test_every_operation_has_formulas_and_a_reference():
 
 
 def test_the_docs_have_the_names_of_the_table():
-    """Names for policies of `jax.checkpoint`, and whether the library's keeps them."""
+    """The docs list the names for policies of `jax.checkpoint`, and which the library's saves."""
     text = section("docs/transformations.md", "Rematerialisation")
     rows = re.findall(r"^\| `(jaxnorm_\w+)` \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
     kept = {name: is_kept == "yes" for name, _, is_kept in rows}

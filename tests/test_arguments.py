@@ -1,4 +1,4 @@
-"""Arguments of unusual kinds: what is taken, and messages for mistakes that people make."""
+"""Arguments of unusual types: which are accepted, and the messages for common mistakes."""
 
 import functools
 import inspect
@@ -150,7 +150,7 @@ class TestLabels:
 
 
 def test_a_label_of_64_bits_that_is_numpys():
-    """One that is no class makes a loss of NaN, as in an array: it is not wrapped into one."""
+    """A loss is NaN if the label is not a class, as for arrays; the label does not wrap around."""
     loss = jaxnorm.softmax_cross_entropy_with_integer_labels(jnp.ones(4), np.int64(2**40))
     assert np.isnan(loss)
 
@@ -175,8 +175,9 @@ def test_an_integer_in_place_of_an_array(function, name, expected, power):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_what_a_kernel_refuses_names_the_function(name):
-    """Rows of 4 columns are too short for each of them."""
-    sizes = {"weight": np.s_[:4], "cos": np.s_[..., :2], "sin": np.s_[..., :2], "labels": ...}
+    """Rows of 4 columns are too short for each function's kernels."""
+    sizes = dict.fromkeys(("weight", "teacher_weight"), np.s_[:4])
+    sizes |= {"cos": np.s_[..., :2], "sin": np.s_[..., :2], "labels": ...}
     call = plain_call_of(name)
     arrays = {n: a[sizes.get(n, np.s_[..., :4])] for n, a in call.keywords.items()}
     expected = rf"^{name}: implementation='mosaic' cannot run the forward of \(4, [48]\): "
@@ -194,7 +195,7 @@ def test_what_a_kernel_refuses_names_the_function(name):
     ],
 )
 def test_what_is_refused_of_a_linear_loss_names_it(function, options):
-    """Known when it is lowered, where the call of a chunk is one of its logits."""
+    """The reason is known at lowering, where the call for a chunk is one of the chunk's logits."""
     x, weight, labels = jnp.ones((128, 256)), jnp.ones((256, 1024)), jnp.zeros(128, int)
     loss = functools.partial(function, implementation="mosaic", **options)
     gradient = jax.jit(jax.grad(lambda *arrays: sum(map(jnp.sum, jax.tree.leaves(loss(*arrays))))))
@@ -218,7 +219,7 @@ LINEAR_LOSSES = {
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", "bool"])
 def test_one_hot_labels(dtype):
-    """Of any dtype: to cast them, as the message for other floats says, would not help."""
+    """One-hot labels of any dtype get this message, not the one that suggests a cast."""
     labels = ONE_HOT.astype(dtype)
     for name, function in LOSSES.items():
         with pytest.raises(ValueError, match=rf"^{name}: .*one-hot.* jnp.argmax\(labels, axis=2\)"):
@@ -234,14 +235,14 @@ def test_one_hot_labels(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 5), (2, 3, 1)])
 def test_a_mask_of_classes_for_the_linear_loss(shape):
-    """What the message names is the loss with this mask."""
+    """The message names the loss that supports this mask."""
     name, labels, weight = "linear_softmax_cross_entropy", jnp.zeros((2, 3), int), jnp.ones((4, 5))
     mask = jnp.ones(shape, bool).at[..., 1:2].set(shape[-1] == 1)
     with pytest.raises(ValueError, match=rf"^{name}: .*mask of classes.*bias=.*linear_log_prob"):
         LINEAR_LOSSES[name](X, weight, labels, where=mask)
     log_prob, _ = jaxnorm.linear_log_prob_and_entropy(X, weight, labels, where=mask)
     expected = jaxnorm.softmax_cross_entropy_with_integer_labels(X @ weight, labels, where=mask)
-    # The matmul's sums of 4 terms, 5 exponentials and their sum, the logarithm: 16 roundings.
+    # The matmul's sums of 4 terms, 5 exponentials and their sum, and the logarithm: 16 roundings.
     bound = of_roundings(16, "float32", 1.0)
     np.testing.assert_allclose(-log_prob, expected, rtol=bound)
     if shape == (1, 1, 5):

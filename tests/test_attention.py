@@ -108,7 +108,7 @@ def test_grouped_queries_and_causal_mask_in_nnx(heads):
 
 @pytest.mark.parametrize("kind", [None, "mask", "bias"])
 def test_complex_operands_in_linen(kind):
-    """Which Flax takes, too; its softmax is jax.nn's."""
+    """Complex operands work as in Flax, whose softmax is jax.nn's."""
     shape = (2, 5, 3, 4)
     rng = np.random.default_rng(0)
     operands = [
@@ -202,7 +202,7 @@ def test_in_the_nnx_module(sow):
 
 
 def test_keeps_only_the_weights_of_the_softmax():
-    """Two arrays of the logits' size with jax.nn.softmax, one here."""
+    """jax.nn.softmax saves two arrays of the logits' size; this softmax saves one."""
     q = k = v = normal(1, 64, 1, 4)
 
     def square_residuals(f):

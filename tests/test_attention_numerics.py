@@ -35,7 +35,7 @@ def normal(shape, dtype, seed, scale=1.0):
 
 
 def operands(dtype, size, kv_heads=HEADS):
-    """query, key, value and a cotangent; queries and keys are about `size`."""
+    """Return query, key, value and a cotangent; queries and keys are about `size`."""
     q = normal((2, LENGTH, HEADS, DEPTH), dtype, 0, size)
     k = normal((2, LENGTH, kv_heads, DEPTH), dtype, 1, size)
     v = normal((2, LENGTH, kv_heads, DEPTH), dtype, 2)
@@ -43,13 +43,13 @@ def operands(dtype, size, kv_heads=HEADS):
 
 
 def results(f, q, k, v, ct):
-    """y, and the gradients of query, key and value."""
+    """Return y, and the gradients of query, key and value."""
     y, vjp = jax.vjp(f, q, k, v)
     return [y, *vjp(ct)]
 
 
 def expected(q, k, v, ct, kept, *, rounds_logits):
-    """The results in float64, and bounds of their errors.
+    """Return the results in float64, and bounds of their errors.
 
     `rounds_logits`: the query is divided by sqrt(depth) and the logits are rounded, both to 16
     bits, as in linen.
@@ -60,7 +60,7 @@ def expected(q, k, v, ct, kept, *, rounds_logits):
     scale = DEPTH**-0.5
 
     def matmul(subscripts, a, b, a_error=0.0, b_error=0.0, dtype=None):
-        """The matmul of a and b, and a bound of its error: theirs, its sums', its rounding."""
+        """Return the matmul of a and b, and its bound: operands' errors, sums and rounding."""
         y, terms = np.einsum(subscripts, a, b), a.shape[subscripts.index(contracted(subscripts))]
         size = np.einsum(subscripts, np.abs(a), np.abs(b))
         error = reference.SAFETY * u * (math.sqrt(terms) + 2) * size
@@ -94,7 +94,7 @@ def expected(q, k, v, ct, kept, *, rounds_logits):
 
 
 def contracted(subscripts):
-    """The axis that both operands have and the result does not."""
+    """Return the axis that both operands have and the result does not."""
     a, b, y = subscripts.replace("->", ",").split(",")
     (axis,) = ({*a} & {*b}) - {*y}
     return axis
@@ -155,7 +155,7 @@ def test_float16_and_bfloat16_compile(dtype, kv_heads):
 
 
 def saved(f, *arrays):
-    """Shapes and dtypes of the arrays that the derivative saves."""
+    """Return shapes and dtypes of the arrays that the derivative saves."""
     leaves = jax.eval_shape(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]), *arrays)
     return [(a.shape, a.dtype.name) for a in leaves]
 
@@ -163,7 +163,7 @@ def saved(f, *arrays):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
-    """It saves the weights in 16 bits, and the cotangent of the logits is 16 bits, too."""
+    """The weights are saved in 16 bits, and the cotangent of the logits has 16 bits too."""
     q, k, v, ct = operands(dtype, 1)
     square = (2, HEADS, LENGTH, LENGTH)
 
@@ -219,7 +219,7 @@ def test_derivatives_in_both_modes_to_second_order(kind):
 
 @pytest.mark.parametrize("dtype", accurate)
 def test_tangents_in_16_bits(dtype):
-    """Along query and key at once: their terms are rounded to 16 bits, and so is their sum."""
+    """Tangents along query and key at once: both terms and their sum are rounded to 16 bits."""
     q, k, v, t = operands(dtype, 1)
     _, dy = jax.jvp(lambda q, k: attend(q, k, v), (q, k), (t, 2 * t))
     with jax.enable_x64(True):
@@ -260,7 +260,7 @@ def test_under_vmap_and_remat():
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
-    """A NaN cotangent of the first query stays in the first key, too."""
+    """A NaN cotangent of the first query only reaches the first key."""
     q, k, v, ct = operands(dtype, 1)
     ct = ct.at[:, 0].set(jnp.nan)
     causal = jnp.asarray(CAUSAL)[None, None]
@@ -279,7 +279,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
-    """A padding bias of -1e9 on every key that the mask keeps: no other key gets a weight."""
+    """A padding bias of -1e9 on every key that the mask selects: no other key gets a weight."""
     q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
     v = jnp.eye(8, dtype=dtype)[None, :4, None]  # y is the row of weights
     padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
@@ -289,7 +289,7 @@ def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
 
 
 def biases():
-    """float32 biases whose least values are, and are not, below the fill of a masked logit."""
+    """Return float32 biases whose smallest values are below or above the fill of a masked logit."""
     lowest = float(np.finfo(np.float32).min)
     first = np.arange(5) < 3
     values = {"normal": 0.5, "-1e9": -1e9, "lowest": lowest, "-inf": -math.inf}
@@ -301,7 +301,7 @@ def biases():
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask, name):
-    """Weights of rows whose keys are all masked, or have a bias near or below the fill."""
+    """Weights agree with Flax's in rows whose keys are all masked, or have a bias near the fill."""
     ours, theirs = {"linen": (jaxnorm.linen, nn), "nnx": (jaxnorm.nnx, nnx)}[api]
     q, k, _, _ = (a[:1, :5, :1, :8] for a in operands(dtype, 1))
     v = jnp.eye(8, dtype=dtype)[None, :5, None]

@@ -1,4 +1,4 @@
-"""A row's results are the same bits whatever is in the other rows (docs/determinism.md).
+"""The bits of a row's results do not depend on the other rows (docs/determinism.md).
 
 So a NaN stays in its row, in the results and in the gradient.
 """
@@ -14,7 +14,7 @@ from functions import BASIC, FUNCTIONS, Sizes, operands_of
 ROWS = 70
 KEPT = [0, 33, ROWS - 1]  # among others; the last rows of an array may be a tile's rest
 LINEAR = [name for name in BASIC if "linear" in name]
-# Parameters of each row leave kernels to XLA's code.
+# Parameters for each row are not supported by kernels.
 NAMES = [n for n in BASIC if n not in LINEAR and "of_samples" not in FUNCTIONS[n].kinds]
 NAMES += ["layer_norm from input", "softmax with a bias", "add_rms_norm with a gate"]
 
@@ -42,9 +42,9 @@ def check(name, sizes, dtype, **options):
         return *jax.tree.leaves(y), *vjp(along)
 
     def rows_kept(value=0.0):
-        """The bits of the kept rows, in all results and in the gradient of x.
+        """Return the bits of the kept rows, in all results and in the gradient of x.
 
-        The other rows have a NaN where those of x have nothing else.
+        If the other rows of x are NaN, so are all their results.
         """
         found = [np.asarray(a) for a in results(jnp.asarray(values, dtype))]
         if np.isnan(value).all():
@@ -72,5 +72,5 @@ ROWS_ALONE = ("linear_softmax_cross_entropy of rows", "linear_log_prob_and_entro
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*ROWS_ALONE, "rms_norm_linear silu"])
 def test_other_rows_do_not_matter_to_linear_layers(name, dtype):
-    """By the implementation that is the default: their products are XLA's."""
+    """The default implementation is tested, because the matmuls are XLA's."""
     check(name, Sizes((ROWS,), 128, 256), dtype)

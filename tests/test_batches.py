@@ -1,4 +1,4 @@
-"""`jax.vmap` of every function, over each of its operands, beside a loop: values and gradients."""
+"""`jax.vmap` of every function over each operand, against a loop: values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ OF_ROWS = {kind for kind in SHAPES if len(SHAPES[kind](Sizes())) == 3} - {"cos",
 
 
 def layouts(kinds):
-    """Yield where each operand has a batch axis: one operand alone, those of rows, all, others."""
+    """Yield the operands with a batch axis: one alone, those of rows, all, and other subsets."""
     for i, kind in enumerate(kinds):
         axis = (i + 1) % (len(SHAPES[kind](Sizes())) + 1)
         yield tuple(axis if j == i else None for j in range(len(kinds)))
@@ -23,7 +23,7 @@ def layouts(kinds):
     yield (None, *[0] * (len(kinds) - 1))
 
 
-# Each function over each of its operands; variants and their functions have the others in turn.
+# Each function with a batch in each of its operands; variants alternate between the other cases.
 CASES = [
     pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
     for n, (name, function) in enumerate(FUNCTIONS.items())
@@ -33,7 +33,7 @@ CASES = [
 
 
 def batched(array, dim):
-    """The array, and others like it, along a new axis."""
+    """Return the array and similar ones, stacked along a new axis."""
     if dim is None:
         return array
     each = [
@@ -45,7 +45,7 @@ def batched(array, dim):
 
 @pytest.mark.parametrize(("name", "dims"), CASES)
 def test_a_batch_is_a_loop(name, dims):
-    """With the gradient inside `jax.vmap`, and outside, in `jax.jit`."""
+    """A batch equals a loop, with the gradient inside `jax.vmap` and outside, in `jax.jit`."""
     function = FUNCTIONS[name].ours
     one = operands_of(name)
     operands = [*map(batched, one, dims)]

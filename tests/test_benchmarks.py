@@ -1,4 +1,4 @@
-"""The benchmark harness, without a GPU: what is asked, and how calls and errors are measured."""
+"""The benchmark harness without a GPU: selections, timing and errors."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),)
 KERNELS = SUITES["kernels"]
 
 
-# What is asked.
+# Selections.
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_every_provider_has_a_line_of_its_own():
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "jnp", "flax"])
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_providers_compute_the_operation(name, op):
-    """What is compared is the same function, epsilon included, with the output's dtype."""
+    """All providers compute the same function, including epsilon and the output's dtype."""
     workload = Workload(op, "fwd", 4, 32, "float32", "float32")
     if not PROVIDERS[name].offers(workload):
         pytest.skip(f"{name} has no {op}")
@@ -263,7 +263,7 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_adapters_have_what_the_table_offers(name, monkeypatch):
-    """Of libraries that need a GPU: here their modules are stand-ins."""
+    """Adapters of libraries that need a GPU are tested with stand-ins for their modules."""
     provider = PROVIDERS[name]
     adapter = f"benchmarks.providers.{provider.adapter}"
     for module in ("torch", *LIBRARIES[name]):
@@ -272,7 +272,7 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
     monkeypatch.delitem(sys.modules, adapter, raising=False)
     for op in (*provider.operations, *provider.blocks, *provider.losses, *provider.linear):
         assert callable(providers.function(name, op, "float32"))
-    del sys.modules[adapter]  # that of the stand-ins
+    del sys.modules[adapter]  # it was made with the stand-ins
 
 
 #: Of blocks, by their number of axes.
@@ -349,7 +349,7 @@ ENTRY %main.1 (x.1: bf16[8,4]) -> (f32[8,4], bf16[8,4], f32[8,4]) {
 
 
 def test_extra_passes():
-    """A fusion that converts alone, the copy in a command buffer, and the one that starts."""
+    """A converting fusion, the copy in a command buffer, and an asynchronous copy count."""
     assert hlo.extra_passes(PROGRAM, 32) == 3
     assert hlo.extra_passes(PROGRAM, 4) == 4  # of the parameter, too
     assert hlo.extra_passes(PROGRAM, 33) == 0

@@ -1,4 +1,4 @@
-"""The benchmarks of products, without a GPU: what is asked, what is computed, and the tables."""
+"""The benchmarks of matmuls without a GPU: selections, computations and tables."""
 
 import dataclasses
 import functools
@@ -229,7 +229,7 @@ def test_the_tables(tmp_path):
     ]
     forward, both = page_tables.by_product(found.linear).split("\n\n")
     assert forward.splitlines()[:1] + forward.splitlines()[2:4] == [
-        f"| M x K x N, bf16, forward | product alone | {mine} | QuACK |",
+        f"| M x K x N, bf16, forward | matmul alone | {mine} | QuACK |",
         "| 8192 x 4096 x 6144 | 687 | 660 (0.96) | 515 (0.75) |",
         "| 256 x 256 x 256 | 8.40 | 6.70 (0.80) | - |",
     ]

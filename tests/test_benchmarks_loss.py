@@ -1,4 +1,4 @@
-"""The benchmarks of losses, without a GPU: what is asked, what the sides make of it, the table."""
+"""The benchmarks of losses without a GPU: selections, the sides' programs, and the table."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def test_bytes(dtype, size):
 
 
 def test_flops():
-    """Of three products, or of four where nothing keeps the logits."""
+    """There are three matmuls, or four if the logits are not saved."""
     for op, products in [("linear_cross_entropy", 3), ("linear_log_prob_and_entropy", 4)]:
         workload = LossWorkload(op, "fwd+bwd", "2x3x5", "bfloat16")
         assert workload.flops == products * 2 * 2 * 3 * 5
@@ -141,7 +141,7 @@ def test_the_providers_compute_the_loss(name, cell):
 
 @pytest.mark.parametrize("cell", [c for c in CELLS if c.workload.flops])
 def test_the_products_are_those_of_the_loss(cell):
-    """As many as the loss has, also after XLA's passes; results and gradients of its shapes."""
+    """The reference has the matmuls of the loss, after XLA's passes, and results of its shapes."""
     theirs, products = program(of(cell, "jnp")), program(of(cell, "products"))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), theirs.call.out_info)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), products.call.out_info) == shapes

@@ -106,7 +106,7 @@ def test_an_implementation_whose_packages_lack_is_missing():
 
 
 def test_a_context_that_is_lost_in_preparation():
-    """Among several cells nobody knows whose fault it was; alone a cell has the error's reason."""
+    """Among several cells, the failing one is unknown; a single cell gets the error's reason."""
     side = Side((None, None), (RuntimeError("illegal address"), None))
     assert spoken(side, cells_of([0, 1])) == (worker.RESTART, [])
     code, (prepared, answer) = spoken(side, cells_of([1]))

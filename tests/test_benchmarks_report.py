@@ -112,9 +112,9 @@ def test_a_peer_is_ahead_by_more_than_two_percent(tmp_path):
     assert "| jnp | 2.00x (2.00 to 2.0) | 0 of 1 | - | - |" in compared
     assert "jaxnorm mosaic" not in compared
     assert notes(found.kernels) == ""
-    assert "writes dx over x" in notes({question: {"tokamax": None, "xla": None}})
+    assert "overwrites x with dx" in notes({question: {"tokamax": None, "xla": None}})
     said = page_tables.where_ahead(found.ahead)
-    assert "are ahead in 1 cells: in 0 where" in said
+    assert "are ahead in 1 cells: in 0 that" in said
     assert said.endswith("in 1 others, by 100 % at most.")
     assert page_tables.where_ahead([]).endswith("in 0 others.")
     assert "Measured: jaxnorm, jaxnorm mosaic" in page_tables.who(found.kernels)
@@ -219,13 +219,15 @@ def test_a_report_of_training_steps(tmp_path):
     assert [f.name for f in report.draw(Results(tmp_path))] == ["training_bfloat16.png"]
     text = files[0].read_text()
     name = "| llama-1b, 4 x 2048 | dots |"
-    assert f"{name} jnp and optax | 200.0 | 1.00 | 198.00 | 1.00 | 20.0 | 1.00 | 50.0 |" in text
+    assert (
+        f"{name} plain JAX and optax | 200.0 | 1.00 | 198.00 | 1.00 | 20.0 | 1.00 | 50.0 |" in text
+    )
     figures = "170.0 | 0.85 | - | - | 11.0 | 0.55 | 50.0 |"
-    assert f"{name} jaxnorm's norms with residual, and loss | {figures}" in text
+    assert f"{name} jaxnorm's residual norms and loss | {figures}" in text
     assert f"{name} jaxnorm's norms | failed: no memory |" in text
     assert "| 11.900 to 8.000 |" in text
-    assert "| llama-1b, 8 x 2048, fsdp=2 | dots | jnp and optax | 210.0 | 1.00 |" in text
-    assert "jaxnorm's norms with residual, and loss | 189.0 | 0.90 |" in text
+    assert "| llama-1b, 8 x 2048, fsdp=2 | dots | plain JAX and optax | 210.0 | 1.00 |" in text
+    assert "jaxnorm's residual norms and loss | 189.0 | 0.90 |" in text
     assert "losses are at most 0.2500 nats from jnp's" in text
     # Of those alone that were measured.
     assert "| llama-1b, length 2048 | dots | 9 | - |\n" in text
@@ -233,7 +235,7 @@ def test_a_report_of_training_steps(tmp_path):
     assert "| bar |" not in text
     rows = [row for row in table.rows() if not row["mesh"]]
     assert page_tables.step_times(rows) == (
-        "| model, batch x length | remat | jnp and optax | jaxnorm's norms with residual, and loss "
+        "| model, batch x length | remat | plain JAX and optax | jaxnorm's residual norms and loss "
         "|\n| --- | ---: | ---: | ---: |\n| llama-1b, 4 x 2048 | dots | 200.0 | 170.0 (0.85) |"
     )
     memory = page_tables.step_memory(table.rows(), fits.rows())
@@ -241,7 +243,7 @@ def test_a_report_of_training_steps(tmp_path):
 
 
 def test_a_report_of_bars(tmp_path):
-    """Of the steps that are there; their ratios are rounded after they are compared."""
+    """The table has the measured steps. Ratios are compared before they are rounded."""
     table = Table(tmp_path, SUITES["training"])
 
     def step(provider, ms, temp, **cell):

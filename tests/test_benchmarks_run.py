@@ -163,12 +163,12 @@ def test_first_calls_of_training_steps(monkeypatch):
     rows[0]["total_s"], rows[1]["total_s"] = "1.500", "2.250"
     table = report_tables.compile_times(rows).splitlines()
     assert table[0].startswith("| training step | functions | trace s |")
-    assert table[2].startswith("| tiny scan, 2 x 16 | jnp and optax |")
+    assert table[2].startswith("| tiny scan, 2 x 16 | plain JAX and optax |")
     assert table[3].endswith("| 2.250 | +0.75 |")
 
 
 def test_first_calls_are_of_every_public_function():
-    """Of each width and dtype, and none is asked for that it cannot be made."""
+    """Cells cover each width and dtype, and no cell is impossible."""
     cells = list(SUITES["compile"].cells(Selection()))
     ours = {
         providers.function("jaxnorm", cell.op, cell.workload.y_dtype).func
@@ -219,13 +219,13 @@ def test_training_steps_are_selected():
 
 
 def test_training_steps_on_a_mesh():
-    """As many sequences for each device, and a mesh that has a name."""
+    """Each device gets the same number of sequences, and the mesh has a name."""
     found = asked("--ops", "llama-1b", "--quick", "--variants", "jnp", "--devices", "1", "2")
     assert [(c.batch, c.mesh, c.devices) for c in found] == [(4, "", 1), (8, "fsdp=2", 2)]
 
 
 def test_steps_that_bars_compare():
-    """Of each bar both, of those that are selected, and each once."""
+    """Both steps of each selected bar are measured, each once."""
     every = asked("--bars")
     assert len({*every}) == len(every)
     assert {cell for bar in BARS for cell in bar.cells} == {*every} <= {*asked()}

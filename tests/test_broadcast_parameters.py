@@ -1,16 +1,14 @@
 """Parameters that are broadcast along normalised axes: GroupNorm and InstanceNorm."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
+from norms import check, normal
 from program_error import analyse, assert_computes
-from reference import Norm, assert_within, exact, rounding
-from test_norm import normal
 
 import jaxnorm
 
@@ -28,34 +26,6 @@ CASES = {
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 
-def rows_of(a, axes):
-    """``(rows, cols)`` of an array; and of a parameter broadcast to it."""
-    return np.moveaxis(a, axes, range(-len(axes), 0)).reshape(
-        -1, math.prod(a.shape[i] for i in axes)
-    )
-
-
-def against(x_shape, axes, parameter):
-    """A parameter with x's axes, of size 1 where it has none of its own."""
-    padded = exact(parameter).reshape((1,) * (len(x_shape) - parameter.ndim) + parameter.shape)
-    others = [axis for axis in range(len(x_shape)) if axis not in axes]
-    return np.moveaxis(padded, range(len(x_shape)), [*others, *axes])
-
-
-def check_gradient(actual, like, values, bounds, x_shape, axes):
-    """The sum of `values`, ``(rows, cols)``, over what a parameter is broadcast along."""
-    order = [axis for axis in range(len(x_shape)) if axis not in axes] + [*axes]
-    padded = (1,) * (len(x_shape) - like.ndim) + like.shape
-    over = tuple(i for i, size in enumerate(padded) if size == 1)
-    expected, bound, magnitude = (
-        a.reshape([x_shape[i] for i in order]).sum(over, keepdims=True).reshape(like.shape)
-        for a in (values, bounds, np.abs(values))
-    )
-    bound = bound + 4 * 2.0**-24 * (math.sqrt(values.size / expected.size) + 2) * magnitude
-    assert (actual.shape, actual.dtype) == (like.shape, like.dtype)
-    assert_within(actual, expected, bound + rounding(np.abs(expected) + bound, like.dtype.name))
-
-
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS, refused.NARROW)
 @pytest.mark.parametrize(
     ("dtype", "p_dtype", "save", "activation"),
@@ -69,39 +39,12 @@ def check_gradient(actual, like, values, bounds, x_shape, axes):
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case, dtype, p_dtype, save, activation, implementation):
     shape, axis, *sizes = CASES[case]
-    axes = tuple(a % len(shape) for a in np.atleast_1d(axis))
-    x, d = normal(shape, dtype, 0, shift=0.5), normal(shape, dtype, 1)
+    x = normal(shape, dtype, 0, shift=0.5)
     scale, bias = (normal(size, p_dtype, seed, 0.3, 1.0) for seed, size in zip((2, 3), sizes))
     scale = scale.at[..., 0].set(0) if scale.shape[-1] > 1 else scale
     bias = jnp.where(scale == 0, 0, bias) if bias.shape == scale.shape else bias
-    function = functools.partial(
-        jaxnorm.layer_norm,
-        axis=axis,
-        save=save,
-        activation=activation,
-        implementation=implementation,
-    )
-    y, vjp = jax.vjp(function, x, scale, bias)
-    of_rows = [
-        rows_of(np.broadcast_to(a, shape), axes)
-        for a in (exact(x), against(shape, axes, scale), against(shape, axes, bias), exact(d))
-    ]
-    values, bounds = [], []
-    if save == "output":  # The forward raises a gain of 0.
-        of_rows[1] = np.where(of_rows[1] == 0, 2.0**-60, of_rows[1])
-    for x_row, gain, b, d_row in zip(*of_rows):
-        options = True, 1e-6, save, dtype, dtype
-        ref = Norm(x_row[None], gain, b, d_row[None], *options, activation=activation)
-        values.append((ref.y[0], ref.dx[0], ref.dscale, ref.dbias))
-        found = ref.gradient_bounds()
-        bounds.append((ref.y_bound()[0], found[0][0], *found[1:]))
-    values, bounds = (list(map(np.stack, zip(*each))) for each in (values, bounds))
-    dx, dscale, dbias = vjp(d)
-    assert (y.dtype, dx.dtype) == (dtype, dtype)
-    assert_within(rows_of(exact(y), axes), values[0], bounds[0])
-    assert_within(rows_of(exact(dx), axes), values[1], bounds[1])
-    check_gradient(dscale, scale, values[2], bounds[2], shape, axes)
-    check_gradient(dbias, bias, values[3], bounds[3], shape, axes)
+    given = {"axis": axis, "save": save, "activation": activation, "scale": scale, "bias": bias}
+    check("layer_norm", x, implementation=implementation, **given)
 
 
 X = normal((2, 6, 4, 8), "float32", 0)

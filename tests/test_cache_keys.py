@@ -82,7 +82,7 @@ print(len(programs))
 
 
 def keys_of(directory: Path) -> tuple[int, set[str]]:
-    """How many programs a process compiles, and the keys under which it keeps them."""
+    """Return how many programs a process compiles, and their keys in the cache."""
     directory.mkdir()
     script = directory.parent / "programs.py"
     script.write_text(PROGRAMS)

@@ -277,7 +277,7 @@ def test_a_rotated_norm_errs_by_its_partners(name):
     assert q.max_partner_ratio == 8
     assert q.dscale_error == pytest.approx(0.83 * 2**-9 * np.sqrt((1 + 8**2) / 2))
     assert (k.max_partner_ratio, norm.max_partner_ratio) == (None, None)
-    # What is not rotated is as ever.
+    # Norms without a rotation are unchanged.
     assert [k, norm] == list(jaxnorm.check_params(stored, jnp.bfloat16))[::2]
     k, _, _ = jaxnorm.check_params(stored, jnp.bfloat16, rotated=("q_norm", "k_norm"))
     assert (k.max_partner_ratio, k.dscale_error) == (1, pytest.approx(0.83 * 2**-9))
@@ -296,7 +296,7 @@ def test_a_zero_beside_a_partner_is_lost():
 
 
 def test_pairs_of_rotated_columns():
-    """Of halves or of neighbours, and of the first columns alone; for each of stacked layers."""
+    """Pairs may be halves or neighbours, of the first columns only, and of stacked layers."""
     scale = [0, 1, 0, 1, 0, 1, 1, 1]
 
     def lost(columns, **options):

@@ -207,7 +207,7 @@ class Layout(NamedTuple):
             return P(self.scale)
         if kind in ("weight", "down", "head"):
             return P(*self.weight)
-        # Logits of a head that is split over classes are, too.
+        # The logits of a head that is split over classes are split too.
         features = self.features or (self.weight[1] if kind == "logits" else None)
         return P(*self.rows) if kind == "labels" else P(*self.rows, features)
 
@@ -272,7 +272,7 @@ EXCEPTIONS = {
 def exchanged(
     function: Callable[..., Any], kinds: Sequence[str], layout: Layout, kind: str
 ) -> list[hlo.Collective]:
-    """What devices exchange for the gradients, which lie as their operands, without scalars."""
+    """Return the collectives of gradients that are sharded like their operands, without scalars."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     shardings = [NamedSharding(mesh, layout.spec(kind)) for kind in kinds]
     arrays = [jax.device_put(a, s) for a, s in zip(operands(kinds), shardings)]

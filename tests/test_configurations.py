@@ -17,7 +17,7 @@ import jaxnorm
 
 @contextlib.contextmanager
 def leaks_raise():
-    """Where JAX collects garbage after each trace: only what is made here, not all there is."""
+    """Check for leaks. Existing objects are frozen, because JAX collects garbage in each trace."""
     gc.freeze()
     try:
         with jax.check_tracer_leaks(True):
@@ -85,8 +85,13 @@ def kernels_of(lowered):
     return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
 
+def with_gradient(name, shape):
+    """The kernels of a function and its gradient: norms of unaligned rows have no backward."""
+    return 1 if "norm" in name and shape[1] % 8 else 2
+
+
 def check_lowering(configuration, shape, dtype, *programs):
-    """What runs does not depend on it: for CUDA kernels, for a CPU XLA's code."""
+    """The configuration does not change what runs: kernels for CUDA, XLA's code for a CPU."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     with CONFIGURATIONS[configuration]():
@@ -96,24 +101,25 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-# Each operation in each configuration; the shapes in turn, so that each configuration and each
-# operation meets all of them.
+# Each operation runs in each configuration, with alternating shapes, so that both meet all shapes.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
 )
 def test_lowering(configuration, name, shape, dtype):
     forward = FUNCTIONS[name]
-    check_lowering(configuration, shape, dtype, (forward_and_gradient(forward), 2), (forward, 1))
+    both = forward_and_gradient(forward), with_gradient(name, shape)
+    check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# In turn, likewise.
+# The shapes alternate here too.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],
 )
 def test_lowering_with_checks(configuration, name, shape, dtype):
-    check_lowering(configuration, shape, dtype, (forward_and_gradient(FUNCTIONS[name]), 2))
+    both = forward_and_gradient(FUNCTIONS[name]), with_gradient(name, shape)
+    check_lowering(configuration, shape, dtype, both)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Models with norm classes of their own: ``calls=`` of the three conversions."""
+"""Models with custom norm classes: ``calls=`` of the three conversions."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -250,7 +250,7 @@ def test_classes_that_were_not_found(caplog):
 
 
 def test_norm_classes_that_are_left_are_named(caplog):
-    """With what to write for them."""
+    """The log names the classes, and what to write for them."""
     jaxnorm.nnx.convert(nnx_model())
     jaxnorm.equinox.convert({"a": EqxNorm(jnp.ones(4)), "c": eqx.nn.LayerNorm(4)})
     with jaxnorm.linen.converted():

@@ -180,7 +180,7 @@ KEPT = 'norms keep their input, as with save="input": '
 
 
 def saves(function, *arguments):
-    """What the norms of a function save, in the order of its program."""
+    """Return the ``save`` arguments of a function's norms, in program order."""
     return re.findall(r"save=(\w+)", str(jax.make_jaxpr(function)(*arguments)))
 
 
@@ -191,7 +191,7 @@ class TwoNorms(nn.Module):
 
 
 def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
-    """Of parameters that have values: outside jax.jit, in a gradient too, or closed over."""
+    """Parameters have values outside jax.jit, also in a gradient or as closed-over constants."""
     model, x = TwoNorms(), normal((6, 16))
     variables = lost(model.init(jax.random.key(0), x), "params", "first")
 

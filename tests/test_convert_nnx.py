@@ -338,7 +338,7 @@ def test_errors_of_convert(model, options, error, message):
 
 
 def test_kernels_of_a_converted_nnx_model():
-    """Of an abstract model, so that it may be of a size for which the default is a kernel."""
+    """The model is abstract, so that it can be large enough for a kernel by default."""
 
     class Wide(nnx.Module):
         def __init__(self, rngs):

@@ -1,4 +1,4 @@
-"""What the default leaves to the next implementation, held against the committed figures."""
+"""The calls that the default leaves to the next implementation, compared with committed figures."""
 
 import collections
 import statistics
@@ -18,7 +18,7 @@ NOISE = 1.02
 
 @pytest.fixture(params=["mosaic", "triton"])
 def support(request, monkeypatch):
-    """What an implementation supports and prefers; Triton's without Triton."""
+    """Return the support module of an implementation; Triton's is loaded without Triton."""
     if request.param == "mosaic":
         return request.param, mosaic
     support = load_alone("triton", "support")

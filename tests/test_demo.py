@@ -26,7 +26,7 @@ def demo(*arguments, cwd):
 
 @pytest.fixture
 def main(monkeypatch, tmp_path):
-    """The demo's, in a folder of its own."""
+    """Return the demo's main function, running in a temporary folder."""
     jax.devices()  # all: before they are there, a mesh makes as many as it takes
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)

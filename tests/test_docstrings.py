@@ -15,7 +15,7 @@ import jaxnorm.nnx
 MODULES: list[ModuleType] = [jaxnorm, jaxnorm.linen, jaxnorm.nnx]
 if importlib.util.find_spec("equinox"):
     MODULES.append(importlib.import_module("jaxnorm.equinox"))
-# What functions return, and nobody calls.
+# Classes that functions return and users do not construct.
 RESULTS = {
     *("jaxnorm.Choice", "jaxnorm.MemoryReport", "jaxnorm.NormReport", "jaxnorm.ParamReport"),
     "jaxnorm.Plan",
@@ -28,7 +28,7 @@ PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - RESULTS - VALUES))
 def test_the_example_runs(name):
-    """By itself: it imports what it takes, and what it computes is printed somewhere."""
+    """The example runs alone: it imports all it uses, and prints something."""
     public = getattr(PUBLIC[name], name.rpartition(".")[2])
     text = inspect.getdoc(public)
     example = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)

@@ -87,7 +87,7 @@ def test_arguments_that_cannot_be_hashed():
 
 
 def test_a_traced_argument_meets_no_jit():
-    """Of ours: the primitive is in the caller's own jaxpr, whichever argument is traced."""
+    """The primitive is in the caller's own jaxpr, whichever argument is traced."""
     x, scale = jnp.ones((4, 8)), jnp.ones(8)
     for function, operand in (
         (lambda x: jaxnorm.rms_norm(x, scale), x),
@@ -111,9 +111,9 @@ def test_without_jit():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("compiles", [True, False])
 def test_debug_nans_names_the_call(compiles):
-    """As for JAX's own primitives, forward and backward, in `jax.jit` and outside.
+    """Errors name the call as for JAX's own primitives, in both passes, in `jax.jit` and outside.
 
-    In a composition it names the norm.
+    In a composition, the error names the norm.
     """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     bad = x.at[0, 0].set(jnp.nan)
@@ -146,7 +146,7 @@ def test_debug_nans_names_the_call(compiles):
 
 
 def test_debug_infs_stays_silent_where_positions_do_not_count():
-    """What says so to the derivative is an infinity, which the user never sees."""
+    """The derivative marks positions that do not count by an infinity, which raises no error."""
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     where = jnp.array([True, False])
     loss, log_prob = jaxnorm.softmax_cross_entropy_with_integer_labels, jaxnorm.log_prob_and_entropy

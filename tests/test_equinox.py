@@ -44,7 +44,7 @@ def with_parameters(norm):
 @pytest.mark.parametrize(("save", "dtype"), [("output", "bfloat16"), ("input", "float32")])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: "-".join(a) or "default")
 def test_values_and_gradients(ours, theirs, arguments, dtype, save):
-    """Of rows under jax.vmap, against float64."""
+    """Rows under jax.vmap are compared with float64."""
     norm = with_parameters(ours(16, **arguments, save=save))
     fields = ("shape", "eps", "use_weight", "use_bias")
     equinox_s = theirs(16, **arguments)

@@ -62,6 +62,11 @@ OPTIONS = {
         (-1, "logit_softcap=-1; expected a number above 0"),
         ("30", "logit_softcap is a str"),
     ],
+    "teacher_logit_softcap": [
+        (0, "teacher_logit_softcap=0; expected a number above 0"),
+        ("30", "teacher_logit_softcap is a str"),
+    ],
+    "reverse": [("no", "reverse='no' is a str; expected True or False")],
     "label_smoothing": [(1.5, "label_smoothing=1.5; .*from 0 to 1")],
     "z_loss": [(-1.0, "z_loss=-1.0; .*of at least 0"), ("a", "z_loss is a str")],
     "reduction": [("max", "reduction='max'; expected one of 'mean', 'sum', 'none'")],
@@ -75,7 +80,15 @@ OPTIONS = {
         (jax.P("data"), "lie on no mesh with Explicit axes; expected None; leave it out"),
     ],
 }
-TRACED = ("epsilon", "scale_offset", "interleaved", "norm_before_gate", "causal", "chunk")
+TRACED = (
+    "epsilon",
+    "reverse",
+    "scale_offset",
+    "interleaved",
+    "norm_before_gate",
+    "causal",
+    "chunk",
+)
 WRONG = [
     pytest.param(name, {option: value}, message, id=f"{name}-{option}-{i}")
     for name in NAMES
@@ -86,7 +99,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "options", "message"), WRONG)
 def test_options(name, options, message):
-    """Outside `jax.jit`, and inside, where the caller's code is traced."""
+    """Errors are raised outside `jax.jit`, and inside, where the caller's code is traced."""
     call = functools.partial(plain_call_of(name), **options)
     for run in (call, lambda: jax.jit(lambda: call())()):
         with pytest.raises(CAUSED, match=f"^{name}: .*{message}"):
@@ -95,14 +108,26 @@ def test_options(name, options, message):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_traced_options(name):
-    for option in {*TRACED, *(["scale"] if name in SOFTMAXES else [])} & {*options_of(name)}:
+    for option in {*TRACED} & {*options_of(name)}:
         call = plain_call_of(name)
         with pytest.raises(TypeError, match=f"^{name}: {option} is a traced value"):
             jax.jit(lambda v: call(**{option: v}))(1.0)  # noqa: B023
 
 
 # Arrays of the functions, and what else they may be.
-FLOATS = ("x", "logits", "residual", "gate", "up", "weight", "bias", "next_scale", "cos", "sin")
+FLOATS = (
+    "x",
+    "logits",
+    "teacher_logits",
+    "residual",
+    "gate",
+    "up",
+    "weight",
+    "bias",
+    "next_scale",
+    "cos",
+    "sin",
+)
 
 
 def arrays_of(name):
@@ -113,7 +138,7 @@ def arrays_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_that_are_none(name):
-    """Lists, strings, and where an array must be given None; of other types than floats."""
+    """Arguments that must be arrays are lists, strings or None, or arrays of integers."""
     call = plain_call_of(name)
     for argument in arrays_of(name):
         like = call.keywords.get(argument, T(8))
@@ -138,16 +163,19 @@ def test_labels(name):
         (jnp.ones(4), "has dtype float32; expected int"),
         (jnp.ones(4, bool), "has dtype bool"),
         (None, "is a NoneType; expected an array"),
-        (jnp.ones((4, 1), int), r"have shape \(4, 1\); expected \(4,\)"),
+        (jnp.ones((4, 1, 1), int), r"have shape \(4, 1, 1\); expected \(4,\)"),
+        (jnp.ones((3,), int), r"have shape \(3,\); expected \(4,\)"),
     ]:
         with pytest.raises(CAUSED, match=f"^{name}: labels {message}"):
             call(labels=labels)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
-@pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if "implementation" in options_of(n) and "kl_div" not in n]
+)
 def test_a_kernel_on_a_cpu(name):
-    """Also where rows are long enough for one."""
+    """The error on a CPU is the same for rows that are long enough for a kernel."""
     arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
     arrays |= dict.fromkeys(("cos", "sin"), T((128, 128)))
     given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}
@@ -181,7 +209,14 @@ OF_LINEAR_LOSS = [
     ({"weight": T((3, 0))}, "one class or more"),
     ({"x": T(())}, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
     ({"bias": T((1, 5))}, r"bias has shape \(1, 5\); expected \(5,\)"),
-    ({"labels": T((2, 1), int)}, r"\(2, 1\); expected \(2,\).*reshape"),
+    ({"labels": T((2, 1, 1), int)}, r"\(2, 1, 1\); expected \(2,\).*reshape"),
+    ({"labels": T(3, int)}, r"\(3,\); expected \(2,\).*reshape"),
+    ({"logits_scale": T(3)}, r"\(3,\); expected .* labels' shape \(2,\), with 1 axes"),
+]
+OF_TEACHER = {"teacher_x": T((2, 4)), "teacher_weight": T((4, 5))}
+OF_SEVERAL = [
+    ({"labels": jnp.zeros((2, k), int)}, f"{k} labels for each.*one-hot labels, use jnp.argmax")
+    for k in (6, 7)
 ]
 OF_SOFTMAX = [
     ({"where": T((2, 3), "float32")}, "where has dtype float32.*additive mask to x"),
@@ -222,6 +257,8 @@ OF_POSITIONS = [
     ({"where": T(3, bool)}, r"\(2,\), with 1 axes"),
     ({"where": T((2, 2), bool)}, r"where has shape \(2, 2\); expected .* broadcasts to logits' sh"),
     ({"where": np.ones(2, int)}, r"where has dtype int\d\d"),
+    ({"logits_scale": T(3)}, r"\(3,\); expected .* labels' shape \(2,\), with 1 axes"),
+    ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
 ]
 
 # Function -> its arguments, and for each change of them what is said.
@@ -282,7 +319,26 @@ ARGUMENTS = {
     ),
     "log_prob_and_entropy": (
         LOGITS,
-        [*OF_POSITIONS, ({"where": np.ones(2)}, r"float\d\d; expected bool")],
+        [*OF_POSITIONS, *OF_SEVERAL],
+    ),
+    "kl_divergence": (
+        {"logits": T((2, 3)), "teacher_logits": T((2, 3))},
+        [
+            ({"logits": T((2, 3), int)}, "logits has dtype int32.*astype"),
+            ({"teacher_logits": T((2, 3), int)}, "teacher_logits has dtype int32.*astype"),
+            (
+                {"teacher_logits": T((2, 4))},
+                r"teacher_logits has shape \(2, 4\); expected \(2, 3\), the shape of logits",
+            ),
+            ({"where": T(2, int)}, "where has dtype int32; expected bool .*or a float"),
+            ({"where": T(3)}, r"where has shape \(3,\); .* positions' shape \(2,\), with 1 axes"),
+            ({"where": T((2, 3))}, "where has dtype float32; expected bool"),
+            ({"where": "all"}, "where is a str; expected an array"),
+            ({"logits_scale": T(3)}, r"\(3,\); expected .* positions' shape \(2,\), with 1 axes"),
+            ({"logits_scale": T((2, 3))}, r"logits_scale has shape \(2, 3\); expected a number"),
+            ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
+            ({"logits_scale": 1e-30, "teacher_logit_softcap": 1e30}, "scale / teacher_logit_soft"),
+        ],
     ),
     "linear_softmax_cross_entropy": (
         LOSS,
@@ -290,6 +346,26 @@ ARGUMENTS = {
             *OF_LINEAR_LOSS,
             ({"where": np.ones(2, int)}, "where has dtype int32; expected bool .*or a float"),
             ({"where": T((1, 2), bool)}, r"labels' shape \(2,\), with 1 axes.*reshape"),
+            ({"labels": T((2, 1), int)}, r"\(2, 1\); expected \(2,\).*reshape"),
+        ],
+    ),
+    "linear_kl_divergence": (
+        {**LINEAR, **OF_TEACHER},
+        [
+            *(({**case, **OF_TEACHER}, message) for case, message in OF_LINEAR_LOSS[:5]),
+            (
+                {"teacher_weight": T((3, 5))},
+                r"teacher_weight has shape \(3, 5\); expected \(4, V\)",
+            ),
+            (
+                {"teacher_x": T((3, 4))},
+                r"teacher_x has shape \(3, 4\); expected \(2, 'e'\), the posi",
+            ),
+            ({"teacher_weight": T((4, 6))}, r"expected \(4, 5\), the classes of weight \(3, 5\)"),
+            ({"teacher_bias": T(4)}, r"teacher_bias has shape \(4,\); expected \(5,\)"),
+            ({"where": np.ones(2, int)}, "where has dtype int32; expected bool .*or a float"),
+            ({"where": T((2, 5), bool)}, r"where has shape \(2, 5\); .* positions' shape \(2,\)"),
+            ({"logits_scale": T(3)}, r"\(3,\); expected .* positions' shape \(2,\), with 1 axes"),
         ],
     ),
     "linear_log_prob_and_entropy": (
@@ -297,7 +373,8 @@ ARGUMENTS = {
         [
             *OF_LINEAR_LOSS,
             ({"where": np.ones(2, int)}, r"where has dtype int\d\d; expected bool"),
-            ({"where": T(2)}, "where has dtype float32; expected bool"),
+            ({"where": T((2, 5))}, "where has dtype float32; expected bool"),
+            *OF_SEVERAL,
             ({"where": T(3, bool)}, r"\(2,\), with 1 axes.*2 axes: which classes"),
             ({"where": T((2, 3), bool)}, r"\(2, 3\).* logits' shape \(2, 5\)"),
         ],

@@ -35,7 +35,7 @@ each = pytest.mark.parametrize("name", NAMES)
 def assert_close(results, expected):
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype == np.float64
-        # No more than some hundred roundings follow each other.
+        # At most some hundred roundings follow each other.
         bound = of_roundings(1024, "float64", np.abs(theirs).max())
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
 
@@ -115,7 +115,7 @@ def test_derivatives_made_with_64_bit_types_and_used_without(name):
 
 @each_with_rules
 def test_second_derivatives_of_what_was_made_with_64_bit_types(name):
-    """Rules of differentiation, too, run outside."""
+    """Rules of differentiation that were made with 64-bit types also run without them."""
     with jax.enable_x64(True):
         function, operands = call_of(name, "float64")
         program = jax.make_jaxpr(scalar(function))(*operands)
@@ -154,7 +154,7 @@ def test_traced_without_64_bit_types_and_lowered_with(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @each
 def test_partitioned_without_64_bit_types(name):
-    """XLA's partitioner asks for the code of a shard while it compiles."""
+    """XLA's partitioner asks for the code of a shard during compilation."""
     with jax.enable_x64(True):
         function, operands = call_of(name, "float64")
         mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -167,7 +167,8 @@ def test_partitioned_without_64_bit_types(name):
 
 # ----------------------------------------------------------- static arguments, outside `jax.jit`
 
-# By the default of an option, or by its name: one that is accepted, and an equal one that is not.
+# Pairs of equal values, of which the second is refused: for the type of an option's default, or for
+# the option's name.
 EQUAL = {
     bool: [(True, 1), (False, 0)],
     float: [(1.0, True), (0.0, False)],
@@ -186,7 +187,7 @@ def equal_options():
 
 @pytest.mark.parametrize(("name", "option", "good", "bad"), [*equal_options()])
 def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
-    """A compiled call is looked up by the types of its static arguments, too."""
+    """The cache of compiled calls distinguishes static arguments by their types too."""
     call = plain_call_of(name)
     with pytest.raises(TypeError, match=f"{name}: {option}") as first:
         call(**{option: bad})
@@ -235,7 +236,7 @@ def test_dtypes_of_another_byte_order(name):
             call(**{argument: np.asarray(value).astype(order)})
 
 
-# A size that float64 holds and float32 does not, for each option that is a number.
+# For each option that is a number, a size that float64 can represent and float32 cannot.
 HUGE = {"scale", "epsilon", "scale_offset", "z_loss", "logits_scale", "logit_softcap"}
 
 

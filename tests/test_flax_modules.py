@@ -32,7 +32,7 @@ def data(dtype="float32", shape=(4, 5, 16)):
 
 
 def keep_dtypes(operands, *, dtype):
-    """A promote_dtype of the user's own, which leaves everything as it is."""
+    """A user's own promote_dtype, which changes nothing."""
     del dtype
     return operands
 
@@ -55,7 +55,7 @@ FIELDS = [
     {"axis_name": "batch"},
     {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
     {"use_fast_variance": False},
-    # Of linen, and of nnx.
+    # Fields of linen's modules, then of nnx's.
     {"reduction_axes": (-1, -2), "feature_axes": (-2, -1), "name": "norm"},
     {"force_float32_reductions": False},
     {"promote_dtype": keep_dtypes},
@@ -193,7 +193,7 @@ EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
 
 @each
 def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
-    """Each by name, so that type checkers and editors know them."""
+    """Each argument has a name, so that type checkers and editors know it."""
 
     def call(module):
         return [(p.name, p.kind) for p in inspect.signature(module.__call__).parameters.values()]
@@ -226,13 +226,13 @@ def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
 
 @each
 def test_scale_offset(make, ours, theirs):
-    """Parameters stored as w, where the norm multiplies by 1 + w: Gemma's."""
+    """Gemma stores its scale as w, and multiplies by 1 + w."""
     x, plain = data(), make(ours)
     offset = make(ours, scale_offset=1.0, scale_init=nn.initializers.zeros)
     scales = values_of(offset.parameters)
     np.testing.assert_array_equal(scales.get("params", scales)["scale"], 0)
     assert_computes(offset(x), plain, x, like=offset)
-    # Flax's own code, which runs such a call, has no offset.
+    # Flax's own code runs such a call, and has no offset.
     with pytest.raises(ValueError, match=r"scale_offset=1\.0 in a call that is left to Flax's own"):
         offset(x, mask=jnp.ones(x.shape, bool))
 
@@ -266,7 +266,7 @@ def test_errors_reach_the_user(make, ours, theirs):
     ids=lambda f: "-".join(f) or "default",
 )
 def test_residual(make, ours, theirs, fields, x_dtype, save):
-    """(y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
+    """The module returns (y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
     x, residual = data(x_dtype), jnp.sin(data())
     ours, theirs = make(ours, residual, **fields, save=save), make(theirs, residual, **fields)
     assert_same(values_of(ours.parameters), values_of(theirs.parameters))
@@ -288,7 +288,7 @@ def test_residual_of_a_call_that_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_the_saving_rule_is_used(make, ours, theirs):
-    """The norm's own residuals are named; Flax's paths have no names."""
+    """The arrays that the norm saves have names; those of Flax's own code have none."""
     x = data()
 
     def names(module, **call):
@@ -353,7 +353,7 @@ def test_a_wrong_width(ours, theirs):
 
 
 def test_parameters_are_cast_to_dtype_first():
-    """As in Flax: with dtype=bfloat16 the float32 x is rounded before its statistics are taken."""
+    """As in Flax, dtype=bfloat16 rounds the float32 x before its statistics are computed."""
     x = 100 + data()
     ours, theirs = (
         of_nnx(m, dtype=jnp.bfloat16).module for m in (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)

@@ -12,7 +12,7 @@ FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
 
 
 def imported(file: Path) -> set[str]:
-    """Names of what a file imports, also inside functions and for type checkers alone."""
+    """Yield the names that a file imports, also inside functions and for type checkers only."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -37,14 +37,14 @@ def test_a_folder_imports_those_below(folder):
     for file in (ROOT / "jaxnorm" / folder).glob("*.py"):
         names = {name for name in imported(file) if name.split(".")[0] == "jaxnorm"}
         above = {name for name in names if name != "jaxnorm" and name.split(".")[1] not in below}
-        # What checks the package calls its public functions.
+        # The modules that check the package call its public functions.
         is_check = folder == "tools" and file.stem in ("machine", "plan", "selfcheck", "wall_time")
         assert not above, file
         assert "jaxnorm" not in names or is_check, file
 
 
 def test_no_file_is_in_a_circle_of_imports():
-    """Checks of the package call its public functions: `jaxnorm/__init__.py` is left out."""
+    """`jaxnorm/__init__.py` is left out: modules that check the package call its functions."""
     folders = {"jaxnorm": ROOT, "kernels": ROOT / "kernels"}
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
@@ -53,7 +53,7 @@ def test_no_file_is_in_a_circle_of_imports():
     }
 
     def module(name: str) -> str:
-        """The longest part of an imported name that is a file."""
+        """Return the longest part of an imported name that is a file."""
         while name and name not in files:
             name = name.rpartition(".")[0]
         return name
@@ -66,7 +66,7 @@ def test_no_file_is_in_a_circle_of_imports():
 
 
 def test_one_module_imports_what_is_private_in_jax():
-    """For the kernels: `test_kernel_imports.py`."""
+    """`test_kernel_imports.py` has the same test for the kernels."""
     importers = {
         file.name
         for file in (ROOT / "jaxnorm").rglob("*.py")
@@ -76,7 +76,7 @@ def test_one_module_imports_what_is_private_in_jax():
 
 
 def table_of_files() -> str:
-    """A line for each file of both packages: its name and what its docstring begins with."""
+    """Return a line for each file of both packages: its name and how its docstring begins."""
     lines = []
     for package in ("jaxnorm", "kernels/jaxnorm_kernels"):
         for folder in sorted({file.parent for file in (ROOT / package).rglob("*.py")}):
@@ -89,7 +89,7 @@ def table_of_files() -> str:
 
 
 def test_the_page_of_the_structure_lists_each_file():
-    """If this fails, put the table that it shows in place of the page's."""
+    """If this test fails, replace the table of the page by the table that the failure shows."""
     page = (ROOT / "docs" / "structure.md").read_text()
     assert page.partition("## Files\n")[2].strip() == table_of_files()
 
@@ -100,6 +100,6 @@ def test_only_public_modules_are_at_the_top():
 
 
 def test_a_file_of_tests_has_a_name_of_its_own():
-    """Of whatever folder: pytest knows it by that alone."""
+    """pytest identifies a file by its name alone, in whatever folder it is."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py")]
     assert len(names) == len({*names})

@@ -1,6 +1,7 @@
-"""Forward mode, and its mixtures with reverse mode, under every transformation, against plain jnp.
+"""Forward mode, also combined with reverse mode, under all transformations, against plain JAX.
 
-xla in float64; kernels, which have none, in float32 on a GPU, against the same in float64.
+XLA's code runs in float64. Kernels have no float64, so they run in float32 on a GPU, and are
+compared with the same float64 results.
 """
 
 import functools
@@ -39,7 +40,7 @@ def two_norms(x, s, b):
 
 
 def with_residual(function, **options):
-    """A function of x, scale and bias that uses both results."""
+    """Return a function of x, scale and bias that uses both results."""
 
     def both(x, *parameters, **more):
         y, h = function(x, residual(x), *parameters, **options, **more)
@@ -49,7 +50,7 @@ def with_residual(function, **options):
 
 
 def rotated(function, **options):
-    """Of x, scale and, from the bias, tables whose pairs are no 0."""
+    """Return a function of x, scale and a bias, from which it makes tables without zero pairs."""
 
     def call(x, scale, bias, **more):
         cos, sin = halves(bias)
@@ -59,7 +60,7 @@ def rotated(function, **options):
 
 
 def gated(function, **options):
-    """Of x, scale and, of x and the bias, a gate."""
+    """Return a function of x, scale and bias, with a gate made of x and the bias."""
     return lambda x, s, b, **more: function(x, jnp.sin(x) + b, s, **options, **more)
 
 
@@ -78,7 +79,7 @@ def our_causal_softmax(x, s, b, **options):
     return y.reshape(x.shape)
 
 
-# The plain formula, and ours.
+# Pairs of the plain formula and our function.
 FUNCTIONS = {
     "softmax causal": (causal_softmax, our_causal_softmax),
     "log_softmax with a bias": (
@@ -132,7 +133,7 @@ FUNCTIONS = {
 
 
 def matrix(s, b):
-    """A weight that depends on both."""
+    """Return a weight that depends on scale and bias."""
     return jnp.outer(jnp.sin(s), jnp.cos(b)) / s.size
 
 
@@ -141,7 +142,7 @@ def labels_of(x):
 
 
 def of_rows(function, **options):
-    """A function of x's shape, from one that has a number for each row, or two of them."""
+    """Return a function with x's shape, from a function with one or two numbers for each row."""
 
     def call(x, s, b):
         y = function(x, s, b, labels_of(x), **options)
@@ -168,7 +169,7 @@ def our_log_prob(x, s, b, labels, **options):
 
 
 def weights_of(labels):
-    """0 for some rows, and of both signs for others."""
+    """Return weights of both signs, which are 0 for some rows."""
     return jnp.cos(2.0 * labels) * (labels % 5 != 1)
 
 
@@ -207,7 +208,7 @@ def plain_norm_linear(x, s, b):
 
 
 def masked(function):
-    """Without every third entry, at which a logarithm would be infinite."""
+    """Leave out every third entry, at which a logarithm would be infinite."""
 
     def call(x, s, b):
         kept = jnp.arange(x.size).reshape(x.shape) % 3 > 0
@@ -220,8 +221,8 @@ def some_zeros(s):
     return jnp.where(jnp.arange(s.shape[-1]) % 2 == 0, 0, s)
 
 
-# Other axes, masks and scales; one result alone; losses and linear layers, which kernels take in
-# other shapes.
+# Other axes, masks and scales; one result alone; losses and linear layers, whose kernels take other
+# shapes.
 OTHERS = {
     "softmax of all axes": (
         lambda x, s, b: jax.nn.softmax(x * s, axis=None),
@@ -283,7 +284,7 @@ OTHERS = {
             x, jnp.sin(x), matrix(s, b), bias=b, activation="gelu"
         ),
     ),
-    # Functions of users, of which the activation closes over an array.
+    # Functions that users write. The activation of one closes over an array.
     "activation_linear": (
         lambda x, s, b: jnp.tanh(s * x) @ matrix(s, b) + b,
         lambda x, s, b: jaxnorm.activation_linear(
@@ -383,7 +384,7 @@ def operands(dtype, rows, cols):
 
 
 def transformed(function, derivative, transformation):
-    """The derivative of a function under a transformation, if any."""
+    """Return the derivative of a function under a transformation, if there is one."""
     if transformation is not None:
         function = TRANSFORMATIONS[transformation](function)
     return derivative(function)
@@ -391,12 +392,12 @@ def transformed(function, derivative, transformation):
 
 @functools.cache
 def expected_of(reference, derivative, transformation, *of):
-    """The analysed reference: functions that save one thing or another have one reference."""
+    """Return the analysed reference, which is shared by functions that differ in what they save."""
     return analyse(transformed(reference, derivative, transformation), *operands(*of))
 
 
 def error_of(program, *of):
-    """The analysed values of a program that starts from other residuals than its reference."""
+    """Return the analysed values of a program that saves other arrays than its reference."""
     return analyse(program, *operands(*of))
 
 
@@ -405,8 +406,8 @@ def check(name, derivative, transformation, implementation):
     if name in FUNCTIONS:
         function = functools.partial(function, implementation=implementation)
     of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
-    # The others change no value, and the reference does without them. Under vmap, each row is the
-    # first one, and has its label.
+    # All other transformations change no value, so the reference does without them. Under vmap,
+    # each row is equal to the first, and has its label.
     repeated = transformation if transformation in ("scan", "vmap") else None
     expected = expected_of(reference, derivative, repeated, *of)
     program = transformed(function, derivative, transformation)
@@ -417,7 +418,7 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# Variants, whose rules are those of other functions but for one formula.
+# Variants whose rules differ from those of other functions in one formula.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
@@ -434,9 +435,9 @@ VARIANTS = [
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels compute each derivative of each function; xla of a variant every other one, in turn, so
-# that each derivative is that of half of the variants.
-# Of per-example gradients each row is a group of its own. Heads that are rotated have one scale.
+# Kernels compute each derivative of each function. xla computes every other variant, alternating,
+# so that each derivative runs for half of the variants. In per-example gradients, each row is a
+# separate group. Heads that are rotated have one scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),
@@ -454,8 +455,8 @@ def test_derivatives(name, derivative, implementation):
 
 
 @pytest.mark.remat
-# Each function under each transformation; the derivatives in turn, so that each function and each
-# transformation meets all of them.
+# Each function runs under each transformation, with alternating derivatives, so that both meet all
+# derivatives.
 @pytest.mark.parametrize(
     ("derivative", "transformation", "name"),
     pairwise(
@@ -486,7 +487,7 @@ def test_outside_jit(name):
 
 
 def test_hutchinson_s_estimator():
-    """optax's estimate of a Hessian's diagonal, by forward over reverse mode."""
+    """optax's estimate of a Hessian's diagonal uses forward over reverse mode."""
     optax = pytest.importorskip("optax")
     x, scale, _ = operands("float64", 4, 6)
 
@@ -507,7 +508,7 @@ def test_hutchinson_s_estimator():
 
 @pytest.mark.parametrize(("save", "bound"), [("output", 2.2e-2), ("input", 2e-3)])
 def test_a_tangent_has_the_accuracy_of_what_is_saved(save, bound):
-    """Documented: along scale, bfloat16 LayerNorm at bias 10; the law of its gradient."""
+    """Test the documented law along scale: bfloat16 LayerNorm with a bias of 10."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(256, 1024)), jnp.bfloat16)
     scale, bias = jnp.ones(1024, jnp.float32), jnp.full(1024, 10, jnp.float32)
@@ -534,7 +535,7 @@ def test_the_jaxpr_of_a_gradient_is_short():
 
 @each_function
 def test_primitives_are_named_after_the_functions(name):
-    """In the jaxpr, and in the metadata that profiles show."""
+    """The names are in the jaxpr, and in the metadata that profilers show."""
     function = FUNCTIONS[name][1]
     public = name.split()[0]
     arrays = operands("float32", 4, 16)
@@ -546,7 +547,7 @@ def test_primitives_are_named_after_the_functions(name):
 
 
 def jaxprs(jaxpr):
-    """A jaxpr and those in it."""
+    """Yield a jaxpr and all jaxprs inside of it."""
     yield jaxpr
     for equation in jaxpr.eqns:
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
@@ -556,7 +557,7 @@ def jaxprs(jaxpr):
 @pytest.mark.parametrize("around", TRANSFORMATIONS)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
 def test_x_is_not_kept(name, around):
-    """x is 3 u, made inside what is transformed; its own derivative needs no array."""
+    """x is 3 u, computed inside of the transformed function. Its own derivative needs no array."""
     u, scale, bias = operands("float32", 4, 16)
     block = TRANSFORMATIONS[around](lambda u, s, b: FUNCTIONS[name][1](3 * u, s, b))
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block, *a)[1])(u, scale, bias).jaxpr

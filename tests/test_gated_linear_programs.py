@@ -89,7 +89,7 @@ def test_blocks(function, around):
     kept = made(AROUND[around](block), x, *weights)
     assert kept.count((4, INNER)) == expected
     assert not [shape for shape in kept if shape not in ((4, INNER), (4, WIDTH))]
-    # A policy that keeps products keeps this one's, too.
+    # A policy that saves matmuls also saves this one.
     assert kept.count((4, WIDTH)) <= (around == "dots")
 
 
@@ -119,7 +119,7 @@ def test_a_scan_stacks_gate_and_up():
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_compiled_memory(stack, dtype, activation, has_gate):
-    """Of a layer: gate and up, x, and nothing else of their size."""
+    """A layer takes the memory of gate, up and x, and nothing else of their size."""
     tokens, width, inner = 512, 64, 256
 
     def block(x, w_gate, w_up, weight):
@@ -139,7 +139,8 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
     of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
     activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
-    # x is a quarter of an activation, and each weight, of which there may be a copy, an eighth.
+    # x has a quarter of an activation's size, and each weight, of which there may be a copy, an
+    # eighth.
     assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
 
 
@@ -153,7 +154,7 @@ def products_of(function, *arrays):
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_products_behind_a_product_of_16_bits(function, has_bias):
-    """Of its dtype, as it is: also where operands are float32, and its sums with the bias."""
+    """The matmuls of the backward have the dtype of the matmul, even if operands are float32."""
     arrays = arrays_of("float32")
 
     def loss(gate, up, weight, bias):

@@ -125,7 +125,7 @@ def check(pair, fields, dtype):
 @each
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_activation(pair, activation):
-    """That of Flax's module, whose parameters it has; also in a call that is left to Flax."""
+    """The activation is that of Flax's module, also in a call that is left to Flax."""
     (parameters, ours), (_, theirs) = pair(random_init, activation=activation)
 
     def expected(p, x, **options):
@@ -175,7 +175,7 @@ def test_what_linen_leaves_to_flax(fields):
     ids=str,
 )
 def test_groups_that_flax_refuses(pair, fields):
-    """By its own sentence."""
+    """Flax's own error is raised."""
     with pytest.raises(ValueError, match=r"^(Number of groups|Either `num_groups`)"):
         pair(fields)
 
@@ -280,7 +280,7 @@ def test_an_nnx_model_is_converted(caplog):
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_one_kernel_each_way(activation):
-    """Of images with channels last, in groups of 8: no transpose, in a model of bfloat16."""
+    """bfloat16 images with channels last, in groups of 8, need one kernel each way."""
     norm = jaxnorm.linen.GroupNorm(dtype=jnp.bfloat16, activation=activation)
     x = jax.ShapeDtypeStruct((8, 32, 32, 256), jnp.bfloat16)
     variables = jax.eval_shape(norm.init, jax.random.key(0), x)

@@ -1,7 +1,7 @@
-"""Dispatch: which implementation runs, that it is the one lowered for, and what a second one needs.
+"""Dispatch: which implementation runs, that it is lowered, and what a second one requires.
 
-A stand-in kernel plays the accelerator's part here: xla's functions with a recognisable shift, and
-no differentiation rule of its own.
+A stand-in kernel replaces the accelerator's: xla's functions with a recognisable shift, and no
+differentiation rule of its own.
 """
 
 import os
@@ -41,7 +41,7 @@ def _opaque_jvp(primals, tangents):
 
 
 class Stub(types.ModuleType):
-    """A kernel module: forward results are shifted, so that it shows which one ran."""
+    """A module of kernels: its forward results are shifted, so that they show which module ran."""
 
     backward = staticmethod(xla.backward)
 
@@ -67,7 +67,7 @@ class Stub(types.ModuleType):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """The stand-in, registered; calling the fixture makes it the default of some platforms."""
+    """Register the stand-in; calling the fixture makes it the default of some platforms."""
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
@@ -116,7 +116,7 @@ def test_a_name_is_honoured_or_refused_with_the_reason(stub):
 
 
 def test_second_derivatives_are_those_of_the_twin(stub):
-    """The stand-in raises when differentiated; its fallback has a rule, for rstd too."""
+    """The stand-in cannot be differentiated; its fallback has a rule, also for rstd."""
     stub(HERE)
 
     def penalty(implementation):
@@ -126,7 +126,7 @@ def test_second_derivatives_are_those_of_the_twin(stub):
 
         return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
 
-    # From the input the backward reads x and rstd alone, which the stand-in leaves as they are.
+    # If the input is saved, the backward reads only x and rstd, which the stand-in does not shift.
     for implementation in ("stub", None):
         assert_computes(jax.grad(penalty(implementation))(X), jax.grad(penalty("xla")), X)
 
@@ -191,7 +191,8 @@ def test_gradients_under_vmap(stub, save):
 
         return jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, scale)
 
-    # From the output the stand-in's shift would be taken for part of y: compare shapes only there.
+    # If the output is saved, the stand-in's shift looks like a part of y: compare only shapes
+    # there.
     expected = analyse(lambda: grads("xla"))
     for ours, theirs in zip(grads("stub"), expected):
         assert ours.shape == theirs.value.shape
@@ -220,7 +221,7 @@ def test_implementation_for(stub):
 
 
 def test_the_environment_names_the_default(stub, monkeypatch):
-    """It is tried first, runs what it can, and comes before no other than in the ordinary order."""
+    """The named implementation is tried first and runs what it can; all others keep their order."""
     monkeypatch.setitem(backends.MODULES, "second", "jaxnorm_kernels_stub")
     stub()
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("second", "stub")})
@@ -244,7 +245,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     np.testing.assert_array_equal(
         jaxnorm.rms_norm(X[:, :7]), jaxnorm.rms_norm(X[:, :7], implementation="stub")
     )
-    # A name in the call comes before the environment's.
+    # A name in the call has precedence over the environment's.
     assert plan(implementation="xla", causal=False).forward.reason == "asked for by name"
 
     monkeypatch.setattr(backends, "_PREFERRED", "xla")
@@ -313,7 +314,7 @@ def test_an_import_may_fail_in_any_way(broken):
         ("8.9", ["mosaic", "triton"], None, "triton"),
         ("12.0", ["triton"], None, "triton"),
         ("9.0", ["triton"], "triton", "triton"),
-        ("9.0", ["triton"], None, None),  # an extra that nobody needs there
+        ("9.0", ["triton"], None, None),  # an extra that is not needed there
         ("8.0", ["mosaic"], None, None),
         ("7.0", ["mosaic", "triton"], None, None),  # which has no kernels
         ("9.0", ["mosaic"], "xla", None),
@@ -350,7 +351,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
-    """A warning is of what the default would take."""
+    """A warning is about what the default would use."""
     spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
@@ -416,7 +417,7 @@ def test_implementation_for_checks_its_arguments():
     ],
 )
 def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
-    """Mosaic's kernels are the default on 9.0 and, not timed, 10.0; and where no GPU tells."""
+    """Mosaic is the default on 9.0 and (without timings) 10.0, and if no capability is known."""
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
@@ -424,7 +425,7 @@ def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
         patch.setattr(launching.jax, "local_devices", lambda: [device])
         launching.local_capability.cache_clear()
         assert launching.local_capability() == expected
-    # Cached: what follows asks no device.
+    # The result is cached: the following calls ask no device.
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
     launching.local_capability.cache_clear()
     assert (plan.forward.name == "mosaic") == (expected in (90, 100, None))

@@ -1,4 +1,4 @@
-"""What a block keeps of attention, and products that do not run twice: the docs' lines."""
+"""Attention's residuals in a block, and matmuls that do not run twice: the docs' lines."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ WIDTH = HEADS * HEAD
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Its attention can be traced, where it is not installed; nothing runs."""
+    """Allow cuDNN's attention to be traced where it is not installed; nothing runs."""
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
 
@@ -77,7 +77,7 @@ def test_memory_report_finds_the_output_that_is_kept_twice(cudnn):
 
 
 def test_a_transpose_and_a_reshape(cudnn):
-    """What heads come from is kept as well, two steps before the projection."""
+    """The array behind the heads is saved too, two steps before the projection."""
 
     def heads_first(heads, weight):
         return jnp.swapaxes(heads, 1, 2).swapaxes(1, 2).reshape(BATCH, LENGTH, -1) @ weight
@@ -98,7 +98,7 @@ def test_unrolled_layers_get_no_advice(cudnn):
 
 
 def products_in(step, *arrays):
-    """Matrix products in the jaxpr, and in the compiled program."""
+    """Return the number of matmuls in the jaxpr, and in the compiled program."""
     traced = jax.jit(step).trace(*arrays)
     made = primitives(traced.jaxpr).count("dot_general")
     return made, len(re.findall(r" dot\(", traced.lower().compile().as_text()))
@@ -106,18 +106,18 @@ def products_in(step, *arrays):
 
 @pytest.fixture(scope="module")
 def of_docs():
-    """The lines of docs/transformations.md."""
+    """Return what the examples of docs/transformations.md define."""
     return page("transformations")
 
 
 def step_of(block):
-    """Of the sine of it: a sum alone has no second derivative to keep anything for."""
+    """Return the gradient of a sum of sines, because a plain sum needs no residuals."""
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
 @pytest.fixture
 def custom_vjp3():
-    """Under ``jax_remat3`` policies see names in a `jax.custom_vjp` with this setting alone."""
+    """Under ``jax_remat3``, policies see names in a `jax.custom_vjp` only with this setting."""
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:
         jax.config.update("jax_custom_vjp3", True)
@@ -158,7 +158,7 @@ def with_a_name_outside(q, k, v):
 
 
 def kernels_of(attention):
-    """cuDNN's forward and backward, in a block that is made again but for these names."""
+    """Return cuDNN's kernels in a block that is rematerialised except for these names."""
 
     def block(q, k, v, weight):
         q, k, v = (checkpoint_name(2 * a, name) for a, name in zip((q, k, v), "qkv"))
@@ -174,7 +174,7 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """A name for its output does not keep it; one for all that it keeps does."""
+    """A name for its output does not save it; a name for everything that it saves does."""
 
     def counts(attention):
         jaxpr = jax.make_jaxpr(kernels_of(attention))(*attention_operands()).jaxpr

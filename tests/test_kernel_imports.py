@@ -1,8 +1,7 @@
-"""What modules of kernels may import: JAX's private parts in one place, and no other backend.
+"""Imports of the kernels: private JAX in one module, and no other backend.
 
-Imports go down one way, and these are the floors: what backends share (the files beside their
-folders, `specs.py` and `implementation.py` first), then each backend by itself. Mosaic has floors
-of its own.
+Imports go in one direction: first the files that backends share (`specs.py` and `implementation.py`
+first), then each backend. Mosaic's folders have an order of their own.
 """
 
 import ast
@@ -16,7 +15,7 @@ PRIVATE = ("jax._src", "jaxlib", "jax.experimental.mosaic")
 
 
 def imports():
-    """Module and what it imports, by their names, of all kernels."""
+    """Yield each kernel module with the modules that it imports, by name."""
     for path in sorted(KERNELS.rglob("*.py")):
         importer = ".".join(path.relative_to(KERNELS).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
@@ -33,7 +32,7 @@ def test_one_module_has_what_is_private_in_jax():
 
 
 def folder(module):
-    """``mosaic.rows`` of ``jaxnorm_kernels.mosaic.rows.tiles``; "" for what backends share."""
+    """Return ``mosaic.rows`` for ``jaxnorm_kernels.mosaic.rows.tiles``; "" for shared modules."""
     path = KERNELS / Path(*module.split("."))
     while not path.is_dir():
         path = path.parent
@@ -41,7 +40,7 @@ def folder(module):
 
 
 def crossing(importers, others):
-    """Imports of a module in the folder `others` by one in `importers`."""
+    """Return the imports of modules in the folder `others` by those in `importers`."""
     return {
         f"{importer} <- {name}"
         for importer, name in imports()

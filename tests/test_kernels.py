@@ -1,4 +1,4 @@
-"""The kernels on a GPU, whoever wrote them: widths of every schedule, a fuzz, determinism, size."""
+"""Kernels of all implementations on a GPU: widths of all schedules, a fuzz, determinism, sizes."""
 
 import contextlib
 import functools
@@ -75,7 +75,7 @@ def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
 def test_norms(rows, cols, x_dtype, y_dtype, subtract_mean, kernels):
-    # In turn, so that each width and each mix of dtypes meets both.
+    # Alternate, so that each width and each mix of dtypes meets both.
     turn = NORM_SHAPES.index((rows, cols)) + MIXES.index((x_dtype, y_dtype)) + subtract_mean
     save = ("output", "input")[turn % 2]
     check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save)
@@ -90,7 +90,7 @@ def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed=0):
     u = reference.arithmetic(x_dtype, y_dtype)
     y_ref = getattr(reference, name)(exact(x), -1)
     y_bound = getattr(reference, f"{name}_bound")(exact(x), y_ref, -1, y_dtype, u)
-    # For 16 bits exp(t) is exp2(t log2(e)): up to 2^-17 more at the smallest results.
+    # For 16-bit types, exp(t) is exp2(t log2(e)), whose smallest results err by up to 2^-17 more.
     y_bound = y_bound + (2.0**-17 * np.abs(y_ref) if jnp.dtype(y_dtype).itemsize == 2 else 0)
     assert_within(y, y_ref, y_bound)
     gradient = getattr(reference, f"{name}_gradient")
@@ -175,7 +175,7 @@ LOGITS = [(8192, 4096), (2048, 32768), (1024, 50257), (512, 128256), (256, 26214
 
 
 def loss_error(x):
-    """Bound on the error of a log-sum-exp, and of p: of the exponents and of the sum's walk."""
+    """Return the bound on the error of a log-sum-exp, and of p, from exponents and sums."""
     size = 2 * float(jnp.max(jnp.abs(x)))
     return SAFETY * unit_roundoff("float32") * (size + math.sqrt(x.shape[-1]) + 2)
 
@@ -184,7 +184,7 @@ def loss_error(x):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_losses(rows, cols, dtype, options, kernels):
-    """As XLA's, but for a rounding of the gradient, and the order of sums."""
+    """Losses match XLA's, except for a rounding of the gradient and the order of sums."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -223,7 +223,7 @@ def test_losses(rows, cols, dtype, options, kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
-    """Likewise. Of an entropy elements of a gradient are p (log p + H), which is below 2."""
+    """Results match XLA's as above. An entropy's gradient has elements p (log p + H), below 2."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -254,7 +254,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
         )
 
     of_results, of_dx, is_nan, is_zero, is_entropy = differences(x, labels, cotangents, where)
-    # An entropy is a sum of p log p, whose logarithm may be as large as the logits' range.
+    # An entropy is a sum of p log p, and the logarithm may be as large as the range of the logits.
     size = float(jnp.max(jnp.abs(x)))
     assert of_results <= 2 * size * loss_error(x)
     assert of_dx <= 2 * (size * loss_error(x) + 2 * unit_roundoff(dtype))
@@ -264,7 +264,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
 
 
 def test_losses_of_more_elements_than_int32_counts(kernels):
-    """The last rows, behind 2^31 elements, are as good as the first."""
+    """The last rows, after 2^31 elements, are as accurate as the first."""
     rows, cols = 16500, 131072
     labels = jnp.full(rows, 7)
     step = jax.jit(
@@ -312,15 +312,15 @@ def test_no_access_out_of_bounds_by_products(dtype):
 
 
 def check_accesses(kernels, name, dtype):
-    """Under compute-sanitizer."""
+    """Run a program under compute-sanitizer."""
     if triton_programs.are_recorded():
         for case in memcheck.cases_of(kernels, name, dtype):
             memcheck.lowered(*case)
         return
     checker = shutil.which("compute-sanitizer")
-    # A buffer of its own for each array: from a pool, a neighbour's memory would be in bounds.
+    # Give each array a separate buffer: in a pool, a neighbour's memory would be in bounds.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    # The program alone, not the compilers that it starts: those bring the checker down.
+    # Check only the program, not the compilers that it starts: they crash the checker.
     command = [
         checker,
         "--error-exitcode=1",
@@ -329,7 +329,7 @@ def check_accesses(kernels, name, dtype):
     ]
     command += [sys.executable, str(Path(__file__).with_name("memcheck.py")), kernels, name, dtype]
     command += map(str, triton_programs.replayed())
-    # A checker that crashes leaves the program behind: no pipe is waited for, and all is ended.
+    # If the checker crashes, it leaves the program running. So no pipe is read, and all are killed.
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(

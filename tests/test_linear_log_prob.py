@@ -74,7 +74,7 @@ def test_values_and_gradients(dtype, options):
     ids=str,
 )
 def test_dtypes(dtypes, dtype):
-    """Products of what operands promote to, or are asked for; logits of float32."""
+    """Matmuls have the promoted dtype of the operands, or the requested one; logits are float32."""
     x, weight, bias, labels = operands(9, 32, 70, dtypes)
     options = {} if dtype is None else {"dtype": dtype}
     check(x, weight, bias, labels, chunk=4, **options)
@@ -97,7 +97,7 @@ def test_float64():
 
 
 def test_logits_are_never_rounded():
-    """Results of 16-bit operands are within float32's bounds; of rounded logits, they are not."""
+    """Results of 16-bit operands are within float32's bounds, which rounded logits would exceed."""
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
     weight = 4 * weight  # logits of a trained model's size
     log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
@@ -118,7 +118,7 @@ def test_chunks(chunk):
 
 
 def test_positions_that_do_not_count():
-    """Whatever their labels and x: NaN, too, does not reach weight's gradient."""
+    """Labels and x of these positions do not matter: no NaN of them reaches weight's gradient."""
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
@@ -136,7 +136,7 @@ def test_positions_that_do_not_count():
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
 def test_masks_of_classes(shape):
-    """As of the logits, of which each is in a mask that broadcasts; in chunks that have a rest."""
+    """Results match those of the logits, for masks that broadcast and an incomplete last chunk."""
     x, weight, bias, labels = operands(7, 16, 40)
     where = jnp.asarray(np.random.default_rng(3).random(shape) < 0.6)
     d = cotangents_of(labels)
@@ -157,7 +157,7 @@ def test_masks_of_classes(shape):
 
 
 def test_labels_outside():
-    """NaN in both results of the row, and in x's gradient there; in all of weight's."""
+    """Both results, the row's gradient of x, and weight's whole gradient are NaN."""
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
     results, (dx, dw, _) = values_and_gradients(
@@ -170,7 +170,7 @@ def test_labels_outside():
 
 
 def test_shapes():
-    """No rows, one class, x of one axis; no bias."""
+    """Arrays without rows, with one class, with one axis of x, and without a bias."""
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
@@ -197,7 +197,7 @@ def step_of(labels, *, wrt=(0, 1), **options):
     return jax.jit(jax.grad(total, wrt) if wrt else total)
 
 
-# Gradients -> products, loops.
+# The arguments to differentiate, and the numbers of matmuls and loops.
 @pytest.mark.parametrize(
     ("wrt", "products", "loops"), [((), 1, 1), ((0, 1), 4, 2), ((0,), 3, 2), ((1,), 3, 2)], ids=str
 )
@@ -210,7 +210,7 @@ def test_products_and_loops(wrt, products, loops):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's program")
 def test_memory():
-    """Of a chunk the logits and their gradient; of weight's size one float32 array."""
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
     compiled = step_of(jnp.zeros(ROWS, jnp.int32), chunk=CHUNK).lower(*GIVEN).compile()
     accumulator, chunk = 4 * WIDTH * CLASSES, 4 * CHUNK * CLASSES
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
@@ -222,7 +222,7 @@ def test_memory():
 
 
 def test_three_numbers_for_each_row_are_kept():
-    """And the operands, which are there anyway."""
+    """Beside the operands, only three numbers for each row are saved."""
     x, weight, bias, labels = operands(6, 4, 9, "bfloat16")
 
     def function(x, w, b):

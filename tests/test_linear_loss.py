@@ -49,7 +49,7 @@ def check(x, weight, bias, labels, where=None, *, reduction, chunk=None, **optio
         d = jnp.asarray(1.7, wide)
         loss, bound = losses.sum() / count, bounds.sum() / abs(count)
         bound = bound + 4 * expected.u * np.abs(losses).sum() / abs(count)
-        # A sum of weights of both signs.
+        # The weights have both signs.
         bound = bound + 4 * expected.u * np.abs(weights).sum() * np.abs(loss / count)
         rows = float(d) / count * weights
     given = {**options, "reduction": reduction, "chunk": chunk}
@@ -88,7 +88,7 @@ def test_dtypes_promote_as_in_a_product(dtypes):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32", "float32"), ("bfloat16",) * 3], ids=str)
 def test_the_dtype_of_products(dtypes, dtype):
-    """A wider one than operands promote to is the logits' alone."""
+    """A dtype that is wider than the operands' promoted one is the logits' only."""
     x, weight, bias, labels = operands(9, 32, 70, dtypes)
     check(x, weight, bias, labels, reduction="mean", chunk=4, dtype=dtype)
     step = jax.grad(lambda *a: linear_loss(*a, labels, dtype=dtype), (0, 1))
@@ -105,7 +105,7 @@ def test_the_dtype_of_products(dtypes, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights(reduction, dtype, options):
-    """Of any sign and size; 0 leaves out whatever is there."""
+    """Weights have any sign and size; a weight of 0 excludes even NaN and invalid labels."""
     x, weight, bias, labels = operands(7, 16, 40, dtype)
     weights = jnp.array([0.3, 0, -2, 1, 1e-6, 4, 0])
     x, labels = x.at[1].set(jnp.nan).at[6, 2].set(jnp.inf), labels.at[1].set(-100)
@@ -131,7 +131,7 @@ def test_float64(reduction):
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 21, 64, None])
 def test_chunks(chunk):
-    """Any size: one that does not divide the rows, one row, more than there are."""
+    """Chunks may have any size: one that does not divide the rows, one row, or more than all."""
     arrays = operands(21, 16, 40)
     where = arrays[-1] % 3 > 0
     for reduction in ("mean", "none"):
@@ -139,7 +139,7 @@ def test_chunks(chunk):
 
 
 def test_chunks_by_default():
-    """Chunks of 2048 rows or 1 GiB of logits, as many rows in each, in tiles of 128."""
+    """A chunk has 2048 rows or 1 GiB of logits. Chunks have equal sizes, in tiles of 128 rows."""
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     cases = [
         (None, 8192, (2048, 128256), bf16, 2048),
@@ -162,7 +162,7 @@ def test_chunks_by_default():
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_positions_that_do_not_count(reduction):
-    """Whatever their labels and x: NaN, too, does not reach weight's gradient."""
+    """Labels and x of these positions do not matter: no NaN of them reaches weight's gradient."""
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
@@ -186,7 +186,7 @@ def test_masks_broadcast():
 
 
 def test_labels_outside():
-    """NaN in the row's loss and in x's gradient there; in all of weight's."""
+    """The row's loss, its gradient of x, and weight's whole gradient are NaN."""
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
     d = jnp.ones(5)
@@ -202,7 +202,7 @@ def test_labels_outside():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_shapes(reduction):
-    """No rows, one class, x of one axis; no bias."""
+    """Arrays without rows, with one class, with one axis of x, and without a bias."""
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
@@ -223,7 +223,7 @@ def test_shapes(reduction):
 
 
 def test_small_gradients_in_float16():
-    """1 / n, and what loss scaling multiplies by, meet gradients in float32."""
+    """1 / n and the factor of loss scaling multiply float32 gradients."""
     x, weight, _, labels = operands(64, 8, 2048, "float16")
     x, scale = x * 2**-6, 2.0**12
 
@@ -249,13 +249,13 @@ def test_small_gradients_in_float16():
     def small(x, weight):
         return plain(x, weight) * 2.0**-16
 
-    # What is below the smallest float16 is lost where it is returned, not before.
+    # Values below the smallest float16 are lost in the returned array, not before.
     ours = gradients(rows)
     assert_computes(ours(x, weight), gradients(small), x, weight, like=ours)
 
 
 def check_gradients(function, arrays, d, **options):
-    """Every gradient of sum(d * losses) within the bound of its own row, or sum over rows."""
+    """Check every gradient of sum(d * losses), with the bound of its row or sum over rows."""
     expected = Linear(*arrays, **options)
     gradients = jax.jit(jax.grad(function, (0, 1, 2)))(*arrays[:3])
     for gradient, (value, bound) in zip(gradients, expected.gradients(np.float64(d)), strict=True):
@@ -272,7 +272,7 @@ SIZES = {
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_rows_of_different_sizes(dtype):
-    """A row's cotangent, or weight, meets its part of dx in float32, however large others are."""
+    """A row's cotangent, or weight, multiplies its part of dx in float32."""
     arrays = operands(7, 16, 64, dtype)
     d, labels = np.float32(SIZES[dtype]), arrays[-1]
 
@@ -296,7 +296,7 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
 )
 def test_logits_scale_of_any_size(dtype, scale, reduction):
     """It multiplies float32 products, not the gradient of logits, which float16 may not hold."""
-    # Logits of the size of 1, and gradients of that of the loss scaling by 2**10.
+    # Logits of size 1, and gradients of a loss that is scaled by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)
     x, weight, bias = (a / max(1, scale**0.5) for a in (x, weight, bias / max(1, scale**0.5)))
     arrays, d = (x, weight, bias, labels), 2.0**10

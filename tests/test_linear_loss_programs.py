@@ -22,7 +22,7 @@ ROWS, WIDTH, CLASSES, CHUNK = 512, 32, 1000, 96
 
 
 def program(function):
-    """The program of a function of x and weight, as it is lowered."""
+    """Return the lowered program of a function of x and weight."""
     shapes = (ROWS, WIDTH), (WIDTH, CLASSES)
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return jax.jit(function).trace(*given).lower(lowering_platforms=("cpu",))
@@ -42,7 +42,7 @@ def checkpoint(policy=None):
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names("jaxnorm_linear_gradient")
-# Name -> the function, its products, its loops.
+# Name -> the function, its number of matmuls, its number of loops.
 PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),
@@ -79,7 +79,7 @@ def test_products_and_loops(name):
 @of_the_cpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_logits_of_all_rows(name):
-    """Nor a gradient of weight for each of a batch, nor one in each turn of the loop."""
+    """There is also no gradient of weight for each batch entry, or for each iteration."""
     compiled = program(PROGRAMS[name][0]).compile()
     sizes = {
         np.prod([int(n) for n in shape.split(",") if n])
@@ -92,10 +92,10 @@ def test_no_logits_of_all_rows(name):
 @of_the_cpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory(reduction):
-    """Of a chunk the logits and their gradient; of weight's size one float32 array."""
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
     compiled = program(of(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
     accumulator = 4 * WIDTH * CLASSES
-    # The CPU multiplies, and computes, in float32.
+    # The CPU computes matmuls and all else in float32.
     chunk = 4 * CHUNK * CLASSES
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
     text = compiled.as_text()
@@ -103,7 +103,7 @@ def test_memory(reduction):
     assert f"f32[{WIDTH},{CLASSES}]" in text
 
 
-# Those of float16 in float32: loss scaling, which the backward alone knows, multiplies them.
+# Gradients of float16 are saved in float32, because the backward multiplies them by the loss scale.
 each_kept = pytest.mark.parametrize(
     ("dtype", "kept_in"),
     [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")],
@@ -114,7 +114,7 @@ each_kept = pytest.mark.parametrize(
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
-    """In their dtypes, in a call by itself and where one is a part of what `jax.jit` compiles."""
+    """Only gradients are saved, in their dtypes, both in a single call and inside `jax.jit`."""
     x, weight, bias, labels = operands(6, 4, 9, dtype)
 
     def function(x, w, b):
@@ -130,7 +130,7 @@ def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
 @pytest.mark.remat
 @each_kept
 def test_what_is_kept_of_layers(dtype, kept_in):
-    """Under `jax.lax.scan`, too, gradients are kept in the dtypes of what they are of."""
+    """Under `jax.lax.scan`, too, gradients are saved in the dtypes of their arrays."""
     x, weight, _, labels = operands(6, 4, 9, dtype)
 
     def loss(xs, weight):
@@ -159,7 +159,7 @@ def test_the_precision_of_products_is_that_of_the_call(function):
 
 
 def step_of(function):
-    """The sum of its results, and gradients."""
+    """Return the sum of the function's results, and gradients."""
 
     def total(x, weight, labels):
         results = function(x, weight, labels, where=labels > 0, chunk=4)
@@ -170,7 +170,7 @@ def step_of(function):
 
 @each_function
 def test_settings_of_jax(function):
-    """Strict promotion, of dtypes and of ranks, leaks, NaNs."""
+    """Test strict promotion of dtypes and ranks, and the checks for leaks and NaNs."""
     x, weight, _, labels = operands(6, 4, 9, "bfloat16")
     bias = jnp.ones(9, "float16")
     with contextlib.ExitStack() as settings:

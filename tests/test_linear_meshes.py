@@ -1,6 +1,6 @@
-"""Linear layers and their losses on meshes: rows split, weight over its inputs or outputs; FSDP.
+"""Linear layers and their losses on meshes: rows split, weight split along either axis, and FSDP.
 
-Eight virtual CPU devices, in float64 but for the losses of chunks.
+The mesh has eight virtual CPU devices. Types are float64, but for the losses of chunks.
 """
 
 import functools
@@ -71,7 +71,7 @@ def loss_of_rows(x, weight, bias, labels, *, reduction):
 
 
 class Layer(NamedTuple):
-    """A loss of a layer, its operands, and how they lie for specs of x and of weight."""
+    """A loss of a layer, its operands, and their shardings for specs of x and of weight."""
 
     loss: Callable[..., Any]
     arrays: Callable[[], tuple[Any, ...]]
@@ -116,7 +116,7 @@ def floats(name):
 
 
 def step_of(name, order=1, **options):
-    """The loss and its gradients, or gradients along tangents."""
+    """Return the loss and its gradients, or gradients along tangents."""
     loss = functools.partial(LAYERS[name].loss, **options)
     wrt = floats(name)
     if order == 1:
@@ -145,7 +145,7 @@ def placed(name, mesh, x, weight):
 
 @pytest.fixture(autouse=True)
 def types(request):
-    """64-bit types, for the layers that are not losses."""
+    """Enable 64-bit types for the layers that are not losses."""
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
     with jax.enable_x64(name is None or LAYERS[name].dtype == "float64"):
         yield
@@ -158,11 +158,11 @@ FSDP = {"all-reduce", "all-gather", "reduce-scatter"}
 
 
 class Layout(NamedTuple):
-    """How x's axes and weight's are split, and the collectives of a step.
+    """How x and weight are split, and the collectives of a step.
 
     Attributes:
-      out: how a product lies, which has to be said where its sums are spread.
-      in_loop: whether the loop over chunks exchanges statistics: classes are split there.
+      out: the sharding of a matmul's result, which must be given if its sums are scattered.
+      in_loop: the loop over chunks exchanges statistics, because classes are split.
     """
 
     x: P
@@ -198,13 +198,13 @@ LOSS = {
     "rows": Layout(P("data", "model"), P(), SUMS),
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
-    # A device gathers 96 rows of x or 64 columns of weight, whichever is less,
+    # A device gathers 96 rows of x or 64 columns of weight, whichever is smaller,
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
     # and here 24 rows.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # No axis but that of d is there to split the rows.
+    # Only the axis of d could split the rows.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
@@ -220,7 +220,7 @@ LAYOUTS = {"gated_linear": GATED, "rms_norm_linear": NORM, "mean": LOSS, "log_pr
     ("name", "layout"), [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
 )
 def test_layouts(name, layout, kind):
-    """Gradients lie as what they are of; no array of rows crosses the mesh but to lie as asked."""
+    """Gradients are sharded as their arrays. Arrays of rows move only to the requested place."""
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(name, mesh, its.x, its.weight)
@@ -239,9 +239,9 @@ def test_layouts(name, layout, kind):
 
 
 def check_loop(text, layout):
-    """The loop over chunks moves statistics alone, and what else moves is no larger than weight."""
+    """The loop over chunks moves only statistics; nothing else that moves is larger than weight."""
     found = exchanged(text.splitlines())
-    # Results of rows are gathered where x's rows are whole.
+    # Results of rows are gathered if x's rows are whole.
     names = {name for name, size in found if (name, size) != ("all-gather", 8 * 12)}
     assert names == layout.exchanges
     shards = math.prod(MESH[name] for name in jax.tree.leaves(tuple(layout.weight)))
@@ -256,7 +256,7 @@ def check_loop(text, layout):
 
 
 def exchanged(lines):
-    """Of instructions that are collectives: names, and how many elements each array has."""
+    """Return the collectives among instructions: names, and the elements of each array."""
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return [
         (name, math.prod(int(n) for n in shape.split(",") if n))
@@ -297,7 +297,7 @@ def summed(value, *axes):
 
 
 def gated_on_shards(layout, gate, up, weight, bias):
-    """Weights' gradients are summed over the rows' devices."""
+    """Weights' gradients are summed over the devices that split the rows."""
     products = (
         functools.partial(jaxnorm.gated_linear, gate, up, weight),
         functools.partial(jaxnorm.activation_linear, gate, weight),
@@ -317,7 +317,7 @@ def norm_on_shards(layout, x, residual, weight, scale, bias, **options):
 
 
 def on_shards(name, layout, **options):
-    """The loss inside `jax.shard_map`, and its operands; what FSDP gathers is whole inside."""
+    """Return the loss inside `jax.shard_map`, where FSDP's arrays are whole, and its operands."""
     its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "manual")
     sharded, specs = placed(name, mesh, its.x, its.weight)
     function = gated_on_shards if name == "gated_linear" else norm_on_shards
@@ -377,7 +377,7 @@ def product_kernel(monkeypatch):
 
 
 def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
-    """Its derivative is the composition's."""
+    """The kernel's derivative is the composition's."""
     function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
     assert {*product_kernel} == {((12, D), (D, F // 2))}
@@ -423,7 +423,7 @@ def test_losses_of_rows(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["rows", "rows and V"])
 def test_kernels_get_chunks_of_shards(kind, layout, name):
-    """But where classes are split: XLA's code sums their statistics over the mesh."""
+    """Kernels get chunks, unless classes are split: then XLA's code sums over the mesh."""
     mesh, function = mesh_of(Case("", MESH, P()), kind), LAYERS[name].loss
     sharded, _ = placed(name, mesh, LOSS[layout].x, LOSS[layout].weight)
     if kind == "manual":
@@ -442,7 +442,7 @@ def test_kernels_get_chunks_of_shards(kind, layout, name):
 
 @pytest.mark.parametrize("name", ["mean"])
 def test_a_mean_inside_shard_map(name):
-    """That of the shard's rows; gradients of what is replicated are summed."""
+    """The mean is that of the shard's rows; gradients of replicated arrays are summed."""
     mesh, loss = mesh_of(Case("", MESH, P()), "auto"), LAYERS[name].loss
     sharded, specs = placed(name, mesh, P("data", "model"), P())
     mapped = jax.shard_map(
@@ -470,9 +470,9 @@ def gated_operands(layout, kind="explicit"):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_where_the_result_lies(compiles):
-    """As asked, by a spec of the operands' mesh or by a sharding; else rows as gate's, n as it was.
+    """The result has the requested sharding; by default its rows are sharded like gate's.
 
-    Also outside `jax.jit`.
+    The request may be a spec of the operands' mesh or a sharding, also outside `jax.jit`.
     """
     mesh, *_ = gated_operands("f")
     for layout, asked, expected in (
@@ -499,7 +499,7 @@ def test_it_must_be_said_where_sums_lie():
     for call in (jaxnorm.gated_linear, jax.jit(jaxnorm.gated_linear)):
         with pytest.raises(ValueError, match=message):
             call(gate, up, weight)
-    # Nothing of Auto axes is said by types.
+    # Types contain no sharding over Auto axes.
     _, *auto, _ = gated_operands("f", "auto")
     with pytest.raises(ValueError, match=r"^gated_linear: out_sharding=.*with_sharding_constraint"):
         jaxnorm.gated_linear(*auto, out_sharding=P("data"))
@@ -515,7 +515,7 @@ def test_up_lies_as_gate_does():
 
 
 def test_a_weight_is_kept_in_its_shards():
-    """FSDP gathers it again in the backward."""
+    """FSDP gathers the weight again in the backward."""
     _, *sharded, _ = gated_operands("f, and FSDP over n")
 
     def residuals(*arrays):
@@ -528,7 +528,7 @@ def test_a_weight_is_kept_in_its_shards():
 
 
 def test_a_function_on_a_mesh():
-    """Its own product says where its result lies."""
+    """A custom product function determines the sharding of the result."""
     mesh, *sharded = gated_operands("f")
 
     def loss(product, gate, up, weight, bias):

@@ -1,4 +1,4 @@
-"""log_prob_and_entropy: what concerns entropies alone; `test_loss` has the rest."""
+"""log_prob_and_entropy: tests of the entropies; `test_loss` has the other tests."""
 
 import functools
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 @refusable
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_log_probabilities_are_losses(dtype, implementation):
-    """To the bit: one sum serves both."""
+    """Log-probabilities equal losses bit by bit, because one sum serves both."""
     x, labels, d = operands((9, 1000), dtype)
     log_prob, _ = check(x, labels, d, implementation=implementation)
     loss = softmax_cross_entropy_with_integer_labels(x, labels, implementation=implementation)
@@ -41,7 +41,7 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Certain rows and even ones, of 1e4, that differ by 1e4, and with classes at -inf."""
+    """Rows are certain or even, with logits of 1e4, differences of 1e4, and classes at -inf."""
     x, labels, d = operands((7, 300), dtype)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # certain of the label
     x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # certain of another class
@@ -64,7 +64,7 @@ def test_extremes(dtype, options, implementation):
 
 @refusable
 def test_small_entropies(implementation):
-    """Both are right to a few roundings of themselves, for a label that is certain but for 1e-6."""
+    """Relative errors are a few roundings, even if 1 - p of the label is about 1e-6."""
     gap = np.array([14, 16, 18, 20], np.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(gap), jnp.full(4, 3)
     log_prob, entropy = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation)
@@ -80,7 +80,7 @@ def test_small_entropies(implementation):
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
 @pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
 def test_logits_that_stand_for_none(lowest, options, implementation):
-    """As masks have them: before and behind others, all but one; cotangents above 1."""
+    """The lowest number masks classes before and after others, or all but one."""
     x, labels, d = operands((4, 300), "float32")
     column, labels = jnp.arange(300), labels.at[:].set(299)
     left_out = jnp.stack([column < 200, (column >= 100) & (column < 299), column % 3 == 0])
@@ -91,7 +91,7 @@ def test_logits_that_stand_for_none(lowest, options, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_what_is_infinite(options, implementation):
-    """A label at -inf; a row of nothing else."""
+    """The label is at -inf, or all logits of the row are."""
     x, labels, d = operands((3, 300), "float32")
     x = x.at[0, labels[0]].set(-jnp.inf).at[1].set(-jnp.inf)
     static = tuple({**options, "implementation": implementation}.items())

@@ -34,7 +34,7 @@ MIXES = [
     ("float16", "bfloat16", "float32"),
 ]
 SHAPE = (4, 3, 40, 72)
-# Shapes of bias and mask: one for each head, sample, key, query, or pair of them.
+# Shapes of bias and mask: one for each head, sample, key or query, or for pairs of them.
 BROADCAST = [(3, 40, 72), (4, 1, 1, 72), (40, 1), (), (4, 3, 40, 72), (1, 3, 1, 72)]
 
 
@@ -43,7 +43,7 @@ def mask_of(shape, seed=7):
 
 
 def kept_of(shape, where, causal):
-    """As numpy has it; None where all take part."""
+    """Return the mask in numpy, or None if nothing is masked."""
     rows, cols = shape[-2:]
     reached = np.arange(cols) <= np.arange(rows)[:, None] if causal else None
     masks = [np.asarray(m) for m in (where, reached) if m is not None]
@@ -75,7 +75,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     kept = kept_of(x.shape, where, causal)
     z = scale * exact(x) + exact(bias)
     everything = np.ones(x.shape, bool) if kept is None else np.broadcast_to(kept, x.shape)
-    # Two roundings of z, of which y has the exponential: those of the row's largest, too.
+    # z is rounded twice, and y is its exponential; so is the largest z of the row.
     rounded = u * (2 * np.abs(scale * exact(x)) + np.abs(exact(bias)))
     rounded = rounded + np.max(np.where(everything, rounded, 0), -1, keepdims=True)
     y_ref = expected(z, -1, kept)
@@ -85,7 +85,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     assert_within(np.where(everything, exact(y), 0), finite, y_bound)
     np.testing.assert_array_equal(exact(y)[~everything], y_ref[~everything])
 
-    # Entries that take no part are as if they were not: exp(-inf), and no cotangent.
+    # Entries that take no part are like absent ones: exp(-inf), and no cotangent.
     probabilities = finite if name == "softmax" else np.where(everything, y_ref, -np.inf)
     ds = np.where(everything, exact(d), 0)
     y_error = np.where(everything, y_bound, 0)
@@ -114,7 +114,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
 @pytest.mark.parametrize("shape", BROADCAST, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bias(name, shape, causal, half, implementation):
-    # In turn, so that each shape meets every mix of dtypes, with one of the functions.
+    # Alternate, so that each shape meets every mix of dtypes with one of the functions.
     turn = 2 * causal + BROADCAST.index(shape) + (name == "softmax") + half
     x_dtype, bias_dtype, y_dtype = MIXES[turn % len(MIXES)]
     x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)
@@ -193,7 +193,7 @@ def gradients(x, bias, where, **wrt):
 
 
 def test_what_is_kept_and_computed():
-    """y and the mask; the bias' gradient only where it is asked for."""
+    """y and the mask are saved; the bias's gradient is computed only if it is requested."""
     x, bias, where = jnp.ones((2, 3, 5)), jnp.ones((3, 1)), mask_of((2, 1, 5))
     for argnums, expected in ((0, ["x"]), ((0, 1), ["x", "logits_bias"])):
         jaxpr = jax.make_jaxpr(functools.partial(gradients, argnums=argnums))(x, bias, where)
@@ -204,7 +204,7 @@ def test_what_is_kept_and_computed():
     assert kept == [("bool", (2, 1, 5)), ("float32", (2, 3, 5))]
 
 
-# x's sharding over a mesh of two axes: batch, queries, keys.
+# The sharding of x over a mesh with two axes: batch, queries, keys.
 SPECS = [
     P("data"),
     P("data", "seq"),
@@ -216,7 +216,7 @@ SPECS = [
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_what_is_masked_may_take_part(with_bias):
-    """As attention masks it: the composition in jnp, in rows that keep nothing, too."""
+    """With a finite mask value, as in attention, results match jnp's, also in fully masked rows."""
     fill = float(np.finfo(np.float32).min)
     x = data((2, 3, 5, 7), "float32").at[0, 0, 1].set(fill)
     where = mask_of((2, 1, 5, 7)).at[1, 0, 2].set(False)
@@ -244,7 +244,7 @@ def test_what_is_masked_may_take_part(with_bias):
 
 @functools.cache
 def on_one_device(name, bias_shape):
-    """A function with its gradients, its operands, and its analysed results."""
+    """Return a function with its gradients, its operands, and its results with their bounds."""
     x, d = (data((4, 8, 16), "float32", seed=i, scale=1.0) for i in range(2))
     bias = data(bias_shape, "float32", seed=2)
 
@@ -259,7 +259,7 @@ def on_one_device(name, bias_shape):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @pytest.mark.parametrize(
     ("spec", "kind", "bias_shape", "name"),
-    # Each function and each bias wherever x lies; the functions in turn over both.
+    # Each function and each bias runs in each sharding of x, alternating between functions.
     [
         (*on, *of)
         for on, *of in pairwise(

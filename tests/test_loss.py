@@ -1,6 +1,6 @@
 """Functions of logits and labels: values and gradients against float64 numpy.
 
-What concerns entropies alone is in `test_log_prob`.
+`test_log_prob` has the tests of entropies.
 """
 
 import functools
@@ -44,9 +44,10 @@ class Of(NamedTuple):
     """A function of logits and labels.
 
     Attributes:
-      function, reference: it, and its results in float64 with bounds.
-      cotangents: of its results, which differ from row to row and from each other.
-      options: of all of them.
+      function: the function.
+      reference: its results in float64, with bounds.
+      cotangents: cotangents of its results, which differ between rows and between results.
+      options: the options of all functions.
     """
 
     function: Callable[..., Any]
@@ -134,7 +135,7 @@ def test_float64(of, options):
 @refusable
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_labels_of_any_integer_dtype(dtype, implementation):
-    """Those outside, too; under 64-bit types as they are, and else as JAX has them."""
+    """Labels may be invalid. With 64-bit types they keep their dtype, otherwise they have JAX's."""
     values = [0, 1, 126, 199, 200, 255, -1, -128, 2**15, 2**32 + 5, -(2**33)]
     info = np.iinfo(dtype)
     labels = np.array([v for v in values if info.min <= v <= info.max], dtype)
@@ -156,7 +157,7 @@ def test_labels_of_any_integer_dtype(dtype, implementation):
 @each
 @pytest.mark.parametrize("dtype", reference.DTYPES)
 def test_positions_that_do_not_count(dtype, of, implementation):
-    """Results and gradient are 0, whatever label, logits and cotangents are."""
+    """Results and gradients are 0, for all labels, logits and cotangents."""
     x, labels, d = operands((6, 300), dtype)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.inf).at[3, 7].set(jnp.nan)
@@ -174,7 +175,7 @@ def test_positions_that_do_not_count(dtype, of, implementation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("options", [{}, OPTIONS[6]], ids=str)
 def test_weights(options, dtype, implementation):
-    """Of any sign; 0 leaves out whatever is there. They are taken in float32."""
+    """Weights have any sign, and are cast to float32; 0 excludes even NaN and invalid labels."""
     x, labels, d = operands((6, 300), "bfloat16")
     weights = jnp.asarray([[0.3, 0, -2, 1, 0, 1e-3]], dtype)
     bad = x.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
@@ -198,7 +199,7 @@ def test_weights(options, dtype, implementation):
 @refusable
 @pytest.mark.parametrize("cols", [301, 50257])
 def test_infinite_logits_under_a_cap(cols, implementation):
-    """-inf is -softcap; what a kernel pads a row by is no class."""
+    """-inf becomes -softcap. The padding of a kernel's rows is not a class."""
     x, labels, d = operands((3, cols), "bfloat16")
     x = x.at[0, 7].set(-jnp.inf).at[1, : cols // 2].set(-jnp.inf).at[2].set(jnp.inf)
     check(x, labels, d, implementation=implementation, logit_softcap=3.0)
@@ -208,7 +209,7 @@ def test_infinite_logits_under_a_cap(cols, implementation):
 @each
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_bad_rows_stay_alone(bad, of, implementation):
-    """A label outside, and a logit that is no number: NaN in that row, and no other."""
+    """A label out of range or a NaN in the logits makes that row NaN, and no other."""
     x, labels, d = operands((5, 400), "float32")
     labels = labels.at[1].set(400).at[4].set(-1)
     x = x.at[2, 9].set(bad)
@@ -225,7 +226,7 @@ def test_bad_rows_stay_alone(bad, of, implementation):
 @refusable
 @each
 def test_masks_of_classes(of, implementation):
-    """Rows without a class, of the label alone, and labels that are not among the classes."""
+    """Masks leave rows without a class, with the label alone, or without the label."""
     rng = np.random.default_rng(1)
     x, labels, d = operands((4, 6, 200), "float32")
     where = rng.random((4, 6, 200)) < 0.5
@@ -251,7 +252,7 @@ def test_masks_of_classes(of, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
 def test_confident_labels(options, implementation):
-    """A loss of 1e-6 is right to a few roundings of itself."""
+    """A loss of 1e-6 has a relative error of a few roundings."""
     certain = jnp.array([14, 16, 18, 20], jnp.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(certain), jnp.full(4, 3)
     loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)
@@ -269,7 +270,8 @@ def test_extreme_logits(options, implementation):
     big = jnp.sign(x) * 1e4
     check(big, labels, d, implementation=implementation, **options)
     check(x + 1e4, labels, d, implementation=implementation, **options)
-    # -inf is a class of probability 0; the label's has an infinite loss, and a finite gradient.
+    # -inf is a class of probability 0. If it is the label's, the loss is infinite, the gradient
+    # finite.
     x = x.at[:, 10:].set(-jnp.inf).at[0, labels[0]].set(-jnp.inf)
     loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
     expected = CrossEntropy(x, labels)
@@ -294,7 +296,7 @@ def test_more_than_float32_halves():
 @each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis, of):
-    """As on the moved and flattened array, in the order of the axes; also with masks."""
+    """Axes give the same as the moved and flattened array, in their order, also with masks."""
     x = operands((4, 5, 6), "float32")[0]
     axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]
@@ -332,7 +334,7 @@ def test_a_shift_changes_nothing(x, labels, shift):
 @few
 @given(rows, some_labels)
 def test_smoothing_is_a_mean_of_losses(x, labels):
-    """0 is none; 1 is the mean over all labels; between them the loss is a line."""
+    """0 means no smoothing, 1 the mean over all labels, and the loss is linear in between."""
     plain = cross_entropy(x, labels)
     np.testing.assert_array_equal(cross_entropy(x, labels, label_smoothing=0), plain)
 

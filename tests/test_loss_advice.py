@@ -1,4 +1,4 @@
-"""memory_report's advice on cross-entropies: it is true, and given of no other losses."""
+"""memory_report's advice on cross-entropies is true, and no other loss gets it."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def of_optax(logits, labels):
 
 
 def of_log_softmax(logits, labels):
-    """The label's element is indexed."""
+    """The label's element is selected by an index."""
     return -jax.nn.log_softmax(logits)[jnp.arange(TOKENS), labels].mean()
 
 
@@ -42,7 +42,7 @@ def of_logsumexp(logits, labels):
 
 
 def of_softmax(logits, labels):
-    """Its probabilities are kept."""
+    """Compute the loss from a softmax, which saves its probabilities."""
     p = jax.nn.softmax(logits)
     return -jnp.log(jnp.take_along_axis(p, labels[:, None], -1)).mean()
 
@@ -68,7 +68,7 @@ def operands(*dtypes):
 
 
 def reports(before, after, x, weight):
-    """Of functions of hidden states, a head and labels; hidden states are computed."""
+    """Return the reports of functions of (computed) hidden states, a head and labels."""
 
     def report(loss):
         def whole(x, weight, labels):
@@ -91,7 +91,7 @@ def check(before, after, function):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
-    """Logits of the product's dtype, or cast to float32."""
+    """Logits have the matmul's dtype, or are cast to float32."""
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -104,7 +104,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("is_product", [True, False])
 def test_log_probabilities(is_product, is_wide, dtype):
-    """Of a product's logits none are kept; of others a cast is not."""
+    """Logits of a matmul are not saved; of other logits, a cast is not saved."""
 
     def ratios(results):
         log_prob, entropy = results
@@ -133,7 +133,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
 
 
 def test_a_tied_embedding_in_float32():
-    """It is cast and transposed, and hidden states have a bias."""
+    """The embedding is cast and transposed, and hidden states have a bias."""
 
     def hidden(x, embedding, labels):
         return x + embedding.astype(jnp.bfloat16)[labels]
@@ -152,13 +152,13 @@ def test_a_tied_embedding_in_float32():
 
 
 def waves(logits):
-    """These are saved, but for their last product."""
+    """Return logits made by operations whose derivatives save arrays."""
     return 30 * jnp.sin(logits / 30)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """Of 16 bits, which the loss takes as they are: without a cast of them, or exponentials."""
+    """The loss takes 16-bit logits directly, without saving a cast or exponentials."""
 
     def before(x, weight, labels):
         return loss(waves(x @ weight).astype(jnp.float32), labels)
@@ -175,7 +175,7 @@ def capped(logits):
 
 
 def capped_in_float32(logits):
-    """As Gemma 2 does it: divided, capped and multiplied in float32."""
+    """Cap logits as Gemma 2 does: divide, cap and multiply in float32."""
     logits = logits.astype(jnp.float32) / 30
     return jnp.tanh(logits) * 30
 
@@ -224,7 +224,7 @@ def test_a_softcap_of_log_probabilities():
 
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_logits_without_the_last_position(is_capped):
-    """As of next tokens: the linear layer's input is sliced instead."""
+    """For next-token losses, the linear layer's input is sliced instead of the logits."""
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -240,7 +240,7 @@ def test_logits_without_the_last_position(is_capped):
 
 
 def test_capped_logits_that_something_else_takes():
-    """The loss alone cannot have the softcap."""
+    """The loss alone cannot apply the softcap."""
 
     def loss(x, weight, labels):
         logits = capped(x @ weight)
@@ -254,7 +254,7 @@ def test_capped_logits_that_something_else_takes():
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("is_closed_over", [True, False])
 def test_frozen_operands(argnums, is_closed_over):
-    """The gradient of an operand that is not trained is neither made nor saved."""
+    """The gradient of a frozen operand is neither computed nor saved."""
     x, weight = (jnp.ones(s, "bfloat16") for s in ((TOKENS, WIDTH), (WIDTH, CLASSES)))
 
     def report(loss):
@@ -270,7 +270,7 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """An argmax of them keeps nothing, but wants them; the exponentials are one array more."""
+    """An argmax saves nothing, but needs the logits; the exponentials are an additional array."""
 
     def loss_with(cross_entropy):
         def loss(x, weight, labels):
@@ -289,7 +289,7 @@ def test_logits_that_something_else_takes():
 
 
 def test_logits_that_are_returned():
-    """They are there: the loss of a linear layer makes none."""
+    """The logits exist because they are returned, though the loss of a linear layer needs none."""
     x, weight = operands("bfloat16", "bfloat16")
 
     def loss(x, weight, labels):
@@ -302,7 +302,7 @@ def test_logits_that_are_returned():
 
 
 def test_a_small_vocabulary():
-    """Gradients of a large weight are more than the logits of few rows."""
+    """Gradients of a large weight are larger than the logits of few rows."""
     x = jax.ShapeDtypeStruct((4, 256), "float32")
     weight = jax.ShapeDtypeStruct((256, 64), "float32")
 
@@ -327,7 +327,7 @@ def without_a_label(logits):
 
 
 def with_weights(logits):
-    """A focal loss."""
+    """The weights of a focal loss."""
     p = jax.nn.softmax(logits)[jnp.arange(TOKENS), FIRST]
     return -jnp.mean((1 - p) ** 2 * jnp.log(p))
 

@@ -54,7 +54,7 @@ def arrays():
 
 
 def placed(mesh, spec):
-    """The arrays on a mesh: logits lie by `spec`, what belongs to rows by its first axes."""
+    """Put the arrays on a mesh: logits by `spec`, arrays of rows by its first axes."""
     specs = [spec, *[P(*spec[:2])] * 3]
     return in_shards(arrays(), mesh, specs), specs
 
@@ -65,7 +65,7 @@ def expected_of(function):
 
 
 def check(results, function, spec=None):
-    """Values, and that the gradient lies as the logits do."""
+    """Check the values, and that the gradient is sharded as the logits are."""
     assert_analysed(results, expected_of(function))
     if spec is not None:
         _, dx = results
@@ -79,9 +79,9 @@ def sizes(found):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vocabulary_split(kernels, kind, function):
-    """A maximum and a sum for each row; no logits move.
+    """Devices exchange a maximum and a sum for each row; no logits move.
 
-    Where XLA partitions its own code, it gathers the shards' sums, one for each, and adds them up.
+    XLA gathers the sums of all shards and adds them, where it partitions its own code.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, _ = placed(mesh, VOCABULARY)
@@ -99,7 +99,7 @@ def test_vocabulary_split(kernels, kind, function):
 
 @each
 def test_vocabulary_split_beside_manual_rows(function):
-    """Inside `jax.shard_map` over the rows' axis, with the vocabulary on an explicit one."""
+    """The call is inside `jax.shard_map` over the rows' axis; the vocabulary's axis is explicit."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     sharded, _ = placed(mesh, VOCABULARY)
     with jax.set_mesh(mesh):
@@ -118,12 +118,12 @@ def test_vocabulary_split_beside_manual_rows(function):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_several_axes_of_classes_split(kind, function):
-    """Labels count in row-major order, whichever axis of it lies where."""
+    """Labels count classes in row-major order, for all ways to split the axes."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
-    # 24 classes: 4 by 6, both split; the last labels are none of them.
+    # 24 classes are 4 by 6, both split; the last labels are invalid.
     both = jax.value_and_grad(
         lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
     )

@@ -64,13 +64,13 @@ def test_what_runs_names_the_reasons(monkeypatch):
     ]
     monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
     assert dict(machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
-    # A line for both directions where they agree.
+    # If both directions agree, they have one line.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_linear_layers_have_plans(platform):
-    """Those without kernels are XLA's; a function of linear logits is one of a chunk's logits."""
+    """Functions without kernels are XLA's; linear logits are planned as a chunk's logits."""
     shape, dtype = (8192, 4096), "bfloat16"
     for name in ("gated_linear", "activation_linear"):
         plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform)
@@ -130,13 +130,13 @@ def test_missing_extras(monkeypatch):
 
 
 def shifted(function, factor):
-    """A public function with results that are wrong by a factor."""
+    """Return a public function with results that are wrong by a factor."""
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
-    """An error of a unit in the last place of bfloat16, or of 2**-12, is found."""
+    """The check accepts correct values, and finds an error of a bfloat16 unit, or of 2**-12."""
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
     assert HERE != "cpu" or not right.has_kernel
@@ -165,7 +165,7 @@ def test_exit_status_of_what_is_right(monkeypatch, capsys):
 
 @on_a_cpu
 def test_processes_find_what_threads_find(monkeypatch):
-    """On a GPU each worker is a process, which has this process' platform."""
+    """On a GPU each worker is a process, with the platform of this process."""
     few_cases(monkeypatch)
     in_threads = selfcheck.run()
     monkeypatch.setattr(selfcheck, "_IN_PROCESSES", {HERE})
@@ -177,7 +177,7 @@ def test_processes_find_what_threads_find(monkeypatch):
 
 
 class Kernels(types.ModuleType):
-    """xla's functions in an implementation of their own."""
+    """xla's functions as a separate implementation."""
 
     forward, backward = staticmethod(xla.forward), staticmethod(xla.backward)
 
@@ -188,7 +188,7 @@ class Kernels(types.ModuleType):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """An implementation that is the default here, for four checks, and is timed on small arrays."""
+    """Make an implementation the default here, with four checks and timings of small arrays."""
     module = Kernels("kernels_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(backends.MODULES, "kernels", module.__name__)
@@ -240,7 +240,7 @@ def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
 
 
 def test_running_errors_bound_float32():
-    """Of sums and products that are made in float32, element by element."""
+    """Sums and products in float32 are within their bounds, element by element."""
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(64, 512)).astype(np.float32) for _ in range(2))
     x, y = Bounded.exact(a), Bounded.exact(b)
@@ -254,7 +254,7 @@ def test_running_errors_bound_float32():
     ):
         error = np.abs(ours.astype(np.float64) - bounded.value)
         assert np.all(error <= bounded.error)
-        # Not by far: bounds that are too wide would find nothing.
+        # Bounds are not much larger than the errors: bounds that are too wide would find nothing.
         assert np.max(bounded.error) <= 1e3 * np.max(error)
     stored = x.stored("bfloat16")
     error = np.abs(np.asarray(jax.numpy.asarray(a, "bfloat16"), np.float64) - stored.value)

@@ -1,7 +1,7 @@
-"""NaN or infinity of an entry that takes part reaches no entry that does not.
+"""NaN or infinity in an entry that takes part does not reach entries that take no part.
 
-Cotangents and tangents of masked entries are selected to be 0; the sums over a row in the
-derivative of a softmax would carry NaN to all of its entries otherwise.
+Cotangents and tangents of masked entries are set to 0. Without that, the sums over a row in the
+derivative of a softmax would carry a NaN to all entries of the row.
 """
 
 import itertools
@@ -21,7 +21,7 @@ SHAPE = (4, 32, 32)
 LOWER = np.tril(np.ones(SHAPE[1:], bool))
 MASK = np.random.default_rng(0).random(SHAPE) < 0.6
 MASK[:, 3], MASK[:, :, 0] = False, True  # rows with one entry
-# Each row's broken entry is one that takes part in every mask.
+# The broken entry of each row takes part in every mask.
 BROKEN, AT = (slice(None), 5), (slice(None), 5, 0)
 BIAS = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
 
@@ -47,7 +47,7 @@ softmaxes = pytest.mark.parametrize(
 
 
 def with_bias(name, kind, **more):
-    """Return a function of x and, if there is one, the bias; its operands, and what is kept."""
+    """Return a function of x and, if there is one, the bias; its operands; and the mask."""
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
     rest = {k: v for k, v in options.items() if k != "bias"} | more
@@ -59,7 +59,7 @@ def with_bias(name, kind, **more):
 
 
 def assert_masked(values, clean, kept):
-    """Masked entries are 0; rows without the broken entry are what they are without it."""
+    """Assert that masked entries are 0, and that other rows are as without the broken entry."""
     values, clean = np.asarray(values), np.asarray(clean)
     np.testing.assert_array_equal(values[~kept], 0)
     assert not np.isfinite(values[AT]).any()
@@ -77,7 +77,8 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
     )
     assert_masked(dx, clean, kept)
     if dbias and dbias[0].shape[-1] > 1:
-        # Entries of the bias that meet no row with the broken entry, or no kept entry there.
+        # Entries of the bias that are added to no row with the broken entry, or to no kept entry
+        # there.
         over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
         in_row = np.zeros(SHAPE, bool)
         in_row[BROKEN] = kept[BROKEN]
@@ -148,7 +149,7 @@ where_of_losses = pytest.mark.parametrize(
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
-    """All cotangents are broken: those of positions that do not count, too."""
+    """All cotangents are broken, including those of positions that do not count."""
     x = data((ROWS, CLASSES), "float32")
     y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
     (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))
@@ -159,7 +160,7 @@ def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_tangents_of_a_loss(name, where, kept, bad):
-    """Those of what takes no part do not matter."""
+    """Tangents of masked elements do not matter."""
     x = data((ROWS, CLASSES), "float32")
 
     def function(x):
@@ -197,7 +198,7 @@ LINEAR = {
     [*itertools.product(LINEAR, [False]), *itertools.product(["mean", "sum", "none"], [True])],
 )
 def test_rows_that_a_linear_loss_leaves_out(name, bad, weighs):
-    """Neither their x, nor its tangent, nor their cotangents matter, to any operand."""
+    """x, tangents and cotangents of rows that a linear loss leaves out do not matter."""
     where = jnp.asarray(POSITIONS * 0.5, jnp.float32) if weighs else POSITIONS
     w = data((16, CLASSES), "float32", scale=0.1)
     x, counts = data((ROWS, 16), "float32", seed=1), POSITIONS[:, None]

@@ -1,4 +1,4 @@
-"""Saving the output frees one activation per norm: measured on compiled training steps."""
+"""Saving the output frees one activation per norm, measured on compiled training steps."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_scan_saves_one_activation_per_layer(norm, dtype, share):
 
 
 def residual_bytes(function, *args):
-    """Bytes that the backward needs and that are not inputs: each array once."""
+    """Return the bytes that the backward needs beside the inputs, with each array counted once."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*args).jaxpr
     inputs = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
     unique = {id(v): v.aval for v in jaxpr.outvars if id(v) not in inputs}
@@ -67,13 +67,13 @@ def residual_bytes(function, *args):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_are_the_output_itself(dtype):
-    """What a norm followed by a matmul keeps: y, which the matmul needs anyway, and rstd."""
+    """A norm before a matmul saves y, which the matmul needs anyway, and rstd."""
     x, w = jnp.ones((TOKENS, WIDTH), dtype), jnp.ones((WIDTH, WIDTH), dtype)
     scale = jnp.ones(WIDTH, dtype)
     y_bytes, rstd_bytes = x.nbytes, 4 * TOKENS
 
     def kept(save):
-        # x is computed here, so that it counts where it is kept.
+        # x is computed here, so that it counts if it is saved.
         return residual_bytes(
             lambda x, s, w: jaxnorm.layer_norm(x + 1, s, save=save) @ w, x, scale, w
         )
@@ -84,7 +84,7 @@ def test_residuals_are_the_output_itself(dtype):
 
 @pytest.mark.parametrize("custom_jvp", [False, True])
 def test_softmax_keeps_one_array_where_jax_keeps_two(custom_jvp):
-    """JAX's own keeps one with the setting that is off by default."""
+    """JAX's own softmax saves one only with a setting that is off by default."""
     assert jax.config.jax_softmax_custom_jvp is False
     x, v = jnp.ones((64, 64)), jnp.ones((64, 64))
     with jax.softmax_custom_jvp(custom_jvp):
@@ -137,7 +137,7 @@ def test_gradients_of_the_stack_agree():
     results = ours(x, params), theirs(x, params)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
-        # Twelve layers amplify roundings more than a bound can follow.
+        # Twelve layers amplify rounding errors more than a bound can follow.
         assert_as_accurate(*results, theirs(*wide))
 
 
@@ -158,7 +158,7 @@ def test_nothing_else_of_the_logits_size(dtype, options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
-    """The forward writes no array of that size; of the backward, the gradient is one."""
+    """The forward writes no array of that size, and the backward writes only the gradient."""
     x, labels, d = logits_and_labels((64, 4096), dtype)
 
     def step(x, labels, *cotangents):

@@ -38,7 +38,7 @@ def weights(layers=LAYERS, dtype="bfloat16"):
 
 
 def norm(x, scale):
-    """As Flax computes it."""
+    """Compute RMSNorm as Flax does."""
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
     return (wide * rstd * scale).astype(x.dtype)
@@ -73,7 +73,7 @@ def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
 
 
 def with_dropout(x, w, *, is_gated=False, followed=False):
-    """Between an activation and the linear layer after it, as in Flax's MLPs of transformers."""
+    """Dropout is between an activation and the linear layer after it, as in Flax's transformers."""
     key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # a layer's own
 
     def product(h, weight):
@@ -100,7 +100,7 @@ def softmax_of_16_bits(logits):
 
 
 def of_jax(capsys, f, *args):
-    """Bytes of what `jax.ad_checkpoint.print_saved_residuals` lists, but for arguments."""
+    """Return the bytes that `jax.ad_checkpoint.print_saved_residuals` lists, without arguments."""
     jax.ad_checkpoint.print_saved_residuals(f, *args)
     sizes = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "f64": 8, "u32": 4}
     total = 0
@@ -154,7 +154,7 @@ FOLLOWED = {
         )
         for activation in (jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.silu, jax.nn.sigmoid)
     },
-    # Which add a number to what they are of: that is no bias of a product.
+    # These activations add a number to their operand: it is not the bias of a matmul.
     **{
         f"activation_linear, {activation.__name__}": tuple(
             functools.partial(gpt2, activation=activation, has_bias=False, followed=followed)
@@ -175,7 +175,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following it lowers the total by what it says, within 10 %; then there is none of it left."""
+    """Advice saves what it says, within 10 %, and is gone after it was followed."""
     before, after = (
         memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
     )
@@ -187,7 +187,7 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """By a wave of it, say: of what the norm returns, 16 bits, are the bytes that it keeps."""
+    """A cast of the 16-bit result, for a sine, is saved; the norm's residual has 16 bits."""
 
     def step(norm, x, w):
         y = norm(x @ w["up"], w["bias"])
@@ -224,7 +224,7 @@ def reshaped(x, w, *, followed=False):
 
 def cast(x, w, *, followed=False):
     wide = jnp.exp((x @ w["up"]).astype(jnp.float32))
-    # No activation before a product: it is taken by something else, too.
+    # This is no activation before a matmul, because something else uses it too.
     x = x + jnp.sum(jnp.sin(wide)).astype(x.dtype)
 
     def out(wide, weight):
@@ -235,7 +235,7 @@ def cast(x, w, *, followed=False):
 
 @pytest.mark.parametrize("one", [reshaped, cast])
 def test_what_a_scan_keeps_twice(one):
-    """Outside of a loop XLA makes a reshape for nothing."""
+    """A reshape is saved only in a loop. Outside of it, XLA needs no copy."""
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
     (told,) = [row for row in before if row.advice]
@@ -249,7 +249,7 @@ def test_what_a_scan_keeps_twice(one):
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_modules(library):
-    """Of Flax: their code is nobody's line; a model that is an argument, with what is no array."""
+    """Flax's code is not a user's line; a model may have leaves that are not arrays."""
     if library == "linen":
 
         class Model(flax.linen.Module):
@@ -282,7 +282,7 @@ def test_modules(library):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_advice_on_flax_s_norms(name):
-    """It is what `jaxnorm.linen` frees, of gradients of parameters and of x."""
+    """The advice on Flax's norms says what `jaxnorm.linen` frees."""
 
     class Model(flax.linen.Module):
         norm: type[flax.linen.Module]
@@ -310,7 +310,7 @@ def test_advice_on_flax_s_norms(name):
 
 
 def test_an_equinox_model():
-    """Its functions are no arrays; layers under `jax.vmap`."""
+    """The model has functions as leaves, and layers under `jax.vmap`."""
     equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(WIDTH, WIDTH, INNER, 1, activation=jax.nn.gelu, key=jax.random.key(0))
     report = memory_report(lambda m, x: jnp.sum(jax.vmap(m)(x)), model, jnp.ones((TOKENS, WIDTH)))
@@ -319,7 +319,7 @@ def test_an_equinox_model():
 
 
 def test_stacked_by_the_user():
-    """jnp.stack makes an array: it is none of a scan's, which stand for one layer."""
+    """jnp.stack makes one array; it is not counted as a scan's array per layer."""
 
     def f(x):
         y = jnp.stack([jnp.sin(x), jnp.cos(x)])
@@ -419,7 +419,7 @@ def test_the_table():
 
 
 def test_long_names_are_cut():
-    """Lines of code keep their numbers."""
+    """Cut names of files and functions keep their line numbers."""
     source = f"a_file_with_a_very_long_name_{'x' * 60}.py:1234 (a_function)"
     row = jaxnorm.tools.memory_report.KeptArray(
         2**30, (64, 1024, 128256, 16, 16), np.dtype("float32"), source, "convert_element_type", 1,
@@ -461,7 +461,7 @@ def mlp(w, x, *, followed=False):
 
 @pytest.mark.parametrize("trained", ["all", "gate and up", "input", "input, closed over"])
 def test_frozen_weights(trained):
-    """Of an adapter on gate and up, say: the down projection then saves no input."""
+    """With an adapter on gate and up, for example, the down projection saves no input."""
     w = {n: jnp.ones(SHAPES[n], "bfloat16") for n in ("gate", "up", "down")}
     x = jnp.ones(X.shape, X.dtype)
 
@@ -484,21 +484,21 @@ def test_frozen_weights(trained):
 
 
 def divided(x, scale):
-    """Hugging Face's."""
+    """The RMSNorm of Hugging Face's models."""
     wide = jnp.asarray(x, dtype=jnp.float32)
     mean = jnp.power(wide, 2).mean(-1, keepdims=True)
     return scale * jnp.asarray(x / jnp.sqrt(mean + 1e-6), dtype=x.dtype)
 
 
 def scale_first(x, scale):
-    """Tunix's Qwen 3."""
+    """The RMSNorm of Tunix's Qwen 3."""
     wide = jnp.astype(x, jnp.float32)
     rms = jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
     return jnp.astype(scale * wide / rms, x.dtype)
 
 
 def one_plus(x, scale):
-    """Gemma's."""
+    """The RMSNorm of Gemma."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
     return (normed * (1 + jnp.expand_dims(scale, 0))).astype(x.dtype)
@@ -515,7 +515,7 @@ def standardized(x, scale):
 
 
 class NormOfAClass:
-    """With a number of a row that is named, as for jax.checkpoint's policies."""
+    """An RMSNorm in a class, with a named statistic for policies of jax.checkpoint."""
 
     def __call__(self, x, scale):
         wide = x.astype(jnp.float32)
@@ -552,7 +552,7 @@ def test_norms_of_the_user_s_own(name, stack):
 
 
 def test_primitives_that_recognisers_look_for():
-    """Where a new JAX renames one, this shows which recogniser to look at."""
+    """If a new JAX renames a primitive, this names the recogniser to look at."""
     names = {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
     ours = {name for name in names if name.startswith("jaxnorm.")}
     for recognised in memory_advice.RECOGNISERS:
@@ -582,7 +582,7 @@ def test_errors(argnums, error, message):
 
 
 def test_errors_of_calls():
-    """The function's result in its place; no arguments."""
+    """A result in place of the function is refused, and so is a call without arguments."""
     with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):
@@ -590,7 +590,7 @@ def test_errors_of_calls():
 
 
 def test_a_large_model_takes_seconds():
-    """7B: 32 layers of width 4096; unrolled."""
+    """The report of a 7B model (32 unrolled layers of width 4096) takes seconds."""
     shapes = {"scale": (4096,), "gate": (4096, 11008), "up": (4096, 11008), "down": (11008, 4096)}
     w = [{n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in shapes.items()}] * 32
 

@@ -29,7 +29,7 @@ class Block(eqx.Module):
 
 
 class MLP(eqx.Module):
-    """equinox's, whose activation goes to the layer after it."""
+    """equinox's MLP, whose activation is applied by the layer after it."""
 
     theirs: eqx.nn.MLP
 

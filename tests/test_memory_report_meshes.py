@@ -1,4 +1,4 @@
-"""memory_report on meshes: bytes are those of one device."""
+"""memory_report on meshes counts the bytes of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_bytes_of_one_device(program, kind):
 
 
 def test_shardings_inside():
-    """Of arguments that are not sharded, with a constraint inside."""
+    """Arguments are not sharded, but a constraint inside is."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
@@ -80,5 +80,5 @@ def test_shardings_inside():
 
     whole = memory_report(one(plain), *arguments())
     report = memory_report(loss, *arguments())
-    constrained = X[0] * X[1] * 4  # is an array of its own
+    constrained = X[0] * X[1] * 4  # is a separate array
     assert report.total == pytest.approx((whole.total + constrained) / 4, rel=0.01)

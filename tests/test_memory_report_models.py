@@ -1,7 +1,7 @@
-"""memory_report's advice on models of Hugging Face's: following it saves what it says.
+"""memory_report's advice on Hugging Face's models: following it saves what the report says.
 
-Advice is followed without a change to a model: its functions, and calls of its modules, are
-replaced while it is traced.
+The tests follow advice without a change to a model: they replace its functions, and calls of its
+modules, while the model is traced.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 __all__ = ["transformers"]  # a fixture
 
-# Tokens enough for activations to be larger than parameters, of which there are casts.
+# Enough tokens that activations are larger than parameters, of which there are casts.
 BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 16, 64, 256, 64, 256
 OF_GPT2 = {"n_embd": WIDTH, "n_positions": LENGTH, "n_inner": HIDDEN}
 OF_OTHERS = {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
@@ -37,7 +37,7 @@ def of_optax(hidden, weight, labels):
 
 
 def report_of(model, loss=of_optax):
-    """Of the loss of the next token, whose logits a head makes; nothing runs."""
+    """Report the next-token loss of a model with a head; nothing runs."""
 
     def whole(params, head, tokens):
         hidden = model(tokens, params=params).last_hidden_state
@@ -77,7 +77,7 @@ def check(before, after, function):
 
 
 def test_all_advice_is_of_these_functions(before):
-    """Those that the other tests follow; each line is of the model's code, or the loss's."""
+    """All advice names functions that the other tests use, and lines of the model or the loss."""
     told = [row for row in before if row.advice]
     functions = {row.advice.partition(":")[0] for row in told}
     linear = {"gated_linear", "activation_linear", "linear_softmax_cross_entropy"}
@@ -93,7 +93,7 @@ def test_what_is_printed(before):
 
 @contextlib.contextmanager
 def intercepted(take):
-    """Calls of flax.linen's modules for which `take` returns a result have that one."""
+    """Replace calls of flax.linen's modules by the result of `take`, if it returns one."""
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -111,7 +111,7 @@ def parameter(module, name):
 
 
 def by_activation_linear(module, x, *_):
-    """The second half of the MLPs of GPT-2 and BERT: these names occur in one of them each."""
+    """Apply the activation in the second linear layer of GPT-2's and BERT's MLPs, found by name."""
     name = type(module).__name__
     if name == "FlaxGPT2MLP":
         weight, bias = (parameter(module.c_proj, n) for n in ("kernel", "bias"))
@@ -164,13 +164,13 @@ def test_norms(model, before):
 def test_softmax(model, before, monkeypatch):
     told = told_by(before, "softmax")
     if "Bert" in type(model).__name__:
-        # Attention's product keeps the transpose of what softmax would keep: nothing is saved.
+        # Attention's matmul saves the transpose of what softmax would save, so nothing is gained.
         assert not told
         return
     (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}
 
     def weights(query, key, bias=None, *, dtype, **_):
-        """As Flax's, whose result these models cast once more."""
+        """Return weights as Flax's; these models cast its result once more."""
         query, key, bias = (None if a is None else a.astype(dtype) for a in (query, key, bias))
         logits = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
         return jaxnorm.softmax(logits, bias=bias, dtype=result)

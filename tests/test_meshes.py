@@ -1,7 +1,7 @@
-"""Every function of rows on meshes: values, gradients, how they lie, what devices exchange.
+"""All functions of rows on meshes: values, gradients, shardings, and what devices exchange.
 
-Eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel, into which the
-partitioner cannot look. Linear layers and their losses are in `test_linear_meshes`.
+The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel, which
+the partitioner cannot look into. `test_linear_meshes` tests linear layers and their losses.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ ROWS = math.prod(SIZES.rows)
 
 
 class Layout(NamedTuple):
-    """How x lies, and parameters of all rows; tables, if they lie otherwise than x's first axis."""
+    """The shardings of x and of parameters; of tables, if theirs is not that of x's first axis."""
 
     x: P
     params: P = P()
@@ -59,16 +59,17 @@ NAMES = [
 ]
 OF_GROUPS = "layer_norm of groups"
 SCATTERED = (OF_GROUPS, "rms_norm_gated of heads")
-# Functions that have no kernel on a mesh, or whose mask or bias the stand-in refuses.
+# Functions without a kernel on a mesh, or with a mask or bias that the stand-in refuses.
 WITHOUT_KERNEL = {"softmax with a mask", "softmax with a bias"}
 WITHOUT_KERNEL |= {*SCATTERED, "softmax_cross_entropy_with_integer_labels of classes"}
+WITHOUT_KERNEL |= {"kl_divergence reverse"}
 
 
 def specs_of(name, layout):
     a, b, c = (*layout.x, None, None, None)[:3]
     specs = {
         **dict.fromkeys(("x", "residual", "gate", "logits", "classes"), P(a, b, c)),
-        **dict.fromkeys(("labels", "counts"), P(a, b)),
+        **dict.fromkeys(("labels", "candidates", "counts"), P(a, b)),
         **dict.fromkeys(("scale", "bias", "branch"), layout.params),
         **dict.fromkeys(("of_samples", "mask"), P(a)),
         **dict.fromkeys(("cos", "sin"), P(a) if layout.tables is None else layout.tables),
@@ -79,7 +80,7 @@ def specs_of(name, layout):
 
 
 def step_of(name):
-    """Results and gradients of all floats, for the cosines of the results."""
+    """Return results and the gradients of all floats, for the cosines of the results."""
 
     def step(*operands):
         floats = [operands[i] for i in floats_in(operands)]
@@ -95,7 +96,7 @@ def on_one_device(name):
 
 
 def on_mesh(step, name, layout, kind):
-    """The compiled step on a mesh, its operands, and how results of x's shape have to lie."""
+    """Return the compiled step on a mesh, its operands, and the sharding its results must have."""
     operands, specs = operands_of(name, sizes=SIZES), specs_of(name, layout)
     mesh = mesh_of(Case("", MESH, P()), kind)
     if kind == "manual":
@@ -110,12 +111,13 @@ def on_mesh(step, name, layout, kind):
 
 
 def sizes_of(compiled):
-    """The number of elements of each array that a collective returns."""
+    """Return the number of elements of each array that a collective returns."""
     found = collectives(compiled).values()
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function in each layout on each kind of axis, by XLA's code and by a kernel in turn.
+# Each function runs in each layout on each kind of axis, alternating between XLA's code and a
+# kernel.
 PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
 CASES = [
     *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),
@@ -129,7 +131,7 @@ CASES = [
 
 
 def is_its_own(name, layout, kind, runs):
-    """True inside `jax.shard_map` where the axes that a call looks along are split."""
+    """Return True if the axes over which a call computes are split, inside `jax.shard_map`."""
     of_positions = name == OF_GROUPS and layout != "replicated"
     of_heads = "with a bias" in name and layout == "both"  # it is causal
     return kind == "manual" and (layout == "columns" or of_positions or of_heads)
@@ -145,14 +147,14 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
 def test_rows_on_a_mesh(name, layout, kind, runs):
-    """No row travels but to where a parameter lies; kernels see whole rows, those of a shard."""
+    """Rows move only to where a parameter is. Kernels get whole rows: those of a shard."""
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:
         compiled, sharded = on_mesh(step_of(name), name, its, kind)
         results = compiled(*sharded)
     assert_analysed(results, expected)
     x, is_split = sharded[0], its.x[-1:] == ("model",) and len(its.x) == 3
-    # On automatic axes XLA may bring x to where parameters or tables are.
+    # On automatic axes, XLA may move x to where parameters or tables are.
     if kind != "auto" or layout in ("rows", "both", "over two", "replicated"):
         for a in jax.tree.leaves(results):
             if a.shape == x.shape:
@@ -160,16 +162,16 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     travels = sizes_of(compiled)
     params = [a.size for a in sharded[1:] if a.size < x.size]
     if layout in LAYOUTS and not (is_split and "rope" in name):
-        # Gradients of parameters, and sums of rows whose columns are split.
+        # Gradients of parameters, and sums over rows whose columns are split.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
-    # Automatic axes may gather parameters of samples, or rows with XLA's code.
+    # On automatic axes, XLA may gather the parameters of samples, or rows for its own code.
     of_samples = "of_samples" in FUNCTIONS[name].kinds
     moves_rows = name == OF_GROUPS or (kind == "auto" and (runs == "xla" or of_samples))
     if layout in ("rows", "both", "over two") and not moves_rows:
         assert {*collectives(compiled)} <= {"all-reduce"}
     if kernels is not None:
-        # A rotation has whole heads, however x lies.
+        # A rotation needs whole heads, in any sharding of x.
         over = its.x[:2] if "rope" in name else its.x
         shards = math.prod(MESH[axis] for axis in jax.tree.leaves(tuple(over)))
         rows = (ROWS // shards, x.shape[-1])
@@ -178,7 +180,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
         elif name in WITHOUT_KERNEL or (is_split and "rope" not in name):
             assert not kernels.shapes
         elif layout in LAYOUTS and not (kind == "auto" and layout == "FSDP"):
-            # Where h alone is used, there is no norm forward.
+            # If only h is used, the forward has no norm.
             assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
 
 
@@ -222,7 +224,7 @@ WITH_TWO = [n for n in NAMES if {"residual", "gate"} & {*FUNCTIONS[n].kinds.spli
 
 @pytest.mark.parametrize("name", WITH_TWO)
 def test_a_second_operand_of_rows_that_lies_otherwise(name):
-    """On explicit axes it is brought to where x is, and its gradient back."""
+    """On explicit axes, the operand is moved to where x is, and its gradient back."""
     operands, specs = operands_of(name, sizes=SIZES), specs_of(name, LAYOUTS["rows"])
     specs[1] = P(None, "model")
     mesh = mesh_of(Case("", MESH, P()), "explicit")

@@ -42,7 +42,7 @@ def transformers():
 
 
 def hugging_face(transformers, name, dtype, **sizes):
-    """A small model with random parameters; nothing is downloaded."""
+    """Return a small model with random parameters; nothing is downloaded."""
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     options = dropout if name == "GPT2" else {}
     configuration = getattr(transformers, f"{name}Config")(
@@ -52,7 +52,7 @@ def hugging_face(transformers, name, dtype, **sizes):
 
 
 def jittered(parameters):
-    """None of them has a special value, as ones and zeros are to norms."""
+    """Avoid special values of parameters, such as the ones and zeros of norms."""
     generator = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + 0.1 * generator.normal(size=a.shape).astype(a.dtype), parameters
@@ -70,18 +70,21 @@ def gradient(model):
 
 
 def calls_in(function, *arguments):
-    """How many norms of jaxnorm's a program calls, forward and backward; those of a scan once."""
+    """Return how many of jaxnorm's norms a program calls in both passes, counting a scan's once."""
     return len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(function.trace(*arguments).jaxpr)))
 
 
 def kernels_in(function, *arguments):
-    """Whether a program for CUDA has kernels. (Equal ones are one function of it.)"""
+    """Return True if a program for CUDA has kernels. Equal kernels are one function of it."""
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return "@mosaic_gpu" in text
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Outputs and gradients inside `context` are as accurate as outside; kernels, all of them."""
+    """Check that outputs and gradients in `context` are accurate, and that all norms are kernels.
+
+    They must be as accurate as the model's own.
+    """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)
     theirs = gradient(model)(parameters)
@@ -120,7 +123,7 @@ def test_norms_of_a_class_of_their_own_are_not_converted(transformers, name):
 
 @contextlib.contextmanager
 def replaced(norm_class, **options):
-    """Calls of modules of this class are jaxnorm's, as their parameters are: `converted`'s hint."""
+    """Replace calls of modules of this class by jaxnorm's, as `converted` suggests."""
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -178,7 +181,7 @@ def test_the_documented_replacement(transformers):
 
 
 def test_a_transformer_of_equinox():
-    """Its layers are stacked and scanned; its norms come from equinox.nn."""
+    """The layers are stacked and scanned; the norms come from equinox.nn."""
     eqx = pytest.importorskip("equinox")
     import jaxnorm.equinox
 
@@ -222,7 +225,7 @@ def test_a_transformer_of_equinox():
             return jax.vmap(self.last)(x)
 
     def gradient(model):
-        """Of its arrays: a function of them, and they."""
+        """Return a gradient function of the model's arrays, and the arrays."""
         arrays, others = eqx.partition(model, lambda leaf: hasattr(leaf, "dtype"))
 
         def loss(arrays, tokens):
@@ -243,7 +246,7 @@ def test_a_transformer_of_equinox():
         function, arrays = gradient(model)
         expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
     reference.assert_as_accurate(ours, theirs, expected)
-    # Of a size for which the default is a kernel: two norms in the scan's body, and the last.
+    # A size for which kernels are the default: two norms in the scan's body, and the last.
     wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((8, 256), "int32")
     for model, calls in ((wide, 0), (jaxnorm.equinox.convert(wide), 6)):

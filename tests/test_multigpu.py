@@ -56,13 +56,13 @@ def test_rows_split_over_gpus(name, case, kind):
     x = sharded[1]
     for y in compiled(*sharded)[:2]:
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    # Each parameter's gradient is summed once, in one collective or several; no activation moves.
+    # Each parameter's gradient is summed once, in one or several collectives. No activation moves.
     sizes = [size for sizes in collectives(compiled).values() for size in sizes]
     moved = sum(math.prod(map(int, size.split(","))) for size in sizes)
     gradients = (len(sharded) - 2) * SHAPE[-1]
     if case.params == P():
         assert moved == gradients
-    else:  # gathered for the forward, and for the backward
+    else:  # gathered for the forward and again for the backward
         assert moved <= 3 * gradients
 
 
@@ -81,7 +81,7 @@ def test_kernels_by_name(name, kernels):
     assert compiled.as_text().count(CALLS[kernels]) >= 2
 
 
-# How logits lie, or x and weight.
+# The shardings of logits, or of x and weight.
 LOSSES = {
     "rows": (P("data"), None),
     "vocabulary": (P(None, "data"), None),
@@ -112,7 +112,7 @@ def loss_of(labels, x, weight=None, *, has_entropy=False, **options):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, kind, has_entropy):
-    """As without a mesh; by kernels where rows are split, and nothing of the logits' size moves."""
+    """Losses match those without a mesh, by kernels if rows are split; no array of logits moves."""
     rows, features, classes = 256 * GPUS, 256, 4096
     specs = [spec for spec in LOSSES[name] if spec is not None]
     shapes = [(rows, classes)] if len(specs) == 1 else [(rows, features), (features, classes)]
@@ -150,7 +150,7 @@ def product_of(arrays, **options):
 
 
 def check_product(ours):
-    """Against one GPU's, without a kernel."""
+    """Check the result against that of one GPU without a kernel."""
     expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
     # Sums of the size of 1, whose terms are rounded to bfloat16 on either side, and y's rounding.
     bound = SAFETY * unit_roundoff("bfloat16") + 2 * rounding(exact(expected), "bfloat16")
@@ -160,7 +160,7 @@ def check_product(ours):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
 def test_product(weight, kind):
-    """As without a mesh, the norm by a kernel on each GPU; weight whole, in shards, or split."""
+    """Results match those without a mesh, for weights that are whole, in shards or split."""
     axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
     mesh = mesh_of(Case("product", axes, P("data")), kind)
     given = PRODUCT()
@@ -187,10 +187,10 @@ def test_the_kernel_of_norm_and_product_on_shards():
 
 
 def final_losses(tmp_path, *options):
-    """Of the demo's three trainings, as printed to 4 decimals."""
+    """Return the losses of the demo's three trainings, printed to 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
-    # The choice among matrix products is timed in each process, and longer than it is of use here.
+    # Each process times algorithms for its matmuls, which takes longer than it saves here.
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 class Config:
-    """As much of pytest's as `needs` looks at."""
+    """The attributes of pytest's config that `needs` reads."""
 
     def __init__(self):
         self.stash = pytest.Stash()
@@ -33,7 +33,7 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Of two marks and a fixture, what the list says that this machine lacks."""
+    """Return which of two marks and a fixture this machine lacks."""
     found = {"a": "needs a", "b": None, "c": "needs c"}
 
     def need(name):
@@ -73,7 +73,7 @@ def test_files_are_left_out(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_what_cannot_run_alone_is_no_success(processes):
-    """By the exit status of pytest where no test ran, in one process and in several."""
+    """pytest's exit status says that no test ran, in one process and in several."""
     command = [
         sys.executable,
         "-m",

@@ -45,7 +45,7 @@ def some(fields, names):
 
 
 class Composed(nn.Module):
-    """Flax's two modules, under the names that ours gives them."""
+    """Flax's two modules, with the names that our module gives them."""
 
     fields: dict
 
@@ -63,7 +63,7 @@ def assert_same(ours, theirs):
 
 @each_field
 def test_linen(fields, dtype):
-    """The same initial values, in the same tree, and results in the same dtype."""
+    """Initial values, their tree, and the results' dtypes are the same."""
     x, key = data(dtype), jax.random.key(1)
     ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
     variables, expected = ours.init(key, x), theirs.init(key, x)
@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """Those of a model that has the two modules, whatever it calls them."""
+    """Checkpoints of a model with the two modules load, whatever their names."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)
@@ -115,7 +115,7 @@ def test_states_of_nnx_load_both_ways():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_and_activations(dtype):
-    """(y, h) of the sum, in the dtypes of the modules that they stand for; gradients too."""
+    """The module returns (y, h) in the dtypes of the modules that it replaces."""
     x, r = data(dtype), data("float32", seed=1)
     linen = jaxnorm.linen.RMSNormDense(24, activation="gelu", scale_offset=0.5)
     variables = linen.init(jax.random.key(0), x)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from gated_cases import ACTIVATIONS, plain, reference_of
+from functions import gated
+from norm_references import GatedNorm
+from norms import check, normal
 from pairs import pairwise
 from program_error import assert_computes
 from programs import equations
-from reference import DTYPES, assert_within, exact, rounding
-from test_norm import normal
+from reference import ACTIVATIONS, DTYPES, exact
 
 import jaxnorm
 
@@ -37,31 +38,9 @@ def operands(shape, x_dtype, gate_dtype, scale_dtype):
     return x, gate, scale
 
 
-def check(x, gate, scale, *, before, implementation, y_dtype=None, **options):
-    """Values and all gradients, each in its dtype and shape."""
-    function = functools.partial(
-        jaxnorm.rms_norm_gated,
-        norm_before_gate=before,
-        dtype=y_dtype,
-        implementation=implementation,
-        **options,
-    )
-    y, vjp = jax.vjp(function, x, gate, scale)
-    d = normal(x.shape, y.dtype, 9)
-    dx, dgate, dscale = vjp(d)
-    assert y.dtype == (x.dtype if y_dtype is None else y_dtype)
-    for of, gradient in ((x, dx), (gate, dgate)):
-        assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype)
-    ref = reference_of(x, gate, scale, d, y_dtype=y.dtype.name, norm_before_gate=before, **options)
-    *bounds, dscale_bound = ref.bounds()
-    for ours, expected, bound in zip((y, dx, dgate), (ref.y, ref.dx, ref.dgate), bounds):
-        assert_within(exact(ours).reshape(expected.shape), expected, bound)
-    if scale is None:
-        assert dscale is None
-        return
-    assert (dscale.shape, dscale.dtype) == (scale.shape, scale.dtype)
-    stored = rounding(np.abs(ref.dscale) + dscale_bound, scale.dtype.name)
-    assert_within(dscale, ref.dscale, dscale_bound + stored)
+def checked(x, gate, scale, *, before, **options):
+    given = {"gate": gate, "scale": scale, "norm_before_gate": before}
+    check("rms_norm_gated", x, **given, **options)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
@@ -74,7 +53,7 @@ def test_values_and_gradients(mix, shape, before, activation, implementation):
     *dtypes, y_dtype = mix
     arrays = operands(shape, *dtypes)
     given = {"activation": activation, "y_dtype": y_dtype, "implementation": implementation}
-    check(*arrays, before=before, **given)
+    checked(*arrays, before=before, **given)
 
 
 @each_order
@@ -83,14 +62,14 @@ def test_values_and_gradients(mix, shape, before, activation, implementation):
 )
 def test_options(options, before, implementation):
     x, gate, scale = operands((70, 64), "float32", "float32", "float32")
-    check(x, gate, scale / 4, before=before, implementation=implementation, **options)
+    checked(x, gate, scale / 4, before=before, implementation=implementation, **options)
 
 
 @each_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_scale(dtype, before, implementation):
     x, gate, _ = operands((70, 64), dtype, dtype, None)
-    check(x, gate, None, before=before, implementation=implementation)
+    checked(x, gate, None, before=before, implementation=implementation)
     ones = jaxnorm.rms_norm_gated(
         x, gate, None, norm_before_gate=before, scale_offset=1.0, implementation=implementation
     )
@@ -104,29 +83,15 @@ def test_no_scale(dtype, before, implementation):
 def test_scales_of_groups(lead, before, implementation):
     """Mamba 2's groups, and others: the gradient of each is a sum over its rows."""
     x, gate, _ = operands((2, 8, 4, 64), "float32", "bfloat16", None)
-    scale, d = normal((*lead, 64), "float32", 2, 0.3, 1.0), normal(x.shape, "float32", 9)
-    given = {"norm_before_gate": before, "implementation": implementation}
-    y, vjp = jax.vjp(functools.partial(jaxnorm.rms_norm_gated, **given), x, gate, scale)
-    dx, dgate, dscale = vjp(d)
-    assert (dscale.shape, dscale.dtype) == (scale.shape, scale.dtype)
-    groups = np.broadcast_to(np.arange(scale.size // 64).reshape(lead), x.shape[:-1]).ravel()
-    rows = [np.asarray(a).reshape(-1, 64) for a in (x, gate, d, y, dx, dgate)]
-    for group, of_group in enumerate(np.asarray(scale).reshape(-1, 64)):
-        *given, y, dx, dgate = (a[groups == group] for a in rows)
-        x, gate, d = given
-        ref = reference_of(x, gate, of_group, d, y_dtype="float32", norm_before_gate=before)
-        found = y, dx, dgate, np.asarray(dscale).reshape(-1, 64)[group]
-        for ours, expected, bound in zip(
-            found, (ref.y, ref.dx, ref.dgate, ref.dscale), ref.bounds()
-        ):
-            assert_within(ours, expected, bound + rounding(expected, "float32"))
+    scale = normal((*lead, 64), "float32", 2, 0.3, 1.0)
+    checked(x, gate, scale, before=before, implementation=implementation)
 
 
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
     """XLA's code, whatever the platform: rows for a kernel are many."""
-    check(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
+    checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
 @each_order
@@ -139,7 +104,7 @@ def test_float64(x64, x_dtype, gate_dtype, y_dtype, activation, before):
     """The arithmetic is float64 where an array of rows, or the output, is."""
     arrays = operands((4, 5, 24), x_dtype, gate_dtype, "float64")
     given = {"activation": activation, "y_dtype": y_dtype, "implementation": "xla"}
-    check(*arrays, before=before, **given)
+    checked(*arrays, before=before, **given)
 
 
 @each_order
@@ -152,7 +117,8 @@ def test_it_is_the_norm_and_its_gate(activation, before):
         a = getattr(jax.nn, activation)(gate)
         return jaxnorm.rms_norm(x, scale) * a if before else jaxnorm.rms_norm(x * a, scale)
 
-    ours, theirs = (functools.partial(f, **given) for f in (jaxnorm.rms_norm_gated, plain))
+    ours = functools.partial(jaxnorm.rms_norm_gated, **given)
+    theirs = functools.partial(gated, before=before, activation=getattr(jax.nn, activation))
     for program in (theirs, composed):
         assert_computes(ours(x, gate, scale), program, x, gate, scale, like=ours)
 
@@ -163,7 +129,8 @@ def test_one_rounding():
     for before in (True, False):
         given = {"norm_before_gate": before}
         y = exact(jaxnorm.rms_norm_gated(x, gate, scale, **given))
-        expected = reference_of(x, gate, scale, x, y_dtype="bfloat16", **given).y
+        gain, types = exact(scale), ("bfloat16",) * 3
+        expected = GatedNorm(exact(x), exact(gate), gain, exact(x), before, "silu", types).y
         u = 2.0**-8  # of bfloat16; beside it, arithmetic in float32 is nothing
         assert np.abs(y / expected - 1).max() < u * (1 + u)
         thrice = exact(jaxnorm.rms_norm(x, scale) * jax.nn.silu(gate))
@@ -177,7 +144,7 @@ def test_gates_of_all_sizes(activation, before, implementation):
     sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
     x, _, scale = operands((70, 64), *["float32"] * 3)
     gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")
-    check(x, gate, scale, before=before, activation=activation, implementation=implementation)
+    checked(x, gate, scale, before=before, activation=activation, implementation=implementation)
 
 
 def test_a_row_of_zeros(implementation):
@@ -185,7 +152,7 @@ def test_a_row_of_zeros(implementation):
     x, gate, scale = operands((70, 64), *["float32"] * 3)
     x, gate = x.at[3].set(0), gate.at[5].set(0)
     for before in (True, False):
-        check(x, gate, scale, before=before, activation="relu", implementation=implementation)
+        checked(x, gate, scale, before=before, activation="relu", implementation=implementation)
 
 
 # A kind of kernel each: rows in parts of warps, in warpgroups, in clusters; overlapping tails.
@@ -196,7 +163,7 @@ def test_a_row_of_zeros(implementation):
 )
 def test_kernels(shape, dtype, before, kernels):
     x, gate, scale = operands(shape, dtype, dtype, "float32")
-    check(x, gate, scale, before=before, implementation=kernels)
+    checked(x, gate, scale, before=before, implementation=kernels)
 
 
 @each_order
@@ -205,7 +172,7 @@ def test_scales_of_zero(dtype, before):
     """From the input a scale of 0 is exact: such a column is 0, and its gradient is not."""
     x, gate, scale = operands((70, 64), dtype, dtype, "float32")
     scale = scale.at[6].set(0).at[9].set(1e-6)
-    check(x, gate, scale, before=before, implementation="xla")
+    checked(x, gate, scale, before=before, implementation="xla")
     assert not exact(jaxnorm.rms_norm_gated(x, gate, scale))[:, 6].any()
 
 

@@ -19,7 +19,7 @@ NAME = "rms_norm_linear"
 
 
 def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, **options):
-    """Every result and gradient within its bound."""
+    """Check every result and gradient against its bound."""
     x, cols = arrays["x"], arrays["x"].shape[-1]
     features = arrays["weight"].shape[1]
     rng = np.random.default_rng(1)
@@ -32,7 +32,7 @@ def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, *
         assert h.dtype == arrays["residual"].dtype
         total = exact(x) + exact(arrays["residual"])
         assert_within(h, total, rounding(total, h.dtype) + 2.0**-24 * np.abs(total))
-    # XLA may take the sum as it was before it was rounded, forward and backward.
+    # XLA may use the sum before it is rounded, in the forward and in the backward.
     excess = rounding(exact(h), h.dtype) if "residual" in arrays else np.zeros(h.shape)
     expected = NormLinear(
         excess=excess.reshape(-1, cols),
@@ -52,7 +52,7 @@ def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, *
     assert_within(np.reshape(exact(results[0]), expected.y.shape), expected.y, expected.y_bound())
     bounds = expected.gradients()
     dx, dx_error = bounds.pop("x")
-    # The norm's may be rounded before h's own cotangent is added, and after it.
+    # The norm's gradient may be rounded before and after h's cotangent is added.
     total = dx + dh
     error = dx_error + rounding(np.abs(total) + dx_error, h.dtype) * ("residual" in arrays)
     bounds["x"] = bounds["residual"] = total, error
@@ -93,7 +93,7 @@ def test_float64(activation):
 
 
 def test_it_is_the_composition():
-    """Also where the arithmetic leaves the numbers: rows of NaN, of inf, and of 0."""
+    """It equals the composition, also for rows of NaN, infinity, and 0."""
     a = operands(6, 16, 8)
     x = a["x"].at[1].set(jnp.nan).at[2, 3].set(jnp.inf).at[4].set(0)
 
@@ -107,7 +107,7 @@ def test_it_is_the_composition():
         def run(x, *parameters):
             y, vjp = jax.vjp(f, x, *parameters)
             dx, *_ = vjp(jnp.ones_like(y))
-            # Those of parameters are NaN as a whole.
+            # Gradients of parameters are NaN in all elements.
             _, *others = vjp(jnp.where(jnp.isfinite(y), 1.0, 0.0))
             return y, dx, *others
 
@@ -120,7 +120,7 @@ def test_it_is_the_composition():
 
 
 def test_shapes():
-    """No rows, no features, one of each; x of one axis."""
+    """Arrays without rows or features, with one of either, and with one axis of x."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         x, weight = jnp.ones(shape), jnp.ones((shape[-1], features))
 
@@ -137,7 +137,7 @@ def test_shapes():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("around", ["nothing", "jit", "grad", "vmap", "disable_jit"])
 def test_the_kernel_on_a_cpu(around):
-    """The sentence of other kernels, before Pallas has one."""
+    """The error is that of other kernels, raised before Pallas raises one."""
     x, weight = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
 
     def call(x):

@@ -30,14 +30,14 @@ WITH_Z = functools.partial(
         (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # x, rstd
         (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # h, rstd
         (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # and z
-        (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is made again
+        (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is recomputed
         (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
         (jax.checkpoint, "gelu", True, {}),
     ],
     ids=["plain", "residual", "activation", "save_policy", "a policy for z", "checkpoint"],
 )
 def test_what_is_kept(around, activation, residual, kept):
-    """Beside operands: of x's rows one array, never the normalised one."""
+    """Beside the operands, one array of x's size is saved, and never the normalised x."""
     arrays = operands(4, 16, 24)
 
     def block(x, residual_, weight, scale, bias):
@@ -58,7 +58,7 @@ def test_what_is_kept(around, activation, residual, kept):
 
 
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
-    """h's own cotangent goes into the kernel, as that of add_rms_norm does."""
+    """The kernel adds h's cotangent, as in the backward of add_rms_norm."""
     arrays = operands(4, 16, 16)
 
     def loss(x, residual, weight):
@@ -76,7 +76,7 @@ LAYERS, TOKENS, WIDTH = 6, 512, 128
 
 @pytest.mark.remat
 def test_memory_of_a_scan():
-    """Of layers as compiled: no normalised array, and nothing for silu but what it is of."""
+    """Compiled layers save no normalised array, and for silu only its argument."""
 
     def stack(block, x, parameters):
         x, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)
@@ -101,7 +101,7 @@ def test_memory_of_a_scan():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_unrolled_layers(dtype):
-    """XLA, which has forward and backward before it, does not keep the normalised array either."""
+    """XLA compiles forward and backward together, and does not save the normalised x either."""
 
     def stack(block, parameters, x):
         for scale, weight in parameters:
@@ -131,7 +131,7 @@ def test_memory_of_unrolled_layers(dtype):
 
 @pytest.mark.remat
 def test_what_is_not_used_is_not_made():
-    """A rematerialised forward makes z and no activation, or no product and no norm at all."""
+    """A rematerialised forward computes z without the activation, or neither matmul nor norm."""
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 
     def calls(activation, policy=None):
@@ -147,8 +147,8 @@ def test_what_is_not_used_is_not_made():
         found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
-    # The block's: one of each. Of the backward: two products, the norm again for one of them, and
-    # the activation's derivative. The rest is what the block makes again.
+    # The block has one of each. Its backward has two matmuls, the norm again for one of them, and
+    # the activation's derivative. The rest is recomputed by the block.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -159,7 +159,7 @@ def test_what_is_not_used_is_not_made():
 @pytest.mark.remat
 @pytest.mark.parametrize("around", [lambda f: f, POLICY], ids=["plain", "save_policy"])
 def test_a_scan_keeps_h_once(around):
-    """Also where a policy keeps it by its name, beside whatever else takes it."""
+    """A scan saves h once, even if a policy saves it by name."""
     arrays = operands(4, 16, 24)
 
     def layers(x, weights):
@@ -177,9 +177,9 @@ def test_a_scan_keeps_h_once(around):
 
 
 def test_a_program_for_cuda():
-    """Its norm is a kernel there: forward, again backward for the product, and its backward.
+    """The norm is a kernel: forward, again in the backward for the matmul, and its own backward.
 
-    16-bit operands make 16-bit products, whose results are rounded where their cotangents are.
+    16-bit operands give 16-bit matmuls, whose results are rounded where their cotangents are.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
@@ -199,7 +199,7 @@ def test_a_program_for_cuda():
 
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 def test_the_product_rounds_its_sums_to_y(bias):
-    """Itself, in no pass of its own; with a bias the sums stay float32."""
+    """The matmul itself rounds its sums to y; with a bias, they stay float32."""
     shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from norm_rope_cases import plain, reference_of, summed, tables
+from functions import rope
+from norm_references import RotatedNorm
+from norms import check, normal, tables
 from pairs import pairwise
 from program_error import analyse, assert_computes
 from reference import DTYPES, SAFETY, assert_within, exact, relative_error, rounding, unit_roundoff
-from test_norm import normal
 
 import jaxnorm
 
@@ -34,39 +35,34 @@ each_save = pytest.mark.parametrize("save", ["output", "input"])
 each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
-def check(x, scale, cos, sin, *, save, implementation, y_dtype=None, scale_offset=0.0, **order):
-    """Values and all gradients; those of tables apart, since kernels have none of them."""
-    y_dtype = x.dtype.name if y_dtype is None else y_dtype
-    d = normal(x.shape, y_dtype, 9)
-    function = functools.partial(
-        jaxnorm.rms_norm_rope,
-        save=save,
-        dtype=y_dtype,
-        implementation=implementation,
-        scale_offset=scale_offset,
-        **order,
-    )
-    y, vjp = jax.vjp(lambda x, scale: function(x, scale, cos, sin), x, scale)
-    dx, dscale = vjp(d)
-    _, of_tables = jax.vjp(lambda cos, sin: function(x, scale, cos, sin), cos, sin)
-    ref = reference_of(
-        x, scale, cos, sin, d, save=save, y_dtype=y_dtype, scale_offset=scale_offset, **order
-    )
-    dx_bound, dscale_bound = ref.gradient_bounds()
+def checked(x, scale, cos, sin, *, save, **options):
+    given = {"scale": scale, "cos": cos, "sin": sin, "save": save}
+    check("rms_norm_rope", x, **given, **options)
 
-    def rows(a):
-        return exact(a).reshape(ref.x.shape)
 
-    assert (y.shape, y.dtype, dx.dtype) == (x.shape, y_dtype, x.dtype)
-    assert_within(rows(y), ref.y, ref.y_bound())
-    assert_within(rows(dx), ref.dx, dx_bound)
-    if scale is None:
-        assert dscale is None
-    else:
-        check_stored(dscale, scale, ref.dscale, dscale_bound)
-    bounds = ref.table_bounds(x.shape[:-1], cos.shape)
-    for grad, table, values, bound in zip(of_tables(d), (cos, sin), (ref.dcos, ref.dsin), bounds):
-        check_stored(grad, table, summed(values, x.shape[:-1], cos.shape), bound)
+def reference_of(x, scale, cos, sin, d, *, save, y_dtype, interleaved=False):
+    """Of arrays as `jaxnorm.rms_norm_rope` takes them."""
+    cols = x.shape[-1]
+
+    def of_rows(table):
+        return np.broadcast_to(exact(table), (*x.shape[:-1], table.shape[-1])).reshape(
+            -1, table.shape[-1]
+        )
+
+    return RotatedNorm(
+        x=exact(x).reshape(-1, cols),
+        gain=exact(scale),
+        bias=np.zeros(cols),
+        d=exact(d).reshape(-1, cols),
+        subtract_mean=False,
+        epsilon=1e-6,
+        saved=save,
+        x_dtype=x.dtype.name,
+        y_dtype=y_dtype,
+        cos=of_rows(cos),
+        sin=of_rows(sin),
+        interleaved=interleaved,
+    )
 
 
 def check_stored(grad, like, expected, bound):
@@ -88,7 +84,7 @@ def test_values_and_gradients(mix, size, save, interleaved, implementation):
     """Heads of 16 to 512 columns, all of them rotated or a part."""
     (x_dtype, p_dtype, t_dtype, y_dtype), (shape, r) = mix, size
     cos, sin = tables((shape[1], 1, r // 2), t_dtype)
-    check(
+    checked(
         normal(shape, x_dtype, 0, shift=0.5),
         parameter(shape[-1], p_dtype),
         cos,
@@ -106,7 +102,7 @@ def test_values_and_gradients(mix, size, save, interleaved, implementation):
 def test_tables_that_broadcast(lead, save, implementation):
     x = normal((2, 8, 4, 64), "float32", 0)
     cos, sin = tables((*lead, 32))
-    check(x, parameter(64, "float32"), cos, sin, save=save, implementation=implementation)
+    checked(x, parameter(64, "float32"), cos, sin, save=save, implementation=implementation)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
@@ -117,7 +113,7 @@ def test_tables_with_a_factor(factor, dtype, save, implementation):
     """YaRN's and LongRoPE's: undone by the transpose alone, x_hat is off by factor^2."""
     cos, sin = tables((8, 1, 32), factor=factor)
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
-    check(x, scale, cos, sin, save=save, implementation=implementation)
+    checked(x, scale, cos, sin, save=save, implementation=implementation)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
@@ -126,7 +122,7 @@ def test_tables_with_a_factor(factor, dtype, save, implementation):
 def test_no_scale(dtype, save, implementation):
     cos, sin = tables((8, 1, 16))
     x = normal((2, 8, 4, 64), dtype, 0)
-    check(x, None, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
+    checked(x, None, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
@@ -135,7 +131,7 @@ def test_scale_offset(save, implementation):
     """Gemma's 1 + w."""
     cos, sin = tables((8, 1, 32))
     x, scale = normal((2, 8, 4, 64), "bfloat16", 0), normal((64,), "float32", 1, scale=0.3)
-    check(x, scale, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
+    checked(x, scale, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
 
 
 @each_save
@@ -144,7 +140,7 @@ def test_few_axes_and_rows(shape, save):
     """XLA's code, whatever the platform: rows for a kernel are many."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
-    check(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
+    checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
 
 
 @each_order
@@ -155,7 +151,7 @@ def test_float64(x64, x_dtype, y_dtype, t_dtype, save, interleaved):
     cos, sin = tables((8, 1, 24), t_dtype)
     x, scale = normal((2, 8, 4, 64), x_dtype, 0), parameter(64, "float64")
     options = {"save": save, "y_dtype": y_dtype, "interleaved": interleaved}
-    check(x, scale, cos, sin, implementation="xla", **options)
+    checked(x, scale, cos, sin, implementation="xla", **options)
 
 
 def test_float64_tables_are_rounded(x64):
@@ -185,7 +181,7 @@ def test_it_is_the_norm_and_its_rotation(interleaved):
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     ours, theirs = (
-        functools.partial(f, interleaved=interleaved) for f in (jaxnorm.rms_norm_rope, plain)
+        functools.partial(f, interleaved=interleaved) for f in (jaxnorm.rms_norm_rope, rope)
     )
     y = ours(x, scale, cos, sin)
     assert_computes(y, theirs, x, scale, cos, sin, like=ours)
@@ -215,7 +211,7 @@ def test_a_pair_whose_tables_are_zero(dtype):
     """y has 0 in both columns. From the input all is right; from the output nothing is NaN."""
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     cos, sin = (table.at[..., 3].set(0) for table in tables((8, 1, 32)))
-    check(x, scale, cos, sin, save="input", implementation="xla")
+    checked(x, scale, cos, sin, save="input", implementation="xla")
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
@@ -308,7 +304,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
     of_lost = np.abs(exact(dscale[lost]) - ref.dscale[lost])
     assert of_lost <= np.sum(np.abs(ref.d[:, lost])) * 2 * np.sqrt(64)
     assert relative_error(dscale[partner], ref.dscale[partner]) < 8 * unit_roundoff(dtype)
-    check(x, scale, cos, sin, save="input", interleaved=interleaved, implementation="xla")
+    checked(x, scale, cos, sin, save="input", interleaved=interleaved, implementation="xla")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

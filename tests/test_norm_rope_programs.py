@@ -7,18 +7,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import pytest
-from norm_rope_cases import (
-    ALL,
-    BATCH,
-    COLS,
-    COS,
-    HEADS,
-    LENGTH,
-    SCALE,
-    SHAPE,
-    SIN,
-    X,
-)
+from functions import scalar
+from norms import normal, tables
 from programs import equations
 
 import jaxnorm
@@ -26,14 +16,10 @@ import jaxnorm
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 
-def loss_of(function, **options):
-    """A sum with another cotangent of each element."""
-
-    def loss(*operands):
-        y = function(*operands, **options)
-        return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
-
-    return loss
+SHAPE = BATCH, LENGTH, HEADS, COLS = 4, 8, 2, 16
+X, SCALE = normal(SHAPE, "float32", 0), normal((COLS,), "float32", 1, scale=0.3, shift=1.0)
+COS, SIN = tables((LENGTH, 1, COLS // 2))
+ALL = X, SCALE, COS, SIN
 
 
 def test_scan_keeps_the_tables_once():
@@ -97,9 +83,9 @@ def test_what_is_kept(around, save):
 @pytest.mark.remat
 def test_tables_are_not_broadcast():
     """No array of x's rows and half its columns is made of them, forward or backward."""
-    text = jax.jit(jax.grad(loss_of(jaxnorm.rms_norm_rope), (0, 1))).lower(*ALL).as_text()
+    text = jax.jit(jax.grad(scalar(jaxnorm.rms_norm_rope), (0, 1))).lower(*ALL).as_text()
     arguments = re.search(r"func\.func public @main\((.*?)\) ->", text).group(1)
     assert arguments.count(f"tensor<{LENGTH}x1x{COLS // 2}xf32>") == 2
-    jaxpr = jax.make_jaxpr(jax.grad(loss_of(jaxnorm.rms_norm_rope), (0, 1)))(*ALL)
+    jaxpr = jax.make_jaxpr(jax.grad(scalar(jaxnorm.rms_norm_rope), (0, 1)))(*ALL)
     made = {v.aval.shape for equation in equations(jaxpr) for v in equation.outvars}
     assert (BATCH, LENGTH, HEADS, COLS // 2) not in made

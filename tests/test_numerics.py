@@ -1,7 +1,8 @@
-"""What saving the output costs, and what it must not cost: each case as a bound against float64.
+"""The cost of saving the output, and its limits: each case as a bound against float64.
 
-256 rows of 1024. dx is stored in x's dtype, so 0.83 u of its norm is unavoidable; the bounds leave
-a fifth of room above the law ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j / scale_j)^2)``.
+256 rows of 1024. dx is stored in x's dtype, so an error of 0.83 u of its norm is unavoidable. The
+bounds leave a margin of a fifth above the law ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j /
+scale_j)^2)``.
 """
 
 import jax
@@ -13,7 +14,7 @@ from reference import Norm, exact, relative_error
 import jaxnorm
 
 ROWS, COLS = 256, 1024
-# Half a unit roundoff: the mean size of what the law calls u.
+# Half of the unit roundoff: the mean size of what the law calls u.
 U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 ROOM = 1.2
 # float32 sums of 1024 terms, measured 1e-7: a few units in the last place.
@@ -35,7 +36,7 @@ def five_percent_zeros():
 
 
 def gradients(dtype, scale, bias, *, save="output", p_dtype="float32", x=None, d=None):
-    """Relative errors of (dx, dscale) and their arrays, LayerNorm with a bias, else RMSNorm."""
+    """Return the relative errors of dx and dscale, and the arrays; LayerNorm if there is a bias."""
     x = rng(3).normal(size=(ROWS, COLS)) if x is None else x
     d = rng(4).normal(size=(ROWS, COLS)) if d is None else d
     x, d = jnp.asarray(x, dtype), jnp.asarray(d, dtype)
@@ -93,7 +94,7 @@ def test_layer_norm(scale, bias, dx_bound, dscale_bound):
 
 
 def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
-    """Information is gone from y: bounded, not exact, and foretold; save="input" is right."""
+    """y lost information: the error is bounded and predicted, and save="input" avoids it."""
     scale, bias = rng(7).uniform(-1e-2, 1e-2, COLS), rng(8).normal(size=COLS)
     dx, dscale, ref = gradients("bfloat16", scale, bias)
     assert relative_error(dx, ref.dx) < ROOM * 1.6e-2
@@ -107,7 +108,7 @@ def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scale_all_zero(dtype):
-    """y still carries x_hat: dscale is as right as ever, and dx vanishes."""
+    """y still holds x_hat: dscale is as accurate as ever, and dx is about 0."""
     dx, dscale, ref = gradients(dtype, np.zeros(COLS), None)
     assert np.abs(exact(dx)).max() < 2.0**-50
     assert relative_error(dscale, ref.dscale) < ROOM * {"float32": F32, "bfloat16": 1.6e-3}[dtype]
@@ -116,7 +117,7 @@ def test_scale_all_zero(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30])
 def test_floored_output_vanishes_in_a_matmul(dtype, value):
-    """What the floor adds to y is bitwise invisible behind a matrix product."""
+    """The part of y that the floor adds does not change a bit of a following matmul."""
     x = jnp.asarray(rng(0).normal(size=(16, 64)), dtype)
     scale = jnp.asarray(near_one(64), "float32").at[::3].set(value)
     weights = jnp.asarray(rng(1).normal(size=(64, 32)), dtype)
@@ -129,7 +130,7 @@ def test_floored_output_vanishes_in_a_matmul(dtype, value):
 @pytest.mark.parametrize("case", ["ordinary", "bias much larger", "tiny scale"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_law(dtype, case):
-    """check_params' formula predicts each column's error, within a factor that 256 rows justify."""
+    """check_params predicts each column's error, within a factor that 256 rows justify."""
     scale, bias = {
         "ordinary": (near_one(), rng(9).normal(size=COLS)),
         "bias much larger": (near_one() * 0.1, rng(9).normal(size=COLS)),
@@ -150,7 +151,7 @@ def test_the_law(dtype, case):
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """y's rounding may carry y / scale beyond sqrt(N), where no x_hat can be: it is clipped."""
+    """Rounding y may move y / scale above sqrt(N), the maximum of x_hat: it is clipped there."""
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):
@@ -165,7 +166,7 @@ def test_recovered_x_hat_keeps_its_bound():
 
 @pytest.mark.parametrize("subtract_mean", [True, False])
 def test_float32_parameters_with_bfloat16_output(subtract_mean):
-    """Forward and backward round the bias to y's dtype alike; XLA may not undo that under jit."""
+    """Forward and backward round the bias to y's dtype; XLA must keep this inside `jax.jit`."""
     x = jnp.asarray(rng(0).normal(size=(ROWS, COLS)), jnp.float32)
     d = jnp.asarray(rng(1).normal(size=(ROWS, COLS)), jnp.bfloat16)
     scale = jnp.asarray(near_one(), jnp.float32)
@@ -191,7 +192,7 @@ def test_float32_parameters_with_bfloat16_output(subtract_mean):
 
 
 def test_mean_ten_thousand():
-    """Two passes: the variance stays right where E[x^2] - E[x]^2 errs by thousands."""
+    """Two passes give an accurate variance, where E[x^2] - E[x]^2 errs by thousands."""
     x = 1e4 + rng(0).normal(size=(ROWS, COLS))
     y = jaxnorm.layer_norm(jnp.asarray(x, jnp.float32))
     x = exact(jnp.asarray(x, jnp.float32))
@@ -203,7 +204,7 @@ def test_mean_ten_thousand():
 
 
 def test_cotangent_parallel_to_x_hat():
-    """dx then is a small difference: its error is about u |c2| / |dx|, whatever the scale."""
+    """dx is a small difference of large terms: its relative error is about u |c2| / |dx|."""
     x, noise = rng(0).normal(size=(ROWS, COLS)), rng(1).normal(size=(ROWS, COLS))
     d = 0.9 * x + np.sqrt(1 - 0.9**2) * noise
     dx, _, ref = gradients("bfloat16", np.ones(COLS), None, x=x, d=d)
@@ -214,7 +215,7 @@ def test_cotangent_parallel_to_x_hat():
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zero_initialised_scale_trains(dtype, save):
-    """A scale that starts at 0 learns as fast from the output as from the input."""
+    """A scale that starts at 0 learns as fast if the output is saved as if the input is saved."""
     x = jnp.asarray(rng(0).normal(size=(64, 32)), dtype)
     target = jnp.asarray(rng(1).normal(size=32), jnp.float32)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
+from norms import normal
 from reference import Norm, TwoNorms, assert_within, exact, relative_error, unit_roundoff
-from test_norm import normal
 
 import jaxnorm
 

@@ -1,7 +1,8 @@
-"""Other people's norm classes by ``calls=``: Tunix's Qwen 3 and Gemma, Hugging Face's Flax Llama.
+"""Norm classes of other libraries with ``calls=``: Tunix's Qwen 3 and Gemma, Hugging Face's Llama.
 
-Not in the ordinary suite: ``pip install --group models``, then ``pytest -m models``. Tunix has many
-dependencies; its model files alone are imported: ``pip install --no-deps google-tunix``.
+These tests are not in the ordinary suite: ``pip install --group models``, then ``pytest -m
+models``. Tunix has many dependencies, and only its model files are imported here: ``pip install
+--no-deps google-tunix``.
 """
 
 import importlib
@@ -39,7 +40,7 @@ SIZES = {
 
 
 def tunix(name):
-    """Tunix's models.<name>.model, without what its package imports for training."""
+    """Return Tunix's models.<name>.model without the training packages that Tunix imports."""
     spec = importlib.util.find_spec("tunix")
     if spec is None:
         pytest.skip("needs google-tunix")
@@ -78,7 +79,7 @@ def qwen(dtype):
 
 
 def gemma(dtype):
-    """Gemma 2: softcaps, and norms after each branch, too."""
+    """Return Gemma 2, with softcaps and norms after each branch."""
     from flax import nnx
 
     model = tunix("gemma")
@@ -115,7 +116,7 @@ def loss_of(model):
 
 @pytest.mark.parametrize("make", [qwen, gemma])
 def test_tunix(make, caplog):
-    """Values, gradients, how many norms there are, and what memory_report had promised."""
+    """Test values, gradients, the number of norms, and what memory_report predicted."""
     model, calls, count = make("float32")
     before, state = loss_of(model)
     model, calls, _ = make("float32")
@@ -132,7 +133,8 @@ def test_tunix(make, caplog):
         scale = float(jnp.max(jnp.abs(other)))
         np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-3 * scale)
     reports = memory_report(before, state), memory_report(after, state)
-    # Norms of queries and keys have advice for the norm and the rotation: half of it is followed.
+    # Norms of queries and keys have advice for the norm and for the rotation; a part of it is
+    # followed.
     told, left = (
         sum(row.saves for row in report if row.advice and row.advice.startswith("rms_norm"))
         for report in reports

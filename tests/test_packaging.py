@@ -27,7 +27,7 @@ def run(*command, **options):
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     out = tmp_path_factory.mktemp("dist")
-    # hatchling is here already: no isolated environment, no download.
+    # hatchling is installed here, so the build needs no isolated environment and no download.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
     return out
 
@@ -67,11 +67,11 @@ def test_wheel_says_what_it_is_for(dist):
 
 
 def test_wheel_in_an_empty_environment(dist, tmp_path):
-    """Installed beside jax and numpy alone: functions work, other modules say what to do."""
+    """With only jax and numpy installed, functions work, and other modules say what to install."""
     (wheel,) = dist.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    # The pip that is here; and only what is imported is worth compiling.
+    # Use the installed pip. Compile only the files that are imported.
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
     needed = (wheel, f"jax=={version('jax')}", f"numpy=={version('numpy')}")
     run(*pip, "install", "--quiet", "--no-compile", *needed)
@@ -94,7 +94,7 @@ print("works")
 
 
 def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
-    """The newest dated entry; only entries above it are unreleased."""
+    """Entries above the newest dated entry are unreleased."""
     heading = r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$"
     text = (ROOT / "CHANGELOG.md").read_text()
     entries = re.findall(heading, text, re.MULTILINE)
@@ -109,7 +109,7 @@ def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
 
 
 def test_import_costs_no_extra():
-    """Neither Flax nor a kernel backend is imported before it is asked for."""
+    """Importing jaxnorm imports neither Flax nor a kernel backend."""
     program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
     program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
     names = ("launching", "operations", "specs", "implementation")

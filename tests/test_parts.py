@@ -49,7 +49,7 @@ def test_values_and_gradients(case, dtype, implementation):
 
 
 def gradients(function):
-    """The gradients of all arguments of a function that are floating-point numbers."""
+    """Return the gradients for all floating-point arguments of a function."""
 
     def run(*operands):
         at = [i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
@@ -81,7 +81,7 @@ loss = jaxnorm.softmax_cross_entropy_with_integer_labels
 
 
 def windows(x, scale):
-    """Norms of windows of rows, each written over the window."""
+    """Return norms of windows of rows, each stored in place of the window."""
 
     def step(i, x):
         window = jax.lax.dynamic_slice(x, (i, 0), (256, 1000))
@@ -91,7 +91,7 @@ def windows(x, scale):
 
 
 def layers(x, scales, unroll=1):
-    """Norms with scales of a stack, which starts in the middle of an array."""
+    """Return norms with scales from a stack that starts in the middle of an array."""
     stack = scales[1:].reshape(-1, 1024)
     return jax.lax.scan(lambda x, scale: (x + rms_norm(x, scale), None), x, stack, unroll=unroll)[0]
 
@@ -200,9 +200,9 @@ PATTERNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Results are those of copies, to the last bit: outside `jax.jit`, each slice is a copy.
+    """Results equal those of copies to the last bit; outside `jax.jit`, each slice is a copy.
 
-    The gradient runs, too; its values are tested above.
+    The gradient runs as well; its values are tested above.
     """
     function, make = PATTERNS[name]
     operands = make()

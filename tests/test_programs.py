@@ -33,13 +33,13 @@ basic = pytest.mark.parametrize("name", BASIC)
 
 
 def both(function, wrt):
-    """A function's results, and the gradients of a scalar of them."""
+    """Return a function's results, and the gradients of a scalar of them."""
     return lambda *operands: (function(*operands), gradients(function, wrt)(*operands))
 
 
 @each
 def test_it_is_the_formula(name, x64):
-    """Values and gradients in float64, where a wrong formula is far off."""
+    """Compare values and gradients in float64, where a wrong formula differs visibly."""
     operands = operands_of(name, "float64")
     ours, plain = (both(f, floats_in(operands)) for f in FUNCTIONS[name][:2])
     results = jax.jit(ours)(*operands)
@@ -49,7 +49,7 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """The same bits in values of one primitive, of NumPy's arrays, too; gradients; uncompiled."""
+    """Outside jit, values have the same bits, also for NumPy arrays; gradients are compared."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))
@@ -71,7 +71,7 @@ def test_outside_jit(name):
 @each
 @pytest.mark.parametrize("rows", [(0, 2), (3, 0)], ids=str)
 def test_no_rows(name, rows):
-    """Shapes are as with rows, and gradients of parameters are 0."""
+    """Shapes are the same without rows, and gradients of parameters are 0."""
     operands = operands_of(name, sizes=Sizes(rows))
     run = both(FUNCTIONS[name].ours, floats_in(operands))
     results, found = run(*operands)
@@ -91,7 +91,7 @@ def test_no_rows(name, rows):
     ],
 )
 def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
-    """Of an implementation; the default may take another where no backward is to come."""
+    """An implementation gives the same bits; the default may choose another without a backward."""
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)
     x = x.astype(dtype)
@@ -102,7 +102,7 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
 @pytest.mark.remat
 @each
 def test_scan_over_layers(name, x64):
-    """Gradients of all operands of three layers, each of which takes what the last one returned."""
+    """Compare gradients of all operands of three layers, applied one after the other."""
     function, plain, _ = FUNCTIONS[name]
     stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
     wrt = floats_in(stacked)
@@ -141,7 +141,7 @@ def test_export_round_trip(name, platforms):
 
 
 def of_symbols(name, operands):
-    """Types of the operands, whose axes of rows are symbols."""
+    """Return types of the operands whose axes of rows are symbols."""
     rows, sizes = jax.export.symbolic_shape("rows, heads"), Sizes()
     return [
         jax.ShapeDtypeStruct(
@@ -170,7 +170,7 @@ OF_ROWS = [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}]
     ],
 )
 def test_export_with_symbolic_rows(name, dtype):
-    """Both passes of any number of rows, in plain JAX: kernels need sizes that are numbers."""
+    """Both passes run for any number of rows, in plain JAX: kernels need sizes that are numbers."""
     operands, function = operands_of(name, dtype), FUNCTIONS[name].ours
     if "implementation" in options_of(name.split()[0]):
         function = functools.partial(function, implementation="xla")
@@ -184,7 +184,7 @@ def test_export_with_symbolic_rows(name, dtype):
 
 
 SYMBOLIC = {
-    # adaLN's parameters of each sample; GroupNorm, whose positions are a part of its rows.
+    # Parameters of each sample, as in adaLN; GroupNorm, with positions as a part of its rows.
     "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
     "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
     "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
@@ -211,7 +211,7 @@ def normal(*shape):
 
 
 def test_export_with_symbolic_classes():
-    """The share of each class is no number then."""
+    """The share of each class in a smoothed label is then a symbolic expression."""
 
     def loss(x, labels):
         call = jaxnorm.softmax_cross_entropy_with_integer_labels
@@ -241,7 +241,7 @@ def test_lowering_for_a_gpu_from_any_host(name):
 
 @basic
 def test_work_placed_on_the_cpu(name):
-    """On a GPU host, too: the placement chooses the implementation, not the backend."""
+    """The placement of the arrays chooses the implementation, not the default backend."""
     cpu = jax.devices("cpu")[0]
     operands = [jax.device_put(a, cpu) for a in operands_of(name)]
     results = jax.jit(FUNCTIONS[name].ours)(*operands)

@@ -1,4 +1,4 @@
-"""What holds for every input: properties over generated shapes, axes and values."""
+"""Properties that hold for every input, over generated shapes, axes and values."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ FUNCTIONS = {
     "rms_norm": jaxnorm.rms_norm,
 }
 each = pytest.mark.parametrize("name", FUNCTIONS)
-# Every new shape is compiled anew: few shapes, and no deadline.
+# Every new shape is compiled, so there are few shapes and no deadline.
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
 values = st.floats(-30, 30, width=32, allow_subnormal=False)

@@ -1,4 +1,4 @@
-"""What users see of the package: names, help, docstrings, types."""
+"""The package as users see it: names, help, docstrings, types."""
 
 import inspect
 import pydoc
@@ -14,7 +14,7 @@ import jaxnorm
 import jaxnorm.linen
 import jaxnorm.nnx
 
-#: The kind and the name of all that the page of the API documents.
+#: The kind and the name of everything that the API page documents.
 _LISTED = re.findall(
     r"^\.\. auto(\w+):: (\w+)$",
     (Path(__file__).parent.parent / "docs/api/jaxnorm.md").read_text(),

@@ -1,4 +1,4 @@
-"""The Python blocks of the README and the docs run: a page's, in order, as one program."""
+"""The Python blocks of the README and the docs run: those of a page form one program."""
 
 import pkgutil
 import re
@@ -31,7 +31,7 @@ def is_here(name: str) -> bool:
 
 
 def blocks(page: Path) -> list[str]:
-    """Those that can run here."""
+    """Return the blocks of a page that can run here."""
     found = []
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
         if block["why"] is None or (block["why"] == "needs" and is_here(block["what"])):
@@ -50,7 +50,7 @@ def test_the_examples_run(page):
 
 
 def test_the_pages_have_examples():
-    """The expression that finds them finds them."""
+    """The regular expression finds the examples of the pages."""
     without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
     without |= {"results", "structure", "testing"}
     assert {page.stem for page in PAGES if not blocks(page)} == without
@@ -58,7 +58,7 @@ def test_the_pages_have_examples():
 
 
 def test_the_api_reference_has_every_public_name():
-    """Those of jaxnorm; the pages of its modules list their members by themselves."""
+    """The page lists every name of jaxnorm; pages of modules list their members automatically."""
     page = (ROOT / "docs" / "api" / "jaxnorm.md").read_text(encoding="utf-8")
     assert set(re.findall(r"auto(?:function|class|data):: (\w+)", page)) == set(jaxnorm.__all__)
     modules = {path.stem for path in (ROOT / "jaxnorm").glob("[a-z]*.py")}

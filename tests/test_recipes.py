@@ -1,4 +1,4 @@
-"""What the docs' recipes compute: their own code, on random data, beside plain JAX."""
+"""The docs' recipes, compared with plain JAX: their own code, on random data."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ VOCABULARY, WIDTH = 40, 24
 
 @functools.cache
 def page(name: str) -> dict[str, Any]:
-    """What the Python blocks of a page define."""
+    """Return the names that the Python blocks of a page define."""
     namespace: dict[str, Any] = {}
     for block in blocks(ROOT / "docs" / f"{name}.md"):
         exec(compile(block, name, "exec"), namespace)
@@ -40,7 +40,7 @@ def labels_of(*shape):
 
 
 def losses_of(hidden, scale, head, labels):
-    """Of each position, in plain JAX."""
+    """Return the loss of each position, in plain JAX."""
     rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
     logp = jax.nn.log_softmax(hidden * rstd * scale @ head)
     return -jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
@@ -50,7 +50,7 @@ ROUNDING = SAFETY * math.sqrt(256) * unit_roundoff("float32")
 
 
 def assert_close(ours, theirs):
-    """Within 64 roundings of the largest element: SAFETY sqrt(n) of them for 256 products."""
+    """Assert equality to 64 roundings of the largest element: SAFETY sqrt(n) for 256 products."""
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert a.dtype == b.dtype
         assert_within(a, exact(b), ROUNDING * np.abs(exact(b)).max())
@@ -58,7 +58,7 @@ def assert_close(ours, theirs):
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_norms_with_a_gate(groups):
-    """Of gated delta nets, over each head; and of Mamba 2."""
+    """The gated norms of gated delta nets (over each head) and of Mamba 2 are as in plain JAX."""
     blocks, shape = page("blocks"), (2, 16, 4, WIDTH)
 
     def both(norm, *arrays, **options):
@@ -75,7 +75,7 @@ def test_norms_with_a_gate(groups):
 
 
 def test_a_block_of_a_diffusion_transformer():
-    """Values, and gradients of all that it is conditioned on."""
+    """Compare values, and the gradients of all operands that condition the block."""
     names = [f"{name}_{i}" for i in (1, 2) for name in ("scale", "shift", "gate")]
     m = {name: 0.3 * normal(seed, 2, 1, WIDTH) for seed, name in enumerate(names)}
     x, weights = normal(7, 2, 16, WIDTH), normal(8, 2, WIDTH, WIDTH) / WIDTH**0.5
@@ -144,7 +144,7 @@ def test_tied_embeddings():
 
 
 def test_gradient_accumulation():
-    """Of micro-batches of which one has no position that counts, and others few."""
+    """One micro-batch has no position that counts, and others have few."""
     x, labels = normal(0, 4, 2, 8, WIDTH), labels_of(4, 2, 8)
     labels = labels.at[0, :, 1:].set(-100).at[2].set(-100)
     params = {"scale": normal(1, WIDTH), "head": normal(2, WIDTH, VOCABULARY)}
@@ -161,7 +161,7 @@ def test_gradient_accumulation():
 
 
 def answers(*shape):
-    """Tokens of sequences, and which are an answer's, of several lengths; a policy, one near it."""
+    """Return tokens of sequences, which of them are answers, a policy, and a policy near it."""
     tokens, lengths = labels_of(*shape, 16), jnp.arange(np.prod(shape)).reshape(*shape, 1)
     answer = (jnp.arange(16) >= 3) & (jnp.arange(16) < 6 + lengths)
     sizes = {"embedding": (VOCABULARY, WIDTH), "scale": (WIDTH,), "head": (WIDTH, VOCABULARY)}
@@ -171,7 +171,7 @@ def answers(*shape):
 
 
 def log_probs_of(params, tokens, answer):
-    """Of each token but the first, and entropies, in plain JAX."""
+    """Return log-probabilities of each token but the first, and entropies, in plain JAX."""
     hidden = params["embedding"][tokens[..., :-1]]
     rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
     logp = jax.nn.log_softmax(hidden * rstd * params["scale"] @ params["head"])
@@ -180,7 +180,7 @@ def log_probs_of(params, tokens, answer):
 
 
 def test_grpo():
-    """Of ratios on either side of both bounds."""
+    """Ratios are on either side of both bounds."""
     tokens, answer, params, near = answers(3, 4)
     counts, rewards = answer[..., 1:], normal(20, 3, 4)
     old, _ = log_probs_of(near, tokens, answer)
@@ -232,8 +232,79 @@ def test_a_policy_gradient_with_an_entropy_bonus():
     assert_close(ours, jax.value_and_grad(plain)(params))
 
 
+def hidden_of(params, tokens):
+    x = params["embedding"][tokens]
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["scale"]
+
+
+def test_several_candidates():
+    tokens, _, params, reference = answers(6)
+    candidates = jnp.stack([(3 * tokens[:, i] + i) % VOCABULARY for i in range(4)], -1)
+
+    def plain(params):
+        log_p = (
+            jax.nn.log_softmax(hidden_of(p, tokens[:, -1]) @ p["head"]) for p in (params, reference)
+        )
+        ours, its = (jnp.take_along_axis(p, candidates, -1) for p in log_p)
+        return -jax.nn.log_softmax(0.1 * (ours - its))[:, 0].mean()
+
+    loss = page("losses")["candidates_loss"]
+    ours = jax.value_and_grad(loss)(params, reference, tokens, candidates)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def log_softmaxes(params, tokens, temperature=1.0):
+    return jax.nn.log_softmax(hidden_of(params, tokens[:, :-1]) @ params["head"] / temperature)
+
+
+def test_on_policy_distillation():
+    tokens, answer, params, teacher = answers(6)
+
+    def plain(params):
+        log_q, log_p = (log_softmaxes(p, tokens, 2.0) for p in (params, teacher))
+        divergences = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
+        return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
+
+    loss = page("losses")["distillation_loss"]
+    ours = jax.value_and_grad(loss)(params, teacher, tokens, answer, temperature=2.0)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_the_top_k_of_a_teacher():
+    tokens, answer, params, teacher = answers(6)
+    of_teacher = jnp.pad(log_softmaxes(teacher, tokens), ((0, 0), (1, 0), (0, 0)))
+    top_log_prob, top_tokens = jax.lax.top_k(of_teacher, 5)
+
+    def plain(params):
+        log_q = jnp.take_along_axis(log_softmaxes(params, tokens), top_tokens[:, 1:], -1)
+        log_p = top_log_prob[:, 1:]
+        divergences = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+        return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
+
+    loss = page("losses")["top_k_loss"]
+    ours = jax.value_and_grad(loss)(params, tokens, answer, top_tokens, top_log_prob)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_jensen_shannon():
+    x, head, teacher_x, teacher_head = (
+        normal(i, *shape) for i, shape in enumerate([(6, 8), (8, 40), (6, 12), (12, 40)])
+    )
+
+    def plain(x, head):
+        q, p = jax.nn.softmax(x @ head), jax.nn.softmax(teacher_x @ teacher_head)
+        m = 0.3 * p + 0.7 * q
+        of_p, of_q = (jnp.sum(d * jnp.log(d / m), -1) for d in (p, q))
+        return (0.3 * of_p + 0.7 * of_q).mean()
+
+    def ours(x, head):
+        return page("losses")["jensen_shannon"](x, head, teacher_x, teacher_head, 0.3, chunk=4)
+
+    assert_close(*(jax.value_and_grad(f, (0, 1))(x, head) for f in (ours, plain)))
+
+
 def test_outputs_that_are_offloaded():
-    """Of the scanned layers y is kept in the host's memory, and nothing else of its size."""
+    """Only y of the scanned layers is offloaded to the host, and nothing else of its size."""
     loss = page("transformations")["loss"]
     x, layers = normal(0, 8, 64), (normal(1, 4, 64), normal(2, 4, 64, 64) / 8)
 
@@ -267,7 +338,7 @@ def test_padding_makes_a_norm_batch_invariant():
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
 def test_a_vocabulary_that_is_split(axis_type):
-    """The weight's gradient lies as it does; logits that are split give the same losses."""
+    """The weight's gradient has the weight's sharding. Split logits have the same losses."""
     mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(axis_type,) * 2)
     x, head, labels = normal(0, 4, 8, WIDTH), normal(1, WIDTH, VOCABULARY), labels_of(4, 8)
 

@@ -9,16 +9,16 @@ import ast
 import functools
 from pathlib import Path
 
-import gated_cases
+import functions
 import jax
 import jax.numpy as jnp
 import linear_loss_cases
 import log_prob_cases
 import loss_cases
-import norm_rope_cases
 import numpy as np
 import pytest
 import reference
+from functions import divergences, of_candidates
 
 from jaxnorm.tools import references, running_error
 from jaxnorm.tools.running_error import Bounded
@@ -75,6 +75,10 @@ def norm_add_norm(x, residual, scale, next_scale):
     return norm(h, next_scale), h
 
 
+def gated(x, gate, scale, norm_before_gate):
+    return functions.gated(x, gate, scale, norm_before_gate)
+
+
 def cross_entropy(logits, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1)[:, 0]
 
@@ -127,7 +131,7 @@ CASES = [
     *(
         (
             "norm_rope",
-            norm_rope_cases.plain,
+            functions.rope,
             {"x": X, "scale": PARAMETER, **tables},
             {"interleaved": interleaved},
         )
@@ -137,7 +141,7 @@ CASES = [
     *(
         (
             "norm_gated",
-            gated_cases.plain,
+            gated,
             {"x": X, "gate": X, "scale": PARAMETER},
             {"norm_before_gate": before},
         )
@@ -151,6 +155,28 @@ CASES = [
     ),
     ("cross_entropy", cross_entropy, {"logits": X, "labels": LABELS}, {}),
     ("log_prob_and_entropy", log_prob_and_entropy, {"logits": X, "labels": LABELS}, {}),
+    *(
+        ("kl_divergence", divergences, {"logits": X, "teacher_logits": X}, {"reverse": reverse})
+        for reverse in (False, True)
+    ),
+    (
+        "log_probs_and_entropy",
+        lambda logits, labels: of_candidates(logits, labels, jnp.ones(labels.shape[:-1])),
+        {"logits": X, "labels": (*LABELS, 3)},
+        {},
+    ),
+    (
+        "linear_kl_divergence",
+        lambda x, weight, bias, teacher_x, teacher_weight: divergences(
+            x @ weight + bias, teacher_x @ teacher_weight
+        ).mean(),
+        {
+            **{name: shape for name, shape in _LINEAR.items() if name != "labels"},
+            "teacher_x": _LINEAR["x"],
+            "teacher_weight": _LINEAR["weight"],
+        },
+        {},
+    ),
     (
         "linear_cross_entropy",
         of_layer(lambda *operands: cross_entropy(*operands).mean()),

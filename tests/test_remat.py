@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["remat2", "remat3"])
 def remat3(request):
-    """Each of JAX's implementations of `jax.checkpoint`."""
+    """Run a test with each of JAX's implementations of `jax.checkpoint`."""
     if jax.__version_info__ < (0, 12):
         if request.param:
             pytest.skip("jax 0.11 has an unfinished one, without rules of this form")
@@ -76,18 +76,18 @@ AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
 
 def saved(rows, named, numbers):
-    """What is saved without a policy, by policies that keep the output, and by one that does not.
+    """Return the saved arrays without a policy, and with policies that save the output or not.
 
     Args:
-      rows, named: arrays of all rows and columns, and those of them that have a name.
-      numbers: arrays of a number for each row.
+      rows, named: the arrays of all rows and columns, and those of them that have a name.
+      numbers: the arrays with a number for each row.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
     return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}
 
 
 def norm_of(name, **options):
-    """A norm of x, of a residual if it takes one, and with all of its vectors."""
+    """Return a norm of x, with all of its vectors, and with a residual if it takes one."""
     function = getattr(jaxnorm, name)
     takes = inspect.signature(function).parameters
     rows = 1 + ("residual" in takes or name == "rms_norm_gated")
@@ -175,8 +175,8 @@ NAMES = {
     "rms_norm_linear silu": {"jaxnorm_rstd", "jaxnorm_preactivation"},
     "gated_linear": set(),
 }
-# These policies save of our functions what `save_policy` does, and products, which all but one
-# have none of.
+# These policies save what `save_policy` saves of our functions. They also save matmuls, which only
+# one of our functions has.
 SAME = ("both", "offload", "nested", "jit inside")
 CASES = [
     (name, policy, saved[policy if policy in saved else "save_policy"])
@@ -193,13 +193,13 @@ def operands(dtype="float32"):
 
 
 def block(name):
-    """A function whose operand is computed, and therefore not among the arguments."""
+    """Return a function whose operand is computed, and therefore is not an argument."""
     function = FUNCTIONS[name][0]
     return lambda x, s, w: function(3 * x, s, w)
 
 
 def loss(f):
-    """A sum with a different cotangent everywhere."""
+    """Return a sum with a different cotangent for each element."""
 
     def summed(*arrays):
         y = f(*arrays)
@@ -219,7 +219,7 @@ def test_what_is_saved(name, policy, saved):
     assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
 
 
-# Each function with two of the policies, in turn.
+# Each function runs with two of the policies, alternating.
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -244,7 +244,7 @@ def test_gradients_are_those_without(name, policy):
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "linear" not in name])
 def test_what_runs_again(name):
-    """A policy that keeps what the backward takes runs nothing again, another one the function."""
+    """Nothing runs again if a policy saves what the backward needs; otherwise the function does."""
     for policy in ("plain", "save_policy", "names", "all but out", "checkpoint", "jit inside"):
         step = jax.grad(loss(AROUND[policy](block(name))), argnums=(0, 1, 2))
         without_out = policy == "all but out" and FUNCTIONS[name][1]["names"][0] > 0
@@ -255,7 +255,7 @@ def test_what_runs_again(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_names(name):
-    """The names of what a function keeps, as policies see them."""
+    """Return the names of what a function saves, as policies see them."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block(name), *a)[0])(*operands())
     assert {*names(jaxpr)} == NAMES.get(name, {"jaxnorm_out", "jaxnorm_rstd"})
 
@@ -268,13 +268,13 @@ def calls(f, *arrays):
 
 
 def compiled_calls(f, *arrays):
-    """Forward norms in the program as XLA has optimised it: each has one rsqrt."""
+    """Return the number of forward norms in the optimised program: each has one rsqrt."""
     text = jax.jit(f).lower(*arrays).compile().as_text()
     return len(re.findall(r" = \S+ rsqrt\(", text))
 
 
 def layer(x, w):
-    """A norm between two matmuls, and elementwise code after it."""
+    """Return a norm between two matmuls, and elementwise code after it."""
     return x + jnp.tanh(jaxnorm.rms_norm(x @ w, 1 + w[0]) @ w)
 
 
@@ -304,7 +304,7 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """The counts above would see a second norm."""
+    """The counts above would show a second norm."""
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
     step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
@@ -314,7 +314,7 @@ def test_checkpoint_runs_a_norm_again(stack):
 
 @pytest.mark.parametrize(("policy", "kernels"), [("save_policy", 2), ("checkpoint", 3)])
 def test_kernels_in_a_program_for_a_gpu(policy, kernels):
-    """One kernel forward and one backward; without a policy the forward's again."""
+    """A program has one kernel forward and one backward; without a policy, the forward's twice."""
     x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
     weights = jax.ShapeDtypeStruct((LAYERS, 1024, 1024), "bfloat16")
     step = jax.grad(functools.partial(scanned, AROUND[policy]), argnums=(0, 1))
@@ -340,7 +340,7 @@ def custom_vjp(f):
 
 
 def gradient_norm(f):
-    """A function whose gradient is of second order."""
+    """Return a function whose gradient has second derivatives."""
     return lambda *a: sum(jnp.sum(jnp.cos(g)) for g in jax.grad(loss(f), (0, 1, 2))(*a))
 
 
@@ -362,7 +362,7 @@ DERIVATIVES = {
     ["rms_norm", "softmax", "linear_softmax_cross_entropy", "rms_norm_linear silu"],
 )
 def test_derivatives(name, derivative):
-    """Saved residuals have derivatives of their own, which second order takes.
+    """Saved residuals have derivatives too, which the second order uses.
 
     A second derivative sums over the terms of the first, of which there are rows * cols^2.
     """
@@ -388,7 +388,7 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 @pytest.mark.parametrize("policy", ["plain", "checkpoint", "save_policy", "names", "offload"])
 def test_memory_report(stack, policy):
-    """The bytes are those of JAX's own list; the arrays have the names of what makes them."""
+    """The bytes are those of JAX's own list, and arrays have the names of their operations."""
     x, _, w = operands()
     f = functools.partial(stack, AROUND[policy])
     weights = jnp.stack([w] * LAYERS)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from norms import normal
 from reference import DTYPES, TwoNorms, assert_as_accurate, assert_within, exact, rounding
 from specs import build_spec
-from test_norm import normal
 
 import jaxnorm
 from jaxnorm_kernels import mosaic

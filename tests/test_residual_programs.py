@@ -8,9 +8,9 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from norms import normal
 from program_error import assert_computes
 from programs import equations
-from test_norm import normal
 
 import jaxnorm
 

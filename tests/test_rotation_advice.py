@@ -16,7 +16,7 @@ WIDTH = HEADS * HEAD
 
 
 def plain(x, scale):
-    """As Flax computes it."""
+    """Compute RMSNorm as Flax does."""
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
     return (wide * (rstd * scale)).astype(x.dtype)
@@ -28,7 +28,7 @@ def halves(x, cos, sin):
 
 
 def whole(x, cos, sin):
-    """As Hugging Face computes it: the partners of all elements in one array."""
+    """Rotate as Hugging Face does, with the partners of all elements in one array."""
     cos, sin = (jnp.concatenate([a, a], -1).astype(x.dtype) for a in (cos, sin))
     a, b = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-b, a], axis=-1) * sin
@@ -92,7 +92,7 @@ def taken_twice(x, scale, *tables):
 
 
 def summed(x, scale, cos, sin):
-    """Halves that change places: no rotation."""
+    """Return swapped halves: this is not a rotation."""
     a, b = jnp.split(plain(x, scale), 2, axis=-1)
     return jnp.concatenate([b, a], axis=-1)
 

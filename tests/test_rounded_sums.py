@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_norm import normal
+from norms import normal
 
 import jaxnorm
 

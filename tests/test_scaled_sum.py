@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import refused
 from functions import gradients, layer_norm
+from norms import check, normal
 from program_error import assert_computes
 from programs import equations
-from reference import SAFETY, assert_within, exact, rounding
-from scaled_sum_cases import ScaledSum
-from test_norm import normal
 
 import jaxnorm
 
@@ -52,7 +50,7 @@ def parameter(lead, cols, dtype, seed, shift=1.0):
 @pytest.mark.parametrize(("lead", "mix"), [(n, MIXES[i % 4]) for i, n in enumerate(LEADS)])
 @each_function
 def test_values_and_gradients(name, lead, mix, cols, save, implementation):
-    check(name, LEADS[lead], mix, cols, save, implementation)
+    checked(name, LEADS[lead], mix, cols, save, implementation)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
@@ -60,52 +58,18 @@ def test_values_and_gradients(name, lead, mix, cols, save, implementation):
 @pytest.mark.parametrize("mix", MIXES)
 @each_function
 def test_mixes(name, mix, save, implementation):
-    check(name, LEADS["adaLN-zero"], mix, 768, save, implementation)
+    checked(name, LEADS["adaLN-zero"], mix, 768, save, implementation)
 
 
-def check(name, leads, mix, cols, save, implementation):
+def checked(name, leads, mix, cols, save, implementation):
     x_dtype, r_dtype, p_dtype, y_dtype = mix
     shape, (of_norm, of_gate) = (BATCH, LENGTH, cols), leads
-    x, residual = normal(shape, x_dtype, 0, shift=0.5), normal(shape, r_dtype, 1)
-    dy, dh = normal(shape, y_dtype, 2), normal(shape, r_dtype, 3)
-    params = {"scale": parameter(of_norm, cols, p_dtype, 4)}
+    given = {"residual": normal(shape, r_dtype, 1), "scale": parameter(of_norm, cols, p_dtype, 4)}
     if name == "add_layer_norm":
-        params["bias"] = parameter(of_norm, cols, p_dtype, 5, shift=0.0)
-    params["gate"] = parameter(of_gate, cols, p_dtype, 6, shift=0.5)
-
-    def function(x, residual, params):
-        options = {"save": save, "dtype": y_dtype, "implementation": implementation}
-        return FUNCTIONS[name](x, residual, **params, **options)
-
-    (y, h), vjp = jax.vjp(function, x, residual, params)
-    dx, dresidual, gradients = vjp((dy, dh))
-    # Norms of one row each, beside each other: sums over the first axis are those of a row.
-    whole = [
-        np.broadcast_to(exact(p), shape)
-        for p in (params["scale"], params.get("bias", np.zeros(cols)), params["gate"])
-    ]
-    rows = (exact(a)[None] for a in (x, residual, h))
-    ref = ScaledSum(
-        *rows,
-        *whole,
-        *(exact(d)[None] for d in (dy, dh)),
-        name == "add_layer_norm",
-        save,
-        (x_dtype, r_dtype, y_dtype),
-    )
-    ref.check_h(h[None])
-    ref.check_y(y[None])
-    ref.check_rows(dx[None], dresidual[None])
-    sums = ref.sums() | {"gate": ref.sums()["branch_scale"]}
-    for key, gradient in gradients.items():
-        p = params[key]
-        assert (gradient.shape, gradient.dtype) == (p.shape, p.dtype)
-        over = tuple(i for i, n in enumerate((*(1,) * (3 - p.ndim), *p.shape)) if n == 1)
-        value, bound, magnitude = (
-            a.sum(over, keepdims=True).reshape(p.shape) for a in (*sums[key], np.abs(sums[key][0]))
-        )
-        walk = SAFETY * 2.0**-24 * (np.sqrt(BATCH * LENGTH) + 2) * magnitude
-        assert_within(gradient, value, bound + walk + rounding(np.abs(value) + bound, p.dtype.name))
+        given["bias"] = parameter(of_norm, cols, p_dtype, 5, shift=0.0)
+    given |= {"gate": parameter(of_gate, cols, p_dtype, 6, shift=0.5), "y_dtype": y_dtype}
+    x = normal(shape, x_dtype, 0, shift=0.5)
+    check(name, x, save=save, implementation=implementation, **given)
 
 
 def test_a_gate_of_ones_is_none_and_of_zeros_the_residual():

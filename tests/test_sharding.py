@@ -45,7 +45,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 @pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """Each device has its groups; a gradient is summed over the devices that share one."""
+    """Each device has its groups; a gradient is summed over the devices that share a group."""
     d, x, _ = operands("rms_norm")
     scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
     specs = (
@@ -66,7 +66,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 def test_every_pair_of_explicit_specs(x_spec, params):
-    """However x and the parameters lie on a mesh of two axes, gradients lie as what they are of."""
+    """For any sharding on a mesh of two axes, gradients are sharded like their arrays."""
     mesh = {"data": 4, "seq": 2}
     case = Case("", mesh, x_spec, params)
     shape = (8, 8, 16)
@@ -80,7 +80,7 @@ def test_every_pair_of_explicit_specs(x_spec, params):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)])
 def test_other_axes(kernels, axis, kind):
-    """Axes that are moved to be rows, with another one sharded."""
+    """The function's axes are not the last one, which is sharded."""
     mesh = mesh_of(Case("", {"data": 8}, P()), kind)
     x = operands("softmax")[1]
     sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, "data")))

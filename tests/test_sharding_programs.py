@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def loss(transform, x, params, **options):
-    """A few pre-norm layers, scanned."""
+    """Return the loss of a few pre-norm layers in a scan."""
 
     def layer(x, p):
         scale, w = p
@@ -82,7 +82,7 @@ def test_training_through_scanned_layers(kernels, transform, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vmap_of_a_sharded_call(kernels, kind):
-    """The batch axis is one more axis of rows; a launch on each device does its share of all."""
+    """The batch axis becomes another axis of rows; each device has one launch for its share."""
     mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
     _, x, scale = operands("rms_norm")
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
@@ -102,7 +102,7 @@ def test_donated_shards(kernels):
 
 
 def test_manual_axes_without_checks(kernels):
-    """check_vma=False: the caller sums the parameters' gradients, as for any function there."""
+    """With check_vma=False the caller sums the gradients of parameters, as for all functions."""
     mesh = mesh_of(CASES[0], "manual")
     arrays = operands("layer_norm")
 
@@ -122,7 +122,7 @@ def test_manual_axes_without_checks(kernels):
 
 
 def test_some_axes_manual_and_others_not(kernels):
-    """There XLA's partitioner has the rest of the mesh: its own code runs, and is right."""
+    """XLA's partitioner handles the other axes, so XLA's own code runs."""
     mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     _, x, scale = operands("rms_norm")
     mapped = jax.shard_map(
@@ -139,7 +139,7 @@ def test_some_axes_manual_and_others_not(kernels):
 
 
 def test_shards_of_unequal_size(kernels):
-    """XLA pads them; a kernel would take the padding for rows."""
+    """XLA pads unequal shards; a kernel would treat the padding as rows."""
     mesh = mesh_of(CASES[0], "auto")
     x = jnp.ones((10, 64))
 
@@ -184,7 +184,7 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
 @pytest.mark.parametrize("without_address", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """Hit by every program but a kernel's on Auto axes: that holds a Python function's address."""
+    """The cache is hit, except by kernels on Auto axes, which hold a Python function's address."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_remove_custom_partitioning_ptr_from_cache_key": without_address,
@@ -209,7 +209,7 @@ def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_pa
 
 
 def test_a_mesh_without_devices():
-    """What may run no kernel here can be lowered for a mesh that is only a shape."""
+    """A program without kernels can be lowered for a mesh that is only a shape."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))

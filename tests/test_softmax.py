@@ -33,7 +33,7 @@ def data(shape, dtype, seed=0, scale=3.0):
 
 
 def check(name, x, d, *, axis=-1, implementation):
-    """Values and gradient of `name` at x, for the cotangent d in the output's dtype."""
+    """Check values and gradient of `name` at x, for the cotangent d in the output's dtype."""
     function, expected, bound = FUNCTIONS[name]
     gradient, gradient_bound = GRADIENTS[name]
     y_dtype = d.dtype.name
@@ -114,7 +114,7 @@ def test_float64(name):
     assert y.dtype == "float64"
     y_ref = expected(exact(x), -1)
     u = reference.unit_roundoff("float64")
-    # numpy's own float64 exp is not exact either: one more unit each.
+    # numpy's own float64 exp may err by another unit.
     assert_within(y, y_ref, 2 * bound(exact(x), y_ref, -1, "float64", u))
 
 
@@ -158,7 +158,7 @@ def test_where(name, axis, kind, implementation):
     where = where_masks()[kind]
     x, d = data((4, 5, 6), "float32"), data((4, 5, 6), "float32", seed=1)
     kept = np.broadcast_to(where, x.shape)
-    # What is masked must not matter, neither in x nor in the cotangent.
+    # Masked elements of x and of the cotangent must not matter.
     x = jnp.where(kept, x, jnp.nan)
     d = jnp.where(kept, d, jnp.inf)
 
@@ -170,7 +170,7 @@ def test_where(name, axis, kind, implementation):
     y_ref = expected(exact(x), axis, where)
     d_kept = np.where(kept, exact(d), 0)
     dx_ref = np.where(kept, GRADIENTS[name][0](y_ref, d_kept, axis), 0)
-    # The rounding of the same on operands without NaNs.
+    # The rounding of the same program for operands without NaN.
     y_like, dx_like = analyse(both, jnp.where(kept, x, 0), jnp.where(kept, d, 0))
     assert_within(y, y_ref, y_like.error)
     assert_within(dx, dx_ref, dx_like.error)
@@ -179,7 +179,7 @@ def test_where(name, axis, kind, implementation):
 
 
 def test_log_softmax_mask_is_not_guessed_from_the_output():
-    """A genuine -inf logit has a gradient of its own; a masked one has none."""
+    """A genuine -inf logit has a gradient, a masked one has none."""
     x = jnp.asarray([0.0, -jnp.inf, 1.0])
     for where, expected in [(None, 1.0), (jnp.asarray([True, False, True]), 0.0)]:
         _, vjp = jax.vjp(lambda x, where=where: jaxnorm.log_softmax(x, where=where), x)
@@ -223,7 +223,7 @@ def test_numpy_and_scalar_axes(name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradient_beats_jax_nn_in_low_precision(dtype):
-    """Float32 arithmetic inside: no worse than jax.nn's own gradient in the same dtype."""
+    """Float32 arithmetic is at least as accurate as the gradient of jax.nn in the same dtype."""
     x, d = data((64, 1000), dtype), data((64, 1000), dtype, seed=1)
     dx_ref = reference.softmax_gradient(reference.softmax(exact(x), -1), exact(d), -1)
     errors = [

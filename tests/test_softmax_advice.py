@@ -20,7 +20,7 @@ PADDING = jax.ShapeDtypeStruct((BATCH, LENGTH), "bool")
 
 
 def report_of(attend, stack, argnums=(0, 1)):
-    """Of layers of attention whose `attend` makes results of logits, values and padding."""
+    """Report layers of attention whose `attend` maps logits, values and padding to results."""
     w = {n: jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "bfloat16") for n in ("q", "k", "v", "o")}
 
     def layer(padding, x, w):
@@ -45,7 +45,7 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Queries' heads in groups, as Tunix's Gemma and Qwen have them."""
+    """The queries' heads are in groups, as in Tunix's Gemma and Qwen."""
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
 
@@ -82,13 +82,13 @@ def above(logits, v, padding):
 
 
 def with_one_more(logits, v, padding):
-    """Each row has one entry above the diagonal, too."""
+    """Attend with a mask that also has one entry above the diagonal."""
     where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool), 1)
     return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
 
 
 def of_other_axes(logits, v, padding):
-    """As Gemma's logits are: (batch, length, heads, length)."""
+    """Attend with Gemma's order of logits: (batch, length, heads, length)."""
     where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[:, None]
     p = jax.nn.softmax(jnp.where(where, logits.transpose(0, 2, 1, 3), -jnp.inf))
     return jnp.einsum("bths,bshd->bthd", p.astype(v.dtype), v)
@@ -139,7 +139,7 @@ def told_by(report):
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following it lowers the total by what it says; then there is none of it left."""
+    """Advice saves what it says, and is gone after it was followed."""
     plain, ours, words = FOLLOWED[name]
     before, after = report_of(plain, stack), report_of(ours, stack)
     told = told_by(before)

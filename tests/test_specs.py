@@ -1,4 +1,4 @@
-"""A `Spec` is of one family of operations, and says nothing that only another one has."""
+"""A `Spec` belongs to one family of operations, and has no field of another one."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Spec
 
 F32 = np.dtype(np.float32)
-#: A field of each family, with a value that it may have.
+#: A field of each family, with one of its values.
 OF_ONE = {
     "norm": {
         "epsilon": 1e-6,
@@ -50,7 +50,7 @@ def test_a_spec_is_small():
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_norms_of_a_call(op):
-    """Of no norm, a call is its own last one."""
+    """A call without norms is its own last one."""
     spec = build_spec(op, "bwd", 4, 128, F32, F32)
     norms = spec.norms
     assert len(norms) == len(OPERATIONS[op].norms)

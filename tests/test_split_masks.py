@@ -50,9 +50,9 @@ FUNCTIONS = {
     ("name", "mask_shape", "bias_shape", "spec"), pairwise([*FUNCTIONS], PARTS, PARTS, SPECS)
 )
 def test_values_and_derivatives(name, mask_shape, bias_shape, spec, kind):
-    """As on one device: at most some hundred roundings differ.
+    """Results match those of one device, up to about a hundred roundings.
 
-    They are those of terms of size 1, whose sum may be 0: that of softmax's gradient is.
+    These are roundings of terms of size 1, whose sum may be 0, as for softmax's gradient.
     """
     mask, bias = part(MASK, mask_shape), part(BIAS, bias_shape)
 

@@ -1,4 +1,4 @@
-"""No tolerance in the tests is a literal: bounds come from `reference` and `program_error`."""
+"""No tolerance of a test is a literal: bounds are computed by `reference` and `program_error`."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ import jaxnorm
 TESTS = Path(__file__).parent
 TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
 
-#: Files whose tolerances are no bounds on roundings, and what they are.
+#: Files with tolerances that are not bounds of rounding errors, and what they are.
 EXCEPTIONS = {
     "test_activation_advice.py": "advice promises its bytes to within 10 %",
     "test_benchmarks_linear.py": "samples of random numbers; rows of three digits",
@@ -36,7 +36,7 @@ EXCEPTIONS = {
 
 
 def literal_tolerances(path):
-    """Lines with a tolerance, other than 0, that is made of literals."""
+    """Return the lines with a tolerance, other than 0, that consists of literals."""
     lines = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
@@ -100,7 +100,7 @@ def test_a_bound_holds_and_is_near(dtype):
 
 
 def test_float64_is_the_value(x64):
-    """In float64 the same program lies within its own, much smaller, bound."""
+    """In float64, the same program is within its own, much smaller, bound."""
     rng = np.random.default_rng(1)
     x, scale = (jnp.asarray(rng.normal(size=s)) for s in ((8, 32), (32,)))
     assert_computes(jax.jit(program)(x, scale), program, x, scale)

@@ -1,7 +1,7 @@
-"""Runs the Triton kernels on the CPU, in Triton's interpreter, wherever JAX calls them.
+"""Run the Triton kernels on the CPU, in Triton's interpreter, wherever JAX calls them.
 
-Run pytest with TRITON_INTERPRET=1: Triton asks for it when it is imported. The interpreter sees
-values; `triton/test_compile.py` looks at what becomes of the kernels on a GPU.
+Run pytest with TRITON_INTERPRET=1, which Triton reads when it is imported. The interpreter checks
+values; `triton/test_compile.py` checks the kernels as compiled for a GPU.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxnorm_kernels.triton import launch
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """What the interpreter asks of a tensor on a device, of a numpy array: its own storage."""
+    """A numpy array with the interface of a device tensor that the interpreter uses."""
 
     array: np.ndarray
 
@@ -55,14 +55,14 @@ class Buffer:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the interpreter run all kernels until `monkeypatch` is undone."""
+    """Run all kernels in the interpreter until `monkeypatch` is undone."""
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", _cast)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
 
 
 def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, ...], **call: Any):
-    """Stands in for `launch.run`."""
+    """Replace `launch.run`."""
     arguments = {key: value for key, value in call.items() if key in kernel.arg_names}
     refs = {key: value for key, value in arguments.items() if isinstance(value, jax.Ref)}
     arrays = {key: value for key, value in arguments.items() if isinstance(value, jax.Array)}
@@ -89,7 +89,7 @@ _cast_of_interpreter = InterpreterBuilder.cast_impl
 
 
 def _cast(self: Any, source: Any, to: Any) -> Any:
-    """Rounds float32 to the nearest bfloat16, as GPUs do; the interpreter's own cast cuts off."""
+    """Round float32 to the nearest bfloat16, as GPUs do; the interpreter's own cast truncates."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     match source.dtype.scalar, to.scalar:
         case tl.float32, tl.bfloat16:
@@ -100,7 +100,7 @@ def _cast(self: Any, source: Any, to: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-    """Multiplies bfloat16 as numbers; the interpreter's own product is one of their bits."""
+    """Multiply bfloat16 values as numbers; the interpreter itself would multiply their bits."""
     del options
     a, b = (_cast(self, factor, tl.float32).data for factor in (a, b))
     return TensorHandle(a @ b + total.data, total.dtype.scalar)

@@ -135,8 +135,8 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
         losses=("linear_cross_entropy",),
-        note="tokamax's backward writes dx over x. The copy of x that XLA makes before it is no "
-        "kernel and is not counted, and of small arrays it leaves a part in the cache.",
+        note="tokamax's backward overwrites x with dx. XLA copies x before it; this copy is not a "
+        "kernel and not counted, and it leaves a part of small arrays in the cache.",
     ),
     "quack": Provider(
         "QuACK",
@@ -159,7 +159,7 @@ PROVIDERS: dict[str, Provider] = {
         losses=CROSS_ENTROPIES,
         overwrites=("cross_entropy", "capped_cross_entropy"),
         wide_parameters=False,
-        note="Liger's RMSNorm writes dx over dy.",
+        note="Liger's RMSNorm overwrites dy with dx.",
     ),
     "fla": Provider(
         "flash-linear-attention",

@@ -81,6 +81,10 @@ class Call:
             text += f" scale={spec.logits.logits_scale}"
         if spec.loss.logit_softcap is not None:
             text += f" softcap={spec.loss.logit_softcap}"
+        if spec.loss.teacher_softcap is not None:
+            text += f" teacher_softcap={spec.loss.teacher_softcap}"
+        if spec.loss.reverse:
+            text += " reverse"
         if spec.softmax.causal:
             text += " causal"
         if spec.loss.label_smoothing:
@@ -128,9 +132,10 @@ class Call:
 
     @_once
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
-        """Return the tangent along `wrt`, of all results of a forward or as a backward's transpose.
+        """Return the call of the tangent along `wrt`.
 
-        `takes_h`: the tangent of a plain norm also returns h's tangent, which is x's.
+        For a forward, it returns the tangents of all results. For a backward, it is the transpose.
+        With `takes_h`, the tangent of a plain norm also returns h's tangent, which is x's.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -334,7 +339,7 @@ class Call:
             return None
         *_, inner, inner_cols = view.strided
         strided = self._in_rows.replaced(moved_axis=False, inner=inner, inner_cols=inner_cols)
-        kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
+        kinds = {kind for name in self.parameters if (kind := self._kind(name)) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():
             return strided.replaced(

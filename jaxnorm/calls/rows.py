@@ -36,6 +36,7 @@ class RowView:
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
         are broadcast.
       table: shape of the cos and sin tables: as above, with one value for each pair of columns.
+      candidates: ``(k,)`` if there are k labels for each row, with an axis of their own.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class RowView:
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
     table: tuple[int, ...] = ()
+    candidates: tuple[int, ...] = ()
 
     @classmethod
     @_once
@@ -180,7 +182,10 @@ class RowView:
 
     @_once
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
-        """Return the axes of x that an operand of this kind has, in the operand's order."""
+        """Return the axes of x that an operand of this kind has, in the operand's order.
+
+        Candidates have one axis more.
+        """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
         if kind not in PARAMETERS:
@@ -194,13 +199,15 @@ class RowView:
         if kind in _SHAPES:
             shape: tuple[int, ...] = getattr(self, kind)
             return shape or (self.normalised if kind in PARAMETERS else ())
-        return self._sizes(self.axes_of(kind))
+        sizes = self._sizes(self.axes_of(kind))
+        return sizes + self.candidates if kind == "candidate" else sizes
 
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
         """Return the view of another x, whose operands have the shapes ``of(kind)``."""
-        return RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
+        view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
+        return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
         """Return the view with a batch axis in front of x and of the operands in `kinds`."""
@@ -217,7 +224,7 @@ class RowView:
         return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """Return the two-dimensional view of an array, or the one-dimensional view of others.
+        """View an array as ``(rows, cols)``, a statistic as ``(rows,)``, a parameter by columns.
 
         A mask or a bias of logits becomes ``(n, cols)`` or ``(n, 1)``, as `shared` describes it. If
         `strided`, arrays become ``(outer, cols, inner)`` instead, and a parameter of the inner axis
@@ -226,6 +233,8 @@ class RowView:
         match kind:
             case "stat" | "label":
                 return a.reshape(self.rows)
+            case "candidate":
+                return a.reshape(self.rows, *self.candidates)
             case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
                 groups = inner_groups or self.groups(kind)
@@ -241,7 +250,7 @@ class RowView:
 
     def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """Invert `to_rows`."""
-        if kind == "stat" or kind in PARAMETERS:
+        if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
         if strided or not self.moved:

@@ -155,6 +155,7 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
                 else f"x{axis}"
                 for axis, size in zip(call.view.axes_of(kind), shape)
             )
+            + (f" {prefix}{next(places)}" if kind == "candidate" else "")
             for kind, shape in zip(kinds, shapes)
         ]
 
@@ -244,7 +245,7 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """Return the type of x with another shape and dtype, and its axes split as `split` names."""
+    """Return x's type with another shape and dtype; `split` names the mesh axes of each axis."""
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 

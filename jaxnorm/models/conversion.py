@@ -286,7 +286,8 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     return made
 
 
-# The classes of `with_call`. Each holds its function, so an identity is of one function.
+# The classes of `with_call`, by class and identity of the function. Each class holds its function,
+# so no other function gets the same identity.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 

@@ -289,6 +289,16 @@ def not_one_hot(
     )
 
 
+def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> None:
+    """Raise if positions have as many labels as there are classes, or more: `labels` is a shape."""
+    if labels[-1] >= classes:
+        raise ValueError(
+            f"{function}: labels have shape {labels}: {labels[-1]} labels for each position, with "
+            f"{classes} classes; these look like one-hot labels, use jnp.argmax; expected fewer "
+            "labels than classes along the last axis"
+        )
+
+
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
     """Clip 64-bit integers to 32 bits: if 64-bit types are off, JAX would wrap them around."""
     if value.dtype.name not in ("int64", "uint64"):

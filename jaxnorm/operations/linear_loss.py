@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive
+from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
 from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
-from jaxnorm.operations.loss import check_numbers, softcap
+from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
 NAME: Function = "linear_softmax_cross_entropy"
 
-_REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = ("mean", "sum", "none")
 
 
-@eager.compiled("x", "weight", "labels", "bias", "where")
+@eager.compiled("x", "weight", "labels", "bias", "where", either=("logits_scale",))
 def linear_softmax_cross_entropy(
     x: checks.ArrayLike,
     weight: checks.ArrayLike,
@@ -29,7 +29,7 @@ def linear_softmax_cross_entropy(
     chunk: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: float = 1.0,
+    logits_scale: checks.ArrayLike = 1.0,
     logit_softcap: float | None = None,
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
@@ -70,7 +70,7 @@ def linear_softmax_cross_entropy(
       z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
         the exponentials is added.
       logits_scale, logit_softcap: applied to the logits with bias, as in
-        :func:`softmax_cross_entropy_with_integer_labels`.
+        :func:`softmax_cross_entropy_with_integer_labels`. A logits_scale may be an array.
       dtype: dtype of the logits, and of the matmuls' operands if these promote to a wider one. None
         for the dtype to which they promote.
       implementation: implementation of the loss of a chunk's logits; None chooses, a name forces
@@ -99,8 +99,9 @@ def linear_softmax_cross_entropy(
 
     Raises:
       TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
-        integers, ``where`` is of integers, ``chunk`` is not an integer, or ``label_smoothing``,
-        ``z_loss``, ``logits_scale`` or ``logit_softcap`` is not a Python number.
+        integers, ``where`` is of integers, ``chunk`` is not an integer, ``label_smoothing``,
+        ``z_loss`` or ``logit_softcap`` is not a Python number, or ``logits_scale`` is
+        differentiated.
       ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -118,7 +119,7 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    checks.one_of(NAME, "reduction", reduction, _REDUCTIONS)
+    checks.one_of(NAME, "reduction", reduction, REDUCTIONS)
     return of_linear_logits(
         NAME,
         x,
@@ -148,7 +149,7 @@ def of_linear_logits(
     where: checks.ArrayLike | None,
     chunk: int | None,
     dtype: checks.DTypeLike | None,
-    logits_scale: float,
+    logits_scale: checks.ArrayLike,
     logit_softcap: float | None,
     implementation: Name | None,
     **options: Any,
@@ -163,7 +164,9 @@ def of_linear_logits(
         logits = (*x.shape[:-1], weight.shape[1])
         checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
     labels = checks.integer_array(function, "labels", labels)
-    _check_shapes(function, x, weight, labels)
+    is_several = function == _LOG_PROB and labels.ndim == x.ndim
+    check_shapes(function, x, weight)
+    _check_labels(function, x, weight, labels, is_several=is_several)
     arrays = [x, weight]
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
@@ -176,7 +179,8 @@ def of_linear_logits(
         function,
         chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
         has_bias=bias is not None,
-        logits_scale=checks.positive(function, "logits_scale", logits_scale),
+        logits_scale=1.0,
+        several=is_several,
         logit_softcap=softcap(function, logit_softcap),
         dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
         implementation=implementation,
@@ -184,14 +188,27 @@ def of_linear_logits(
         **options,
     )
     wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
+    scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide)
+    has_scale = scale.array is not None
+    head = dataclasses.replace(head, logits_scale=scale.number, has_scale=has_scale)
     check_numbers(function, wide, head.logits_scale, head.logit_softcap, head.z_loss)
+    weights = None
     if where is not None:
         array, of_classes = _where(head, where, x, weight)
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
+        if function == _LOG_PROB and array.dtype != bool:
+            # The residuals are results without weights.
+            weights, array = array, counted(array)
         arrays.append(array)
+    if scale.array is not None:
+        arrays.append(scale.array)
     if implementation is not None:
         _check_implementation(head, x, weight, implementation)
-    return linear_loss_primitive.bind(head, *arrays)
+    results = linear_loss_primitive.bind(head, *arrays)
+    if weights is None:
+        return results
+    of_labels = weights[..., None] if is_several else weights
+    return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
 
 
 def _where(
@@ -201,13 +218,13 @@ def _where(
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
         _refuse_classes(where, x.shape, weight.shape[1])
-        loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
-        array = checks.weights(function, "where", where, loss_dtype)
-    else:
-        array = checks.boolean(function, "where", where)
-        if array.ndim == x.ndim:
-            shape = (*of_labels, weight.shape[1])
-            return checks.broadcastable(function, "where", array, shape, "logits'"), True
+    loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
+    array = checks.weights(function, "where", where, loss_dtype)
+    if function != NAME and array.ndim == x.ndim:
+        also = ", or give weights of positions the axes of x without the last one"
+        array = checks.boolean(function, "where", where, also)
+        shape = (*of_labels, weight.shape[1])
+        return checks.broadcastable(function, "where", array, shape, "logits'"), True
     if not checks.fits(array.shape, of_labels):
         classes = "" if function == NAME else f", or {x.ndim} axes: which classes there are"
         raise ValueError(
@@ -232,24 +249,35 @@ def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -
     )
 
 
-def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
-    checks.features(function, "x", x.shape, "d")
+def check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
+    """Raise unless x and weight are the operands of a matmul; `of` precedes their names."""
+    checks.features(function, f"{of}x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
-            f"{function}: x has shape {x.shape} and weight {weight.shape}; expected sizes that are "
-            "numbers, because chunks of rows are cut when the call is traced; export one program "
-            "for each size"
+            f"{function}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
+            "that are numbers, because chunks of rows are cut when the call is traced; export one "
+            "program for each size"
         )
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
         raise ValueError(
-            f"{function}: weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the last "
-            f"axis of x {x.shape} by one class or more; transpose an embedding table, e.g. weight.T"
+            f"{function}: {of}weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the "
+            f"last axis of {of}x {x.shape} by one class or more; transpose an embedding table, "
+            f"e.g. {of}weight.T"
         )
-    if labels.shape != x.shape[:-1]:
+
+
+def _check_labels(
+    function: Function, x: jax.Array, weight: jax.Array, labels: jax.Array, *, is_several: bool
+) -> None:
+    positions = x.shape[:-1]
+    if labels.shape[: len(positions)] != positions or labels.ndim > len(positions) + is_several:
+        several = f", or {positions} and an axis of several labels" if function == _LOG_PROB else ""
         raise ValueError(
-            f"{function}: labels have shape {labels.shape}; expected {x.shape[:-1]}, the shape of "
-            f"x {x.shape} without its last axis; reshape or broadcast labels to that shape"
+            f"{function}: labels have shape {labels.shape}; expected {positions}, the shape of "
+            f"x {x.shape} without its last axis{several}; reshape or broadcast labels to that shape"
         )
+    if is_several:
+        checks.fewer_than_classes(function, labels.shape, weight.shape[1])
 
 
 def _check_implementation(
@@ -261,7 +289,12 @@ def _check_implementation(
     rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)
     mask = (1, classes) if head.has_mask else None
     call = linear_loss_call.call_of(
-        head, (rows, classes), dtype, has_positions=head.has_where, mask=mask
+        head,
+        (rows, classes),
+        dtype,
+        has_positions=head.has_where,
+        mask=mask,
+        candidates=1 if head.several else None,
     )
     call.forced(name)
 
@@ -269,7 +302,7 @@ def _check_implementation(
 _LOG_PROB: Function = "linear_log_prob_and_entropy"
 
 
-@eager.compiled("x", "weight", "labels", "bias", "where")
+@eager.compiled("x", "weight", "labels", "bias", "where", either=("logits_scale",))
 def linear_log_prob_and_entropy(
     x: checks.ArrayLike,
     weight: checks.ArrayLike,
@@ -277,7 +310,7 @@ def linear_log_prob_and_entropy(
     *,
     bias: checks.ArrayLike | None = None,
     where: checks.ArrayLike | None = None,
-    logits_scale: float = 1.0,
+    logits_scale: checks.ArrayLike = 1.0,
     logit_softcap: float | None = None,
     chunk: int | None = None,
     dtype: checks.DTypeLike | None = None,
@@ -298,11 +331,14 @@ def linear_log_prob_and_entropy(
       weight: array (d, V), of these dtypes.
       labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
         axis. If a label is out of range, such as a negative one, both results of its position and
-        the gradients are NaN.
+        the gradients are NaN. With one axis more, the last one, there are k labels for each
+        position, as in :func:`log_prob_and_entropy`.
       bias: array (V,), of these dtypes; or None.
-      where: booleans with the axes of labels that broadcast to their shape and say which positions
-        count, such as ``labels != -100``. Where it is False, both results are 0, label and x are
-        ignored, and x's gradient is 0. A mask with as many axes as x, which broadcasts to
+      where: booleans that say which positions count, such as ``labels != -100``, or float weights
+        of positions, by which both results are multiplied. They have the axes of positions (x
+        without its last axis), and broadcast to their shape. Where it is False or 0, both results
+        are 0, label and x are ignored, and x's gradient is 0. A boolean mask with as many axes as
+        x, which broadcasts to
         ``(..., V)``, selects classes instead, as in :func:`log_prob_and_entropy`.
       logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
@@ -314,7 +350,8 @@ def linear_log_prob_and_entropy(
         ``implementation_for("log_prob_and_entropy", (chunk, V), jnp.float32)`` shows the choice.
 
     Returns:
-      (log_prob, entropy), arrays of labels' shape: float32, or float64 for float64 matmuls.
+      (log_prob, entropy): log_prob has labels' shape, and entropy the shape of x without its last
+      axis. Both are float32, or float64 for float64 matmuls.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
     gradients have the dtypes of their arguments. The gradient of a chunk's logits is rounded to the
@@ -324,8 +361,8 @@ def linear_log_prob_and_entropy(
 
     Raises:
       TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
-        integers, ``where`` is not boolean, ``chunk`` is not an integer, or ``logits_scale`` or
-        ``logit_softcap`` is not a Python number.
+        integers, ``where`` is of integers or, with x's axes, not boolean, ``chunk`` is not an
+        integer, ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
       ValueError: the shape of an array, ``chunk``, one of these numbers or ``implementation`` is
         wrong.
 

@@ -1,6 +1,6 @@
 """The static description of a call of linear logits, and what its passes take and return.
 
-The function of logits and labels has results for each row: losses, or log-probabilities and
+The function of logits has results for each row: losses, divergences, or log-probabilities and
 entropies. A mean or a sum of losses has only a ``fwd``.
 
     pass     takes                      returns
@@ -9,7 +9,10 @@ entropies. A mean or a sum of losses has only a ``fwd``.
     tan      primals, kept, tangents    tangents of rows' results
     bwd      primals, kept, cotangents  gradients of sum(cotangents * results)
 
-    primals  x (..., d), weight (d, V), bias (V,), labels (...), where (...), mask (..., V)
+    primals  x (..., d), weight (d, V), bias (V,), labels (...) or (..., k), where (...),
+             mask (..., V), logits_scale (...)
+             of a divergence, instead of labels: teacher_x (..., e), teacher_weight (e, V) and
+             teacher_bias (V,), which are constants
 
 ``tan`` and ``bwd`` are linear in tangents and cotangents, and each is the transpose of the other.
 
@@ -28,20 +31,29 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.operations import checks
+from jaxnorm.operations.kl_divergence import divergence_call
 from jaxnorm.operations.loss import Function as OfLogits
 from jaxnorm.operations.loss import loss_call
 from jaxnorm.primitives import row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, Operation
 from jaxnorm_kernels.specs import Direction, Name
 
-Function = Literal["linear_softmax_cross_entropy", "linear_log_prob_and_entropy"]
+Function = Literal[
+    "linear_softmax_cross_entropy", "linear_log_prob_and_entropy", "linear_kl_divergence"
+]
 Reduction = Literal["mean", "sum", "none"]
-Kind = Literal["x", "weight", "bias", "row", "mask", "total"]
+#: The kind of an operand or a result. A "row" has a number for each row, a "candidate" k of them.
+Kind = Literal[
+    "x", "weight", "bias", "row", "candidate", "mask", "total", "teacher_x", "teacher_weight"
+]
+#: Kinds of arrays with an axis, or axes, of rows.
+OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
 
-#: The function of logits and labels that each function applies to a chunk.
-OF_LOGITS: dict[Function, OfLogits] = {
+#: The function of logits that each function applies to a chunk.
+OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
     "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
+    "linear_kl_divergence": "kl_divergence",
 }
 
 
@@ -54,6 +66,9 @@ class LinearLossCall:
       keeps: statistics are among the results of rows, and their tangents or cotangents.
       has_where: booleans or float weights of positions.
       has_mask: booleans of classes.
+      has_scale: an array of scales of the logits, one for each row; logits_scale is 1.
+      several: there are several labels for each row.
+      has_teacher_bias, teacher_softcap, reverse: of a divergence.
       dtype: the user's dtype of matmuls; None for the dtype to which x and weight promote. See
         `dtypes`.
       precision: ``jax.default_matmul_precision`` when the call was made.
@@ -69,6 +84,11 @@ class LinearLossCall:
     reduction: Reduction = "none"
     has_where: bool = False
     has_mask: bool = False
+    has_scale: bool = False
+    several: bool = False
+    has_teacher_bias: bool = False
+    teacher_softcap: float | None = None
+    reverse: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     dtype: np.dtype | None = None
@@ -85,8 +105,16 @@ class LinearLossCall:
 
     @property
     def operation(self) -> Operation:
-        """The operation of logits and labels."""
-        return OPERATIONS[FUNCTIONS[OF_LOGITS[self.function]].op]
+        """The operation of logits."""
+        function = FUNCTIONS[OF_LOGITS[self.function]]
+        op = function.several if self.several else function.op
+        assert op is not None
+        return OPERATIONS[op]
+
+    @property
+    def has_teacher(self) -> bool:
+        """True for a divergence."""
+        return "teacher_logits" in self.operation.operands
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -105,6 +133,10 @@ class LinearLossCall:
             return ()
         results = (name for name in operation.results if name in operation.keeps)
         return (*operation.statistics, *results)
+
+    def replaced(self, **changes: Any) -> "LinearLossCall":
+        """Return the call with other values of these fields."""
+        return dataclasses.replace(self, **changes)
 
     def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
         """Return the forward of a mean or a sum that also returns gradients."""
@@ -133,7 +165,11 @@ class LinearLossCall:
     @property
     def primals(self) -> tuple[str, ...]:
         bias, where = ["bias"] * self.has_bias, ["where"] * self.has_where
-        return ("x", "weight", *bias, "labels", *where, *["mask"] * self.has_mask)
+        of = ["labels"]
+        if self.has_teacher:
+            of = ["teacher_x", "teacher_weight", *["teacher_bias"] * self.has_teacher_bias]
+        others = *["mask"] * self.has_mask, *["logits_scale"] * self.has_scale
+        return ("x", "weight", *bias, *of, *where, *others)
 
     @property
     def residual_names(self) -> tuple[str, ...]:
@@ -158,24 +194,33 @@ class LinearLossCall:
 
     @property
     def kinds_taken(self) -> list[Kind]:
-        return [*map(_kind, self.takes)]
+        return [*map(self._kind, self.takes)]
 
     @property
     def kinds_returned(self) -> list[Kind]:
         is_total = self.direction == "fwd" and self.reduction != "none"
-        kinds = map(_kind, self.returns)
+        kinds = map(self._kind, self.returns)
         return ["total" if kind == "row" and is_total else kind for kind in kinds]
+
+    def _kind(self, name: str) -> Kind:
+        kinds: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "bias", "mask": "mask"}
+        kinds |= {"teacher_x": "teacher_x", "teacher_weight": "teacher_weight"}
+        kinds |= {"teacher_bias": "bias"}
+        if self.several:
+            kinds |= {"labels": "candidate", "y": "candidate"}
+        return kinds.get(name, "row")
 
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
         """Dtypes of the factors of the matmuls, and of the logits.
 
         A dtype wider than the one to which the operands promote applies to the logits only, since
-        wider factors gain no accuracy. For log-probabilities, logits are not rounded.
+        wider factors gain no accuracy. For log-probabilities and divergences, logits are not
+        rounded.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
         factors = min(promoted, asked, key=lambda dtype: dtype.itemsize)
-        if self.function == "linear_log_prob_and_entropy":
+        if self.function != "linear_softmax_cross_entropy":
             return factors, checks.arithmetic_dtype(factors)
         return factors, asked
 
@@ -188,10 +233,13 @@ class LinearLossCall:
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
 
-
-def _kind(name: str) -> Kind:
-    kinds: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "bias", "mask": "mask"}
-    return kinds.get(name, "row")
+    def result_dtype(self, types: dict[str, Any]) -> np.dtype:
+        """Dtype of the arithmetic and of results, for arrays or their types by name."""
+        dtypes: tuple[np.dtype, ...] = self.dtypes(types["x"].dtype, types["weight"].dtype)
+        if self.has_teacher:
+            teacher = types["teacher_x"].dtype, types["teacher_weight"].dtype
+            dtypes = (*dtypes, *self.dtypes(*teacher))
+        return checks.arithmetic_dtype(*dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,18 +273,41 @@ def call_of(
     *,
     has_positions: bool,
     mask: tuple[int, ...] | None = None,
+    teacher_dtype: np.dtype | None = None,
+    candidates: int | None = None,
 ) -> Call:
     """Return the call of a chunk's logits. Its errors name the public function."""
+    of_logits = OF_LOGITS[head.function]
+    if of_logits == "kl_divergence":
+        assert teacher_dtype is not None
+        call = divergence_call(
+            of_logits,
+            shape,
+            np.dtype(dtype),
+            teacher_dtype,
+            axis=-1,
+            mask=mask,
+            has_positions=has_positions,
+            scale=head.logits_scale,
+            has_scale=head.has_scale,
+            reverse=head.reverse,
+            logit_softcap=head.logit_softcap,
+            teacher_logit_softcap=head.teacher_softcap,
+            implementation=head.implementation,
+        )
+        return call.replaced(function=head.function, primitives=call.function)
     call = loss_call(
-        OF_LOGITS[head.function],
+        of_logits,
         shape,
         np.dtype(dtype),
         axis=-1,
         mask=mask,
         has_positions=has_positions,
+        candidates=candidates,
         label_smoothing=head.label_smoothing,
         z_loss=head.z_loss,
         logits_scale=head.logits_scale,
+        has_scale=head.has_scale,
         logit_softcap=head.logit_softcap,
         implementation=head.implementation,
     )

@@ -30,8 +30,15 @@ from jax import lax
 
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, linear_loss_call
-from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over, Reduction, chunk_rows
+from jaxnorm.operations import linear_loss_call
+from jaxnorm.operations.linear_loss_call import (
+    OF_ROWS,
+    Kind,
+    LinearLossCall,
+    Over,
+    Reduction,
+    chunk_rows,
+)
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
 
@@ -73,17 +80,16 @@ def run(
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
-        if kind in ("row", "mask"):
+        if kind in ("row", "candidate", "mask"):
             a = launching.own_buffer(a)  # Kernels read these arrays, whole or in chunks.
-        rows = kind in ("x", "row", "mask")
-        return a.reshape(count, *a.shape[len(lead) :]) if rows else a
+        return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
     flat = [*map(flattened, head.kinds_taken, whole)]
     chunks = _Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
 
     def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
-        if kind in ("x", "row"):
+        if kind in OF_ROWS:
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
             return launching.own_buffer(a)
@@ -165,20 +171,24 @@ class _Chunks:
         by_name = dict(zip(head.primals, given))
         self.kept = dict(zip(head.kept, given[len(head.primals) : head.residuals]))
         self.linear = given[head.residuals :]
-        self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name["labels"]
+        self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name.get("labels")
         self.bias, self.where = by_name.get("bias"), by_name.get("where")
+        self.row_scales = by_name.get("logits_scale")
         self.mask = by_name.get("mask")
         self.counted = None if self.where is None else counted(self.where)
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
-        self.wide = checks.arithmetic_dtype(self.dtype, self.logits_dtype)
+        self.wide = head.result_dtype(by_name)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
         # Padding would separate the shards of a row's classes, and a mask has no padding.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
+        self.teacher = _Teacher(self, by_name) if head.has_teacher else None
         dtypes = self.logits_dtype, self.dtype
         shards = lax.axis_size(over.classes) if over.classes else 1
-        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes, shards)
+        # A chunk of a divergence has the logits of a student and of a teacher.
+        shape = self.weight.shape[0], self.classes * (1 if self.teacher is None else 2)
+        self.chunk = chunk_rows(head.chunk, self.rows, shape, *dtypes, shards)
         # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. In float16,
         # small ones would underflow, because no loss scale is applied yet in a forward pass.
         is_narrow = self.dtype.name == "bfloat16"
@@ -192,7 +202,8 @@ class _Chunks:
             y, *rest = self.of_rows()
             return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
         cotangents, sizes = jnp.ones(self.rows, self.wide), None
-        if self.where is not None and self.where.dtype != bool:
+        is_weighted = self.where is not None and self.where.dtype != bool
+        if is_weighted or self.row_scales is not None:
             cotangents = self.weighted(cotangents)
             sizes = self.sizes([cotangents])
         losses, *gradients = self.gradients([cotangents], self.scale(), sizes)
@@ -206,9 +217,14 @@ class _Chunks:
     def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
         """Return each row's largest cotangent, as a power of two: dividing by it rounds nothing.
 
-        It is 1 where that size is not finite or 0, and in rows that do not count.
+        A row's own scale of the logits is a factor of it. It is 1 where that size is not finite or
+        0, and in rows that do not count.
         """
-        size = functools.reduce(jnp.maximum, [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents])
+        sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
+        sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
+        size = functools.reduce(jnp.maximum, sizes)
+        if self.row_scales is not None:
+            size = size * self.row_scales
         counts = jnp.isfinite(size) & (size > 0)
         if self.counted is not None:
             counts &= self.counted
@@ -225,8 +241,16 @@ class _Chunks:
             results = linear_loss_call.forward(call, rows.operands(logits))
             return {name: rows.put(carry[name], a) for name, a in results.items()}
 
-        results = self.loop(step, {n: jnp.zeros(self.rows, self.wide) for n in self.head.outputs})
+        results = self.loop(step, self.empty_results())
         return [results[name] for name in self.head.outputs]
+
+    def empty_results(self) -> Carry:
+        """Return arrays of zeros for the results of rows."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.head.outputs, (self.rows,))
+        if self.head.several:
+            assert self.labels is not None
+            shapes["y"] = self.labels.shape
+        return {name: jnp.zeros(shape, self.wide) for name, shape in shapes.items()}
 
     def gradients(
         self, cotangents: Sequence[jax.Array], scale: jax.Array, sizes: jax.Array | None
@@ -244,7 +268,7 @@ class _Chunks:
         of_x = of_weight = scale
         shares = None  # weight of each row in the sums over rows
         if sizes is not None:
-            cotangents = [ct / sizes for ct in cotangents]
+            cotangents = [ct / _like(sizes, ct) for ct in cotangents]
             largest = self.largest(sizes)
             of_weight, shares = scale * largest, sizes / largest
 
@@ -322,7 +346,7 @@ class _Chunks:
             return {name: rows.put(carry[name], a) for name, a in zip(names, tangents)}
 
         names = self.head.outputs
-        results = self.loop(step, {name: jnp.zeros(self.rows, self.wide) for name in names})
+        results = self.loop(step, self.empty_results())
         y, *others = (results[name] for name in names)
         return [self.weighted(y), *others]
 
@@ -333,7 +357,7 @@ class _Chunks:
         return operands | kept
 
     def weighted(self, losses: jax.Array) -> jax.Array:
-        return losses if self.where is None else weighted(losses, self.where)
+        return losses if self.where is None else weighted(losses, _like(self.where, losses))
 
     def scale(self) -> jax.Array:
         """Return the factor of the reduction: 1 for a sum, 1 / (sum of weights) for a mean."""
@@ -373,6 +397,10 @@ class _Chunks:
             self.logits_dtype,
             has_positions=rows.counted is not None,
             mask=None if self.mask is None else rows.mask.shape,
+            teacher_dtype=None if self.teacher is None else self.teacher.logits_dtype,
+            candidates=self.labels.shape[-1]
+            if self.head.several and self.labels is not None
+            else None,
         )
         if self.head.keeps:
             call = call.with_stats()
@@ -409,11 +437,29 @@ class _Chunks:
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Give an initial carry the varying type that `step` returns inside `jax.shard_map`."""
-        own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
+        arrays = [a for a in (self.x, self.weight, self.labels) if a is not None]
+        own = (jax.typeof(a).manual_axis_type.varying for a in arrays)
         over = frozenset().union(*own)
         if name in self.head.outputs:  # already summed over the classes
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
+
+
+class _Teacher:
+    """The teacher's layer of a divergence."""
+
+    def __init__(self, chunks: _Chunks, arrays: dict[str, jax.Array]):
+        self.chunks, self.x, weight = chunks, arrays["teacher_x"], arrays["teacher_weight"]
+        self.dtype, self.logits_dtype = chunks.head.dtypes(self.x.dtype, weight.dtype)
+        self.weight, self.bias = chunks.padded(weight, self.dtype), arrays.get("teacher_bias")
+
+    def logits(self, rows: "_Rows") -> jax.Array:
+        """Return the teacher's logits of a chunk."""
+        x = rows.of_x(self.x).astype(self.dtype)
+        logits = self.chunks.dot(x, self.weight, (1, 0), self.logits_dtype)
+        if self.bias is None:
+            return logits
+        return logits + self.chunks.padded(self.bias, self.logits_dtype)[None]
 
 
 class _Rows:
@@ -445,7 +491,14 @@ class _Rows:
 
     def operands(self, logits: jax.Array) -> Carry:
         """Return the operands of the cross-entropy of these logits."""
-        operands = {"x": logits, "saved": logits, "labels": self.of(self.chunks.labels)}
+        operands = {"x": logits, "saved": logits}
+        if self.chunks.labels is not None:
+            name = "candidates" if self.chunks.head.several else "labels"
+            operands[name] = self.of(self.chunks.labels)
+        if self.chunks.teacher is not None:
+            operands["teacher_logits"] = self.chunks.teacher.logits(self)
+        if self.chunks.row_scales is not None:
+            operands["logits_scale"] = self.of(self.chunks.row_scales)
         if self.counted is not None:
             operands["positions"] = self.counted
         if self.chunks.mask is not None:
@@ -475,6 +528,11 @@ class _Rows:
 
 def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(a, axes) if axes else a
+
+
+def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
+    """Return an array of rows with axes of size 1 for the further axes of another array."""
+    return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
 
 
 def _power_of_two(scale: float) -> float:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
-from jaxnorm.operations import checks, linear_loss_chunks
+from jaxnorm.operations import linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
@@ -40,16 +40,18 @@ class _LossRules(Rules[LinearLossCall]):
         """Return the results' types: rows are sharded like x's, gradients like their operands."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
-        wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, by_name["weight"].dtype))
+        wide = head.result_dtype(by_name)
         types = []
         for name, kind in zip(head.returns, head.kinds_returned):
             if name in by_name:
                 dtype = head.gradient_dtype(by_name[name].dtype)
                 types.append(by_name[name].update(dtype=dtype, weak_type=False))
             else:
-                axes = x.ndim - 1 if kind == "row" else 0
-                split = x.sharding.spec[:axes]
-                types.append(sharding.type_like(x, mesh, x.shape[:axes], wide, split))
+                axes = 0 if kind == "total" else x.ndim - 1
+                shape, split = x.shape[:axes], x.sharding.spec[:axes]
+                if kind == "candidate":
+                    shape, split = by_name["labels"].shape, (*split, None)
+                types.append(sharding.type_like(x, mesh, shape, wide, split))
         return types
 
     def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
@@ -122,7 +124,7 @@ class _LossRules(Rules[LinearLossCall]):
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
-        parameters = {"weight", "bias"}
+        parameters = {"weight", "bias", "teacher_weight"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
         returns_gradients = head.direction == "fwd" and bool(head.wrt)
         if returns_gradients or parameters & {*head.kinds_returned, *batched}:
@@ -155,6 +157,7 @@ class _LossRules(Rules[LinearLossCall]):
         """
         by_name = dict(zip(head.takes, types))
         x, weight = by_name["x"], by_name["weight"]
+        of_rows = by_name.get("labels", x)
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
         rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
         gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
@@ -163,11 +166,11 @@ class _LossRules(Rules[LinearLossCall]):
         features = sharding.axes_over(x, len(rows), mesh)
         for name in (*stored[0], *stored[1]):
             if name not in (*sum(rows, ()), *classes, *features):
-                _split_rows(rows, name, by_name["labels"], mesh)
+                _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
         for name in reversed(features):  # The innermost axis comes first, to keep d in order.
-            axis = None if name in classes else _split_rows(rows, name, by_name["labels"], mesh)
+            axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
                 moved[axis] += (name,)
         over_rows = sum(rows, ())
@@ -178,6 +181,9 @@ class _LossRules(Rules[LinearLossCall]):
             "weight": (d, v or classes),
             "bias": (classes,),
             "row": rows,
+            "candidate": (*rows, ()),
+            "teacher_x": (*rows, ()),
+            "teacher_weight": ((), classes),
             "mask": (*rows, classes),
             "total": (),
         }
@@ -200,6 +206,7 @@ class _LossRules(Rules[LinearLossCall]):
         rows = " ".join(axes)
         # Weight's d has another name than x's, so that weight's gradient is sharded like weight.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
+        factors |= {"teacher_x": f"{rows} e", "teacher_weight": "f v", "candidate": f"{rows} c"}
         if head.has_mask:
             shape = arrays[head.takes.index("mask")].shape
             names = (
@@ -209,7 +216,7 @@ class _LossRules(Rules[LinearLossCall]):
         operands, results = (
             [factors[kind] for kind in kinds] for kinds in (head.kinds_taken, head.kinds_returned)
         )
-        return Factors(operands, results, whole=())
+        return Factors(operands, results, whole=("c",) * head.several)
 
 
 def _gathered_rows(
@@ -238,7 +245,8 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
     """Split an axis of the rows over the mesh axis `name` and return it; None if none fits.
 
     `rows` lists the mesh axes that split each axis of the rows, and is changed in place. An axis
-    along which `name` already splits the labels is preferred, then the leftmost one.
+    along which `name` already splits the labels (or another array of rows) is preferred, then the
+    leftmost one.
     """
     splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
     for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):

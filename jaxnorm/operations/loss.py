@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
-from jaxnorm.operations import checks
+from jaxnorm.operations import checks, scales
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Name, Spec
@@ -18,7 +18,7 @@ Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_en
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
 
-@eager.compiled("logits", "labels", "where")
+@eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def softmax_cross_entropy_with_integer_labels(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
@@ -27,7 +27,7 @@ def softmax_cross_entropy_with_integer_labels(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: float = 1.0,
+    logits_scale: checks.ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -68,7 +68,10 @@ def softmax_cross_entropy_with_integer_labels(
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes; 0 with a mask of classes.
       z_loss: a finite Python number of at least 0.
-      logits_scale: a Python number above 0: 1 over a temperature.
+      logits_scale: 1 over a temperature: a number above 0; a scalar array, which may be traced, so
+        that a schedule compiles once; or an array with as many axes as labels that broadcasts to
+        their shape, a scale for each position. Values of arrays are not checked, and have no
+        derivative.
       logit_softcap: a Python number above 0, the bound of the logits, as in Gemma 2; or None. A
         logit of -inf becomes -logit_softcap: use ``where`` to exclude entries. In kernels, tanh is
         accurate to 2 units in the last place of 1.
@@ -83,8 +86,8 @@ def softmax_cross_entropy_with_integer_labels(
 
     Raises:
       TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
-        integers or, with logits' axes, not boolean, or ``label_smoothing``, ``z_loss``,
-        ``logits_scale`` or ``logit_softcap`` is not a Python number.
+        integers or, with logits' axes, not boolean, ``label_smoothing``, ``z_loss`` or
+        ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -109,7 +112,6 @@ def softmax_cross_entropy_with_integer_labels(
         axis,
         where,
         implementation,
-        has_weights=True,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         logits_scale=logits_scale,
@@ -126,14 +128,12 @@ def of_rows(
     where: checks.ArrayLike | None,
     implementation: Name | None,
     *,
-    has_weights: bool = False,
+    logits_scale: checks.ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Return the results of a function of logits and labels, and `where` if it is for positions.
 
-    Args:
-      has_weights: True if `where` may be float weights.
-      options: options of `loss_call`.
+    `options` are those of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -142,34 +142,40 @@ def of_rows(
     checks.not_one_hot(function, labels, shape, axes)
     labels = checks.integer_array(function, "labels", labels)
     mask = weights = None
+    dtype, view = checks.arithmetic_dtype(logits.dtype), RowView(shape, axes)
+    scale = scales.of_logits(function, logits_scale, view.shape_of("label"), dtype)
     if where is not None:
-        array = (
-            checks.weights(function, "where", where, checks.arithmetic_dtype(logits.dtype))
-            if has_weights
-            else checks.boolean(function, "where", where)
-        )
-        mask, weights = _masks(function, array, RowView.of(shape, axes))
+        array = checks.weights(function, "where", where, dtype)
+        mask, weights = masks(function, array, view)
     if in_order != axes:  # Labels count along the axes as given, as optax's do.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
+    expected = view.shape_of("label")
+    may_be_several = FUNCTIONS[function].several is not None
+    is_several = may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected)
+    if is_several:
+        checks.fewer_than_classes(function, labels.shape, view.cols)
+    elif labels.shape != expected:
+        also = f", or {expected} and an axis of several labels" if may_be_several else ""
+        raise ValueError(
+            f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
+            f"logits {shape} without axis={axis!r}{also}; reshape or broadcast labels to that shape"
+        )
     call = loss_call(
         function,
         logits.shape,
         logits.dtype,
         axis=axis,
+        candidates=labels.shape[-1] if is_several else None,
         mask=None if mask is None else mask.shape,
         has_positions=weights is not None,
         implementation=implementation,
+        logits_scale=scale.number,
+        has_scale=scale.array is not None,
         **options,
     )
-    expected = call.view.shape_of("label")
-    if labels.shape != expected:
-        raise ValueError(
-            f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
-            f"logits {shape} without axis={axis!r}; reshape or broadcast labels to that shape"
-        )
     positions = None if weights is None else counted(weights)
-    return row_operations.run(call, logits, labels, mask, positions), weights
+    return row_operations.run(call, logits, labels, mask, positions, scale.array), weights
 
 
 def loss_call(
@@ -181,13 +187,22 @@ def loss_call(
     mask: tuple[int, ...] | None,
     has_positions: bool,
     implementation: Name | None,
+    candidates: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_scale: float = 1.0,
+    has_scale: bool = False,
     logit_softcap: float | None = None,
 ) -> Call:
-    """Check the arguments and return the forward call; `mask` is a shape."""
-    view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
+    """Check the arguments and return the forward call.
+
+    Args:
+      mask: shape of the mask of classes, or None.
+      candidates: number of labels of each position; None for one without an axis.
+    """
+    axes = checks.axes(function, axis, shape, of="logits")
+    of_candidates = () if candidates is None else (candidates,)
+    view = RowView.of(shape, axes, mask=mask or (), candidates=of_candidates)
     checks.implementation(function, implementation)
     smoothing = checks.number(function, "label_smoothing", label_smoothing, minimum=0, maximum=1)
     if smoothing and mask is not None:
@@ -196,7 +211,8 @@ def loss_call(
             "many axes as logits), which says nothing of the targets of the others; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
-    op = FUNCTIONS[function].op
+    op = FUNCTIONS[function].op if candidates is None else FUNCTIONS[function].several
+    assert op is not None
     spec = Spec(
         op=op,
         direction="fwd",
@@ -210,7 +226,8 @@ def loss_call(
             has_positions=has_positions,
             label_smoothing=smoothing,
             z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
-            logits_scale=checks.positive(function, "logits_scale", logits_scale),
+            logits_scale=logits_scale,
+            has_scale=has_scale,
             logit_softcap=softcap(function, logit_softcap),
         ),
     )
@@ -238,9 +255,9 @@ def check_numbers(
     checks.finite_in(function, dtype, positive, above_zero=True)
 
 
-def softcap(function: str, value: float | None) -> float | None:
+def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
     """Return `value`, which must be a number above 0, or None."""
-    return None if value is None else checks.positive(function, "logit_softcap", value)
+    return None if value is None else checks.positive(function, name, value)
 
 
 def counted(weights: jax.Array) -> jax.Array:
@@ -253,18 +270,21 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
     return loss if weights.dtype == bool else loss * weights
 
 
-def _masks(
-    function: str, where: jax.Array, view: RowView
+def masks(
+    function: str, where: jax.Array, view: RowView, of: str = "labels'"
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return `where` as (mask of classes, None) or (None, weights of positions), by its axes."""
+    """Return `where` as (mask of classes, None) or (None, weights of positions), by its axes.
+
+    `of` names the array that has the shape of positions.
+    """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):
-        also = ", or give weights of positions the axes of labels"
+        also = f", or give weights of positions the axes of {of.rstrip("'")}"
         mask = checks.boolean(function, "where", where, also)
         return checks.broadcastable(function, "where", mask, shape, "logits'"), None
     if not checks.fits(where.shape, of_labels):
         raise ValueError(
-            f"{function}: where has shape {where.shape}; expected one that broadcasts to labels' "
+            f"{function}: where has shape {where.shape}; expected one that broadcasts to {of} "
             f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' {shape}, "
             f"with {len(shape)} axes, for a mask of classes; reshape where, e.g. where[None]"
         )
@@ -274,14 +294,14 @@ def _masks(
 _LOG_PROB: Function = "log_prob_and_entropy"
 
 
-@eager.compiled("logits", "labels", "where")
+@eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def log_prob_and_entropy(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
     axis: checks.Axis = -1,
     where: checks.ArrayLike | None = None,
     *,
-    logits_scale: float = 1.0,
+    logits_scale: checks.ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -304,27 +324,34 @@ def log_prob_and_entropy(
       logits: array of any shape; bfloat16, float16, float32 or float64.
       labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
         ``axis``. If a label is out of range, such as a negative one, both results of its position
-        and the gradient of its logits are NaN.
+        and the gradient of its logits are NaN. Labels may have one axis more, the last one,
+        wherever ``axis`` is: then there are k labels for each position, fewer than classes, such as
+        a teacher's top k. If one of these is out of range, its own log-probability is NaN, and the
+        entropy is as without it: replace padding by any class, and weight its result by 0.
       axis: the axis of the classes. If there are several (or all, for None), labels count classes
         in row-major order of the axes as given.
-      where: booleans with the axes of labels that broadcast to their shape and say which positions
-        count, such as ``labels != -100``. Where it is False, both results and the gradients are 0,
-        whatever labels and logits are. A mask with as many axes as logits selects classes instead.
-        A position without a class has 0 for both results. The logit of the label counts even if its
-        class is masked.
-      logits_scale: a Python number above 0: 1 over a temperature.
+      where: booleans that say which positions count, such as ``labels != -100``, or float weights
+        of positions, by which both results are multiplied. They have the axes of positions (logits
+        without ``axis``), and broadcast to their shape. Where it is False or 0, both results and
+        the gradients are 0, whatever labels and logits are. A boolean mask with as many axes as
+        logits selects classes instead. A position without a class has 0 for both results. The logit
+        of a label counts even if its class is masked.
+      logits_scale: 1 over a temperature, a number or an array, as in
+        :func:`softmax_cross_entropy_with_integer_labels`.
       logit_softcap: a Python number above 0, or None for no cap.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:
-      (log_prob, entropy), arrays of labels' shape: float32, or float64 for float64 logits. They are
-      NaN if logits have +inf or NaN, or are all -inf. If a label's logit is -inf, log_prob is -inf.
+      (log_prob, entropy): log_prob has labels' shape, and entropy the shape of logits without
+      ``axis``. Both are float32, or float64 for float64 logits. They are NaN if logits have +inf or
+      NaN, or are all -inf. If a label's logit is -inf, log_prob is -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is
-        not boolean, or ``logits_scale`` or ``logit_softcap`` is not a Python number.
+      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
+        integers or, with logits' axes, not boolean, ``logit_softcap`` is not a Python number, or
+        ``logits_scale`` is differentiated.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -338,8 +365,10 @@ def log_prob_and_entropy(
       >>> log_prob, entropy = jaxnorm.log_prob_and_entropy(logits, tokens)
       >>> [round(v, 2) for v in (*log_prob.tolist(), *entropy.tolist())]  # of 1000 alike
       [-6.91, -6.91, 6.91, 6.91]
+      >>> jaxnorm.log_prob_and_entropy(logits, jnp.array([[3, 4, 5], [7, 8, 9]]))[0].shape
+      (2, 3)
     """
-    (log_prob, entropy), _ = of_rows(
+    (log_prob, entropy), weights = of_rows(
         _LOG_PROB,
         logits,
         labels,
@@ -349,4 +378,7 @@ def log_prob_and_entropy(
         logits_scale=logits_scale,
         logit_softcap=logit_softcap,
     )
-    return log_prob, entropy
+    if weights is None:
+        return log_prob, entropy
+    of_labels = weights if log_prob.ndim == entropy.ndim else weights[..., None]
+    return weighted(log_prob, of_labels), weighted(entropy, weights)

@@ -11,7 +11,7 @@ would round it, so the softmax's backward kernel writes it in 16 bits, in half t
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,19 @@ from jax.custom_derivatives import SymbolicZero
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, products
+from jaxnorm.operations import checks, products, scales
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import Name, SoftmaxOptions, Spec
 
 
-@eager.compiled("x", "where", "bias")
+@eager.compiled("x", "where", "bias", either=("scale",))
 def softmax(
     x: checks.ArrayLike,
     axis: checks.Axis = -1,
     where: checks.ArrayLike | None = None,
     *,
-    scale: float = 1.0,
+    scale: checks.ArrayLike = 1.0,
     bias: checks.ArrayLike | None = None,
     causal: bool = False,
     dtype: checks.DTypeLike | None = None,
@@ -52,7 +52,8 @@ def softmax(
       axis: axis or axes over which the output sums to 1; None for all.
       where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
         their output and gradient are 0, even if the whole row is False.
-      scale: a finite Python number.
+      scale: a finite number, or a scalar array, which may be traced: its value is not checked, and
+        has no derivative.
       bias: float array that broadcasts to x's shape; its -inf count as those of x.
       causal: if True, only columns j <= i of row i are included, as with ``where``. Columns are the
         last axis, rows the axis before it, and both count from 0.
@@ -67,7 +68,7 @@ def softmax(
 
     Raises:
       TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
-        ``scale`` is not a Python number, or ``causal`` is neither True nor False.
+        ``scale`` is no number or is differentiated, or ``causal`` is neither True nor False.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
 
@@ -93,13 +94,13 @@ def softmax(
     )
 
 
-@eager.compiled("x", "where", "bias")
+@eager.compiled("x", "where", "bias", either=("scale",))
 def log_softmax(
     x: checks.ArrayLike,
     axis: checks.Axis = -1,
     where: checks.ArrayLike | None = None,
     *,
-    scale: float = 1.0,
+    scale: checks.ArrayLike = 1.0,
     bias: checks.ArrayLike | None = None,
     causal: bool = False,
     dtype: checks.DTypeLike | None = None,
@@ -169,7 +170,11 @@ def _softmax_of(function: str, x: checks.ArrayLike, **options: Any) -> jax.Array
     """Run a softmax; `options` are those of `softmax_call`."""
     x = checks.float_array(function, "x", x)
     call, mask, bias = softmax_call(function, x, **options)
-    return row_operations.run(call, x, mask, bias)[0]
+    scale = None
+    if call.spec.logits.has_scale:
+        rows, dtype = call.view.shape_of("stat"), call.spec.compute_dtype
+        scale = scales.of_softmax(function, options["scale"], rows, dtype)
+    return row_operations.run(call, x, mask, bias, scale)[0]
 
 
 def softmax_call(
@@ -180,7 +185,7 @@ def softmax_call(
     bias: checks.ArrayLike | None,
     dtype: checks.DTypeLike | None,
     axis: checks.Axis = -1,
-    scale: float = 1.0,
+    scale: checks.ArrayLike = 1.0,
     causal: bool = False,
     masked_logit: float = -math.inf,
     implementation: Name | None = None,
@@ -197,6 +202,8 @@ def softmax_call(
     causal = checks.flag(function, "causal", causal)
     if causal:
         checks.matrix(function, "causal", view)
+    has_scale = scales.is_array(scale)
+    number = 1.0 if has_scale else checks.number(function, "scale", cast(float, scale))
     op = FUNCTIONS[function].op
     spec = Spec(
         op=op,
@@ -209,7 +216,8 @@ def softmax_call(
         options=SoftmaxOptions(
             has_mask=mask is not None,
             masked_logit=masked_logit,
-            logits_scale=checks.number(function, "scale", scale),
+            logits_scale=number,
+            has_scale=has_scale,
             logits_bias_dtype=None if bias is None else bias.dtype,
             causal=causal,
         ),

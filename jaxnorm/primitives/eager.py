@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 
 
 def compiled[**P, T](
-    *arrays: str, functions: Collection[str] = ()
+    *arrays: str, functions: Collection[str] = (), either: Collection[str] = ()
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function so that calls outside `jax.jit` are compiled.
 
@@ -26,23 +26,29 @@ def compiled[**P, T](
       arrays: names of the arguments that are arrays or None.
       functions: names of the arguments that may be functions. A call with a function is not
         compiled, since each call may pass a new one.
+      either: names of the arguments that are numbers, part of the compiled program, or arrays.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
         parameters = dict(inspect.signature(function).parameters)
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        statics = [name for name in parameters if name not in arrays]
         ordered = operator.itemgetter(*parameters)
-        arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*statics)
 
         def named(types: tuple[Any, ...], *values: Any) -> T:
             del types
             return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
         named.__name__ = named.__qualname__ = function.__name__  # for profiles
-        static_argnums = [0, *(1 + [*parameters].index(name) for name in statics)]
-        fast = jax.jit(named, static_argnums=static_argnums)
+
+        @functools.cache
+        def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
+            """Return the compiled function if `others` are arrays too, and what it takes."""
+            taken = (*arrays, *others)
+            statics = [name for name in parameters if name not in taken]
+            static_argnums = [0, *(1 + [*parameters].index(name) for name in statics)]
+            fast = jax.jit(named, static_argnums=static_argnums)
+            return fast, operator.itemgetter(*taken), operator.itemgetter(*statics)
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> T:
@@ -50,6 +56,8 @@ def compiled[**P, T](
             given.update(options)
             is_each_once = len(given) == len(arguments) + len(options)
             given = {**defaults, **given}
+            others = tuple([name for name in either if _is_array(given.get(name))])
+            fast, arrays_of, statics_of = forms(others)
             # If the arguments do not fit the signature, the plain call below raises the error.
             if (
                 is_each_once
@@ -113,6 +121,12 @@ def alone(
         return results
 
     return implementation
+
+
+def _is_array(a: Any) -> bool:
+    """Return True for an array of numbers, except NumPy's without axes, which count as numbers."""
+    is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
+    return is_array and a.dtype.kind != "b"
 
 
 def _is_given(a: Any) -> bool:

@@ -137,6 +137,8 @@ class _RowRules(Rules[Call]):
                 continue
             shape = view.shape_of(kind)
             split = [spec[axis] for axis in view.axes_of(kind)]
+            if kind == "candidate":
+                split.append(None)
             if kind == "table":
                 split = [*split[:-1], None]
             if kind in ("logits_bias", "table"):

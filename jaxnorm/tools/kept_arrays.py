@@ -105,9 +105,9 @@ class Graph:
     """
 
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
-        """Build the graph of a closed jaxpr, of whose results the first `count` are saved.
+        """Build the graph of a closed jaxpr whose first `count` results are saved.
 
-        Its other results take their place in the graph as ``"result"``.
+        Its other results are users in the graph, made by ``"result"``.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
@@ -282,7 +282,7 @@ def _line_of(operands: Sequence[Value]) -> str:
 
 
 def _is_library_s(body: Jaxpr) -> bool:
-    """Return True for a compiled function of a library, whose one trace serves all its callers."""
+    """Return True for a jitted function of a library: all its callers share one trace."""
     place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
     return any(folder in place for folder in _folders())
 

@@ -56,10 +56,10 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
 
 @functools.cache
 def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
-    """Return the arrays of h's size that it is made of, element by element.
+    """Return the arrays of h's size from which h is computed elementwise.
 
-    Also return whether an activation is on the way, and whether no other elements take part, as
-    they do in a norm or a softmax.
+    Also return whether an activation is on the way, and whether the computation is purely
+    elementwise, unlike a norm or a softmax.
     """
     sources: dict[int, Value] = {}
     is_nonlinear, is_alone = False, True
@@ -80,7 +80,7 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
 
 
 def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if only this matmul uses what is made of the sources on the way to h."""
+    """Return True if only this matmul uses the arrays between the sources and h."""
 
     def before(value: Value) -> list[Value]:
         made_of = (v for v in map(origin, value.operands) if not kept_arrays.is_spread(v))
@@ -99,6 +99,6 @@ def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
 
 
 def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if an array is made of the sources alone."""
+    """Return True if an array is computed elementwise from the sources only."""
     own, _, is_alone = _sources(value)
     return bool(own) and is_alone and own.keys() <= sources.keys()

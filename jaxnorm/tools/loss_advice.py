@@ -45,11 +45,11 @@ class Loss:
     """A cross-entropy, or another function of logits and labels.
 
     Attributes:
-      logits: before they are capped and cast.
-      inside: the arrays of their size that are made of them, by and for the loss alone.
+      logits: the logits before they are capped and cast.
+      inside: the arrays of their size that are computed from them for the loss only.
       source: the line of the loss.
       ours: the name of the function, if it is jaxnorm's.
-      options: what the instruction says of a softcap.
+      options: the part of the advice about a softcap.
     """
 
     logits: Value
@@ -170,7 +170,7 @@ def _uncapped(loss: Loss) -> Loss:
 
 
 def _factors(value: Value) -> tuple[Value, list[float]]:
-    """Return what is multiplied by numbers, before casts, and these numbers."""
+    """Return the value that is multiplied by constants, before casts, and the constants."""
     value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
         numbers = [kept_arrays.number(v) for v in value.operands]
@@ -184,7 +184,7 @@ def _factors(value: Value) -> tuple[Value, list[float]]:
 
 
 def _inside(logits: Value) -> list[Value]:
-    """Return what is made of each element of the logits, and of numbers of its row."""
+    """Return the arrays that are computed elementwise from the logits and numbers per row."""
 
     def is_step(value: Value) -> bool:
         same = [v for v in value.operands if v.size == logits.size]
@@ -237,7 +237,7 @@ def _one_hots(values: Sequence[Value]) -> list[Value]:
 
 
 def _is_one_hot(value: Value) -> bool:
-    """Return True for labels that are compared with the numbers of the classes."""
+    """Return True for one-hot labels: a comparison of labels with an iota over the classes."""
     compared = kept_arrays.uncast(value)
     if compared.made_by != "eq":
         return False
@@ -296,7 +296,7 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
 
 
 def _from_matmul(logits: Value) -> list[Value] | None:
-    """Return the logits, and what they are made of, to the matmul of rows with a weight."""
+    """Return the arrays from the logits back to the matmul of rows with a weight, or None."""
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
         path.append(value)
@@ -321,7 +321,7 @@ def _is_slice(value: Value) -> bool:
 
 
 def _is_saved(operand: Value, program: Program) -> bool:
-    """Return True if an operand, or what it is a copy of, is there for the backward pass."""
+    """Return True if an operand, or the array it copies, is saved for the backward pass."""
     value = origin(operand)
     while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
         value = origin(value.operands[0])

@@ -124,7 +124,7 @@ def rotations(program: Program) -> Iterator[Advice]:
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
-    """Yield what may be normalised, and the arrays of its size that are made of it, in order."""
+    """Yield arrays that may be normalised, with those computed from them elementwise, in order."""
     done: set[int] = set()
     for value in program.saved:
         root = _root(value)
@@ -135,7 +135,7 @@ def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Return the one array of its size that a value is made of, element by element."""
+    """Return the single array of its size from which a value is computed elementwise."""
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
@@ -155,7 +155,7 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return an activation that a norm can have, if nothing else is made of the norm's result."""
+    """Return an activation that a norm supports, if nothing else uses the norm's result."""
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(
@@ -184,7 +184,7 @@ def _in_a_row(region: Iterable[Value]) -> bool:
 
 
 def _region(root: Value) -> list[Value]:
-    """Return what is made of `root`, element by element, with numbers of rows or columns."""
+    """Return the arrays computed elementwise from `root` and numbers per row or column."""
     region = {id(root): root}
     stack = [root]
     while stack:

@@ -7,6 +7,7 @@ gradients of a call. As the operations promise, these gradients start from what 
 as it was stored. The operands' columns are the last axis.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -272,6 +273,30 @@ def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     return results, {"logits": gradient.stored(dtype)}
 
 
+def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool = False) -> Results:
+    """``sum p log(p / q)`` of each row; p of the teacher's logits, q of the student's."""
+    x, teacher = given["logits"], given["teacher_logits"]
+    divergence, slope = _divergence(x, teacher, reverse=reverse)
+    of_rows = d[0].reshape(divergence.value.shape)
+    none = Bounded.exact(np.zeros_like(teacher.value))
+    return [divergence], {"logits": (of_rows * slope).stored(dtype), "teacher_logits": none}
+
+
+def _divergence(x: Bounded, teacher: Bounded, *, reverse: bool) -> tuple[Bounded, Bounded]:
+    """The divergence of each row, with size 1 for the columns, and its derivative along x."""
+    log_q, log_p = (_log_softmax(logits) for logits in (x, teacher))
+    if not reverse:
+        return (log_p.exp() * (log_p - log_q)).sum(), log_q.exp() - log_p.exp()
+    q, ratio = log_q.exp(), log_q - log_p
+    divergence = (q * ratio).sum()
+    return divergence, q * (ratio - divergence)
+
+
+def _log_softmax(x: Bounded) -> Bounded:
+    shifted = x - x.at(x.value.argmax(-1))
+    return shifted - shifted.exp().sum().log()
+
+
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """The mean loss of ``x @ weight + bias``; products and logits are stored in `dtype`."""
     x, weight = given["x"], given["weight"]
@@ -286,6 +311,42 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     }
     # Saved in this dtype, and rounded again when they are multiplied by the cotangent of the loss.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
+
+
+def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``log p`` of each row's candidates, the last axis of labels, and ``-sum p log p``."""
+    x, labels = given["logits"], given["labels"]
+    each = [
+        _log_probs(x, labels[..., i], [d[0][..., i], d[1] * (i == 0)])
+        for i in range(labels.shape[-1])
+    ]
+    (_, gradient), *others = each
+    for _, of_one in others:
+        gradient = gradient + of_one
+    values, errors = (
+        np.concatenate([getattr(results[0], part) for results, _ in each], -1)
+        for part in ("value", "error")
+    )
+    log_probs = dataclasses.replace(each[0][0][0], value=values, error=errors)
+    return [log_probs, each[0][0][1]], {"logits": gradient.stored(dtype)}
+
+
+def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """The mean divergence of two layers, with unrounded logits."""
+    x, weight = given["x"], given["weight"]
+    logits, teacher = x @ weight + given["bias"], given["teacher_x"] @ given["teacher_weight"]
+    divergence, slope = _divergence(logits, teacher, reverse=False)
+    slope = slope.stored(dtype)
+    share = d[0] * (1 / len(divergence.value))
+    gradients = {
+        "x": slope @ weight.transposed * share,
+        "weight": x.transposed @ slope * share,
+        "bias": slope.sum(0) * share,
+    }
+    # Saved in this dtype, and rounded again when they are multiplied by the cotangent.
+    gradients = _stored(_stored(gradients, dtype), dtype)
+    none = {name: np.zeros_like(given[name].value) for name in ("teacher_x", "teacher_weight")}
+    return [divergence.mean(0)], gradients | {n: Bounded.exact(a) for n, a in none.items()}
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:

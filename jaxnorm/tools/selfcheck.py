@@ -122,7 +122,18 @@ _LAYER = {
 
 
 def _loss(function: str) -> tuple[Case, ...]:
-    return (Case(function, _reference(function), _LOGITS),)
+    reference, several = _reference(function), FUNCTIONS[function].several
+    if "teacher_logits" not in OPERATIONS[FUNCTIONS[function].op].operands:
+        cases = [Case(function, reference, _LOGITS)]
+        if several is not None:
+            shapes = _LOGITS | {"labels": (_ROWS, 4)}
+            cases.append(
+                Case(function, getattr(references, several), shapes, note="several labels")
+            )
+        return tuple(cases)
+    shapes = dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"])
+    case = Case(function, reference, shapes)
+    return case, dataclasses.replace(case, options={"reverse": True}, note="reverse")
 
 
 def _reference(function: str) -> Callable[..., Results]:
@@ -163,6 +174,15 @@ CASES = (
     ),
     Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
     Case(_LINEAR_LOG_PROB, references.linear_log_prob_and_entropy, _LAYER),
+    Case(
+        "linear_kl_divergence",
+        references.linear_kl_divergence,
+        {
+            **{name: _LAYER[name] for name in ("x", "weight", "bias")},
+            "teacher_x": (_ROWS, 2 * _FEATURES),
+            "teacher_weight": (2 * _FEATURES, _CLASSES),
+        },
+    ),
 )
 
 

@@ -95,7 +95,7 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
 
 
 def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
-    """Return what is saved for a mask of logits, and the option in its place."""
+    """Return the arrays that are saved for a mask of logits, and the option that avoids them."""
     value = origin(logits)
     if value.made_by == "sub":  # less the maximum of its row
         value = origin(value.operands[0])
@@ -116,7 +116,7 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
-    """Return True for the mask of `jnp.tril`, or the inverse of that of ``jnp.triu(.., 1)``."""
+    """Return True for a causal mask: `jnp.tril`, or the inverse of ``jnp.triu(.., 1)``."""
     shape = mask.shape[-2:]
     while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
         if mask.made_by == "select_n":

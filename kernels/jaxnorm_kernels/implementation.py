@@ -27,14 +27,16 @@ class Operands(NamedTuple):
     """The operands of a forward, or their tangents or gradients. Absent ones are None.
 
     Attributes:
-      x, residual, gate: ``(rows, cols)``.
+      x, teacher_logits, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows.
         next_scale is the second norm's scale, branch_scale the factor of x in a sum.
       mask, logits_bias: boolean and float arrays with the shapes in `LogitsOptions.mask_rows` and
         `SoftmaxOptions.logits_bias_rows`; the bias's gradient has the same shape. The xla
         implementation takes arrays that broadcast to x's shape by numpy's rules.
       labels: ``(rows,)``, of any integer dtype.
+      candidates: several labels of each row, ``(rows, k)``.
       positions: a boolean mask, ``(rows,)``.
+      logits_scale: the factor of each row's logits, ``(rows,)``, if it is not a static number.
       cos, sin: tables with rows as in `NormOptions.table_rows` and a column for each pair of x's
         columns. The xla implementation takes tables that broadcast to x's other axes, and returns
         their gradients.
@@ -53,6 +55,9 @@ class Operands(NamedTuple):
     sin: jax.Array = _ABSENT
     gate: jax.Array = _ABSENT
     branch_scale: jax.Array = _ABSENT
+    teacher_logits: jax.Array = _ABSENT
+    candidates: jax.Array = _ABSENT
+    logits_scale: jax.Array | None = None
 
 
 class Residuals(NamedTuple):
@@ -62,9 +67,9 @@ class Residuals(NamedTuple):
       saved: the operand or result that `Spec.starts_from` names.
       x: the input of the norm before a sum, or the branch that branch_scale multiplies.
       stats: the row statistics.
-      scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale: as in
-        :class:`Operands`.
-      entropy: the result of that name.
+      scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
+        candidates, logits_scale: as in :class:`Operands`.
+      entropy, y: the results of these names.
     """
 
     saved: jax.Array
@@ -80,6 +85,10 @@ class Residuals(NamedTuple):
     gate: jax.Array = _ABSENT
     branch_scale: jax.Array = _ABSENT
     entropy: jax.Array = _ABSENT
+    y: jax.Array = _ABSENT
+    teacher_logits: jax.Array = _ABSENT
+    candidates: jax.Array = _ABSENT
+    logits_scale: jax.Array | None = None
 
 
 class Results(NamedTuple):
@@ -87,7 +96,8 @@ class Results(NamedTuple):
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum.
-        For a loss or a label's log-probability, ``(rows,)``.
+        For a loss, a divergence or a label's log-probability, ``(rows,)``; for several
+        labels, ``(rows, k)``.
       h: the sum, rounded to ``spec.norm.residual_dtype``; y is the norm of the rounded sum. As a
         cotangent of a plain norm, it is an extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.

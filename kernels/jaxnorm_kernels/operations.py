@@ -10,6 +10,12 @@ A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for eac
     cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
                             targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
+    log_probs_and_entropy   the same, where y has a number for each of k candidates instead
+
+Or the logits of a student and of a teacher, which is a constant::
+
+    kl_divergence           y = sum(p log(p / q))    p = softmax(teacher's z)    q = softmax(z)
+                            the reverse one is y = sum(q log(q / p))
 
 A norm may be fused with the residual addition before or after it::
 
@@ -51,6 +57,8 @@ Op = Literal[
     "log_softmax",
     "cross_entropy",
     "log_prob_and_entropy",
+    "log_probs_and_entropy",
+    "kl_divergence",
     "norm",
     "add_norm",
     "norm_add",
@@ -62,15 +70,17 @@ Op = Literal[
 Family = Literal["softmax", "loss", "norm"]
 
 #: The kind of an operand or a result. An "array" has x's shape; a mask or a bias of logits
-#: broadcasts to it. A statistic ("stat") or label has one number for each row. A parameter has the
-#: normalised axes. A table of a rotation has a number for each pair of columns, and broadcasts to
-#: the other axes.
+#: broadcasts to it. A statistic ("stat") or label has one number for each row, and labels are
+#: constants. Several labels of a row ("candidate") have an axis of their own, the last one. A
+#: parameter has the normalised axes. A table of a rotation has a number for each pair of columns,
+#: and broadcasts to the other axes.
 Kind = Literal[
     "array",
     "mask",
     "logits_bias",
     "stat",
     "label",
+    "candidate",
     "scale",
     "bias",
     "branch_scale",
@@ -81,11 +91,12 @@ PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
 #: Kinds that are shared by several elements of x, over which their gradients are summed.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
 #: Kinds of booleans and integers, which have no tangents.
-CONSTANTS: tuple[Kind, ...] = ("mask", "label")
+CONSTANTS: tuple[Kind, ...] = ("mask", "label", "candidate")
 
 #: The kind of each operand.
 OPERANDS: dict[str, Kind] = {
     "x": "array",
+    "teacher_logits": "array",
     "residual": "array",
     "gate": "array",
     "scale": "scale",
@@ -95,7 +106,9 @@ OPERANDS: dict[str, Kind] = {
     "mask": "mask",
     "logits_bias": "logits_bias",
     "labels": "label",
+    "candidates": "candidate",
     "positions": "label",
+    "logits_scale": "label",
     "cos": "table",
     "sin": "table",
 }
@@ -114,7 +127,8 @@ class Operation:
         only if a LayerNorm saves its input.
       saves: the array that the derivative starts from, with save="output" and with save="input".
       starts_from_x: the derivative also takes x, for the norm before the sum or for branch_scale.
-      keeps: further operands that the derivative takes, and results other than y and h.
+      keeps: further operands and results that the derivative takes.
+      constants: operands that have no tangent, although their kind may have one.
       through_h: operands to whose gradients h's cotangent contributes. A plain norm has no h, but
         its backward may take an extra cotangent of x in h's place.
       norms: the norms in a call: that of x before a sum ("first"), and that whose result is y
@@ -131,6 +145,7 @@ class Operation:
     results: Mapping[str, Kind]
     saves: tuple[str, str]
     keeps: tuple[str, ...]
+    constants: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     starts_from_x: bool = False
     through_h: tuple[str, ...] = ()
@@ -153,15 +168,16 @@ class Operation:
     @property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the operands that can have a tangent."""
-        return tuple(name for name in self.operands if OPERANDS[name] not in CONSTANTS)
+        names = (name for name in self.operands if name not in self.constants)
+        return tuple(name for name in names if OPERANDS[name] not in CONSTANTS)
 
 
 _SOFTMAX = Operation(
     family="softmax",
-    operands=("x", "mask", "logits_bias"),
+    operands=("x", "mask", "logits_bias", "logits_scale"),
     results={"y": "array"},
     saves=("y", "y"),
-    keeps=("mask",),
+    keeps=("mask", "logits_scale"),
     out_name="jaxnorm_softmax_out",
 )
 
@@ -180,10 +196,10 @@ _NORM = Operation(
 
 _LOSS = Operation(
     family="loss",
-    operands=("x", "labels", "mask", "positions"),
+    operands=("x", "labels", "mask", "positions", "logits_scale"),
     results={"y": "stat"},
     saves=("x", "x"),
-    keeps=("labels", "mask"),  # log_sum is -inf in rows without an entry.
+    keeps=("labels", "mask", "logits_scale"),  # log_sum is -inf in rows without an entry.
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
 )
@@ -195,7 +211,21 @@ OPERATIONS: dict[Op, Operation] = {
     "log_prob_and_entropy": dataclasses.replace(
         _LOSS,
         results={"y": "stat", "entropy": "stat"},
-        keeps=("labels", "mask", "entropy"),
+        keeps=("labels", "mask", "logits_scale", "entropy"),
+    ),
+    "log_probs_and_entropy": dataclasses.replace(
+        _LOSS,
+        operands=("x", "candidates", "mask", "positions", "logits_scale"),
+        results={"y": "candidate", "entropy": "stat"},
+        keeps=("candidates", "mask", "logits_scale", "entropy"),
+        has_kernels=False,
+    ),
+    "kl_divergence": dataclasses.replace(
+        _LOSS,
+        operands=("x", "teacher_logits", "mask", "positions", "logits_scale"),
+        keeps=("teacher_logits", "mask", "logits_scale", "y"),
+        constants=("teacher_logits",),
+        statistics=("max", "log_sum", "teacher_max", "teacher_log_sum"),
     ),
     "norm": _NORM,
     "add_norm": dataclasses.replace(
@@ -262,23 +292,26 @@ class Function:
       subtract_mean: True if it is a LayerNorm.
       gated: the operation of a call with ``gate=``, which scales the branch that is added; None if
         the function has no such argument.
+      several: the operation of a call with several labels for each position, likewise.
     """
 
     op: Op
     subtract_mean: bool = False
     gated: Op | None = None
+    several: Op | None = None
 
     @property
     def ops(self) -> tuple[Op, ...]:
         """All operations of the function."""
-        return (self.op,) if self.gated is None else (self.op, self.gated)
+        return tuple(op for op in (self.op, self.gated, self.several) if op is not None)
 
 
 FUNCTIONS: dict[str, Function] = {
     "softmax": Function("softmax"),
     "log_softmax": Function("log_softmax"),
     "softmax_cross_entropy_with_integer_labels": Function("cross_entropy"),
-    "log_prob_and_entropy": Function("log_prob_and_entropy"),
+    "log_prob_and_entropy": Function("log_prob_and_entropy", several="log_probs_and_entropy"),
+    "kl_divergence": Function("kl_divergence"),
     "layer_norm": Function("norm", subtract_mean=True),
     "rms_norm": Function("norm"),
     "add_layer_norm": Function("add_norm", subtract_mean=True, gated="scaled_add_norm"),

@@ -31,6 +31,10 @@ NO_KERNEL: Table = (
         lambda s: s.plain,
     ),
     (
+        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
+        lambda s: s.logits.has_scale,
+    ),
+    (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "
         "normalised axes, are plain JAX's",
         lambda s: s.norm.scattered,

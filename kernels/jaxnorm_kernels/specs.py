@@ -26,7 +26,8 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each.
 #: A cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
 #: log(sum(exp(x - m))). Their sum is the log-sum-exp. log_s is -inf for a row without an entry,
-#: and NaN for a row whose label is not one of its columns.
+#: and NaN for a row whose label is not one of its columns. A divergence also has those of the
+#: teacher's logits.
 Stats = tuple[jax.Array, ...]
 
 # The forward of an output-saving norm raises smaller scales to this magnitude, so that the backward
@@ -130,12 +131,14 @@ class LogitsOptions:
       has_mask: the call has a mask of columns.
       mask_rows: the map from rows of x to rows of the mask. None if there is no mask, or if it is
         broadcast along some of the normalised axes but not all.
-      logits_scale: factor of x.
+      logits_scale: factor of x; 1 if it is an operand.
+      has_scale: the factor of x is an operand, with a number for each row.
     """
 
     has_mask: bool = False
     mask_rows: Shared | None = None
     logits_scale: float = 1.0
+    has_scale: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +177,9 @@ class LossOptions(LogitsOptions):
       padding: number of trailing columns that are padding and not classes; their dx is 0.
       gradient_dtype: dtype of dx, for a backward after which nothing reads x. None for any other
         backward, whose dx is in x_dtype.
+      teacher_dtype: dtype of the teacher's logits, of a divergence; None for any other operation.
+      teacher_softcap: `logit_softcap` of the teacher's logits.
+      reverse: True for the divergence of the student from the teacher.
     """
 
     has_positions: bool = False
@@ -182,6 +188,9 @@ class LossOptions(LogitsOptions):
     logit_softcap: float | None = None
     padding: int = 0
     gradient_dtype: np.dtype | None = None
+    teacher_dtype: np.dtype | None = None
+    teacher_softcap: float | None = None
+    reverse: bool = False
 
 
 Options = NormOptions | SoftmaxOptions | LossOptions
@@ -281,8 +290,10 @@ class Spec:
     def has(self, operand: str) -> bool:
         """Return True if the call has this operand, or this result that the derivative takes."""
         match operand:
-            case "x" | "labels" | "cos" | "sin" | "entropy":
+            case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True
+            case "logits_scale":
+                return self.logits.has_scale
             case "mask" | "positions":
                 return self.logits.has_mask if operand == "mask" else self.loss.has_positions
             case _:
@@ -293,6 +304,8 @@ class Spec:
         match operand:
             case "x":
                 return self.x_dtype
+            case "teacher_logits":
+                return self.loss.teacher_dtype
             case "cos" | "sin":
                 return self.norm.table_dtype
             case "logits_bias":
@@ -328,7 +341,7 @@ class Spec:
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
-        dtypes = [self.dtype(name) for name in names if OPERANDS[name] == "array"]
+        dtypes = [self.dtype(name) for name in names if OPERANDS.get(name) == "array"]
         return [dtype for dtype in dtypes if dtype is not None]
 
     @functools.cached_property
@@ -406,7 +419,7 @@ class Spec:
 
     @functools.cached_property
     def is_loss(self) -> bool:
-        """True for operations with labels."""
+        """True for operations with one result, or two, for each row of logits."""
         return self.operation.family == "loss"
 
     @functools.cached_property

@@ -1,13 +1,12 @@
 """What the tests of the backward kernels share: schedules, calls, and references in float64."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
+from forward_cases import F32, Case
 from reference import after_norm, exact, half_unit, log_softmax_gradient
 from specs import build_spec
 
@@ -19,29 +18,6 @@ from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec
-
-BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A schedule with the number of rows and columns of which it makes something special.
-
-    `schedule` is for a vector of 8 elements (for 16 bits), or of 1.
-    """
-
-    name: str
-    rows: int
-    cols: int
-    schedule: Any
-
-    def schedule_for(self, *dtypes: np.dtype) -> Any:
-        """The schedule with the vector that these dtypes allow."""
-        if self.schedule.vector == 1:
-            return self.schedule
-        vector = 16 // max(dtype.itemsize for dtype in dtypes)
-        return dataclasses.replace(self.schedule, vector=vector)
-
 
 #: Rows that are whole chunks, and rows whose chunks (or blocks of rows that) overlap. The tests run
 #: them on two persistent blocks: a ring goes round, and one block has more rows than the other.
@@ -177,33 +153,6 @@ def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
 # Of a given schedule the same each time, so that it compiles once; without one it depends on
 # tables, which a test may replace.
 _program_once = functools.lru_cache(maxsize=64)(_program)
-
-
-def abstract_operands(spec: Spec) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of `call`."""
-
-    def array(shape: tuple[int, ...], dtype: np.dtype | None) -> Any:
-        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-
-    rows, cols = spec.rows, spec.cols
-    dy = array((rows, cols), spec.y_dtype)
-    saved = array((rows, cols), spec.x_dtype if spec.norm.saved == "input" else spec.y_dtype)
-    operands: tuple[Any, ...] = (saved, dy)
-    if spec.op == "norm":
-        stats = (array((rows,), F32),) * (1 + spec.returns_mean)
-        scale = array(parameter_shape(spec.norm.scale_groups, spec), spec.norm.scale_dtype)
-        bias = array(parameter_shape(spec.norm.bias_groups, spec), spec.norm.bias_dtype)
-        operands = (saved, stats, scale, bias, dy)
-        if "h" in spec.outputs:
-            operands += (array((rows, cols), spec.x_dtype),)
-    return operands
-
-
-def lower(spec: Spec, schedule: Any = None) -> str:
-    """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
-    operands = abstract_operands(spec)
-    traced = jax.jit(lambda *args: call(spec, *args, schedule=schedule)).trace(*operands)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 # -------------------------------------------------------------------- references and error bounds

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import ml_dtypes
+import norms
 import numpy as np
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
 from specs import build_spec, changed
@@ -31,9 +32,9 @@ class Case:
     name: str
     rows: int
     cols: int
-    schedule: ForwardSchedule
+    schedule: Any
 
-    def schedule_for(self, *dtypes: np.dtype | None) -> ForwardSchedule:
+    def schedule_for(self, *dtypes: np.dtype | None) -> Any:
         """The schedule with the vector that these dtypes allow."""
         if self.schedule.vector == 1:
             return self.schedule
@@ -128,38 +129,18 @@ def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs:
     return build_spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
-#: What each function takes, with the mean and the standard deviation of its elements here.
-_OPERANDS = {
-    "softmax": ("x",),
-    "log_softmax": ("x",),
-    "norm": ("x", "scale", "bias"),
-    "add_norm": ("x", "residual", "scale", "bias"),
-    "norm_add": ("x", "residual", "scale"),
-    "norm_add_norm": ("x", "residual", "scale", "next_scale"),
-}
+#: The mean and the standard deviation of the elements of each operand here.
 _NORMAL = {"x": (0.5, 3), "residual": (-1, 2), "bias": (0, 1), "scale": (1, 0.5)}
 _NORMAL["next_scale"] = _NORMAL["scale"]
 
 
-def operand_types(spec: Spec) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """The operands of a call, without values; None for a parameter that it does not have."""
-
-    def of(name: str) -> jax.ShapeDtypeStruct | None:
-        dtype = spec.dtype(name)
-        if name in ("x", "residual"):
-            return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
-        groups = spec.norm.bias_groups if name == "bias" else spec.norm.scale_groups
-        shape = (spec.cols,) if groups == 1 else (groups, spec.cols)
-        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-
-    return {name: of(name) for name in _OPERANDS[spec.op]}
-
-
 def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
     rng = np.random.default_rng(seed)
+    names = norms.names_of(spec)
     return tuple(
         None if a is None else rng.normal(*_NORMAL[name], a.shape).astype(a.dtype)
-        for name, a in operand_types(spec).items()
+        for name, a in zip(names, norms.types_of(spec))
+        if name in _NORMAL
     )
 
 
@@ -191,11 +172,10 @@ def _program_of(spec: Spec, schedule: ForwardSchedule, **kwargs: Any) -> Any:
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule, **kwargs))
 
 
-def lower(spec: Spec, *operands: Any, **kwargs: Any) -> str:
+def lower(spec: Spec, schedule: Any = None) -> str:
     """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
-    specs = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
-    traced = jax.jit(lambda *args: call(spec, *args, **kwargs)).trace(*specs)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    run = jax.jit(functools.partial(contract.call, mosaic, spec, schedule=schedule))
+    return run.trace(*norms.types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def xla_call(spec: Spec, *operands: Any) -> list[np.ndarray]:

@@ -22,6 +22,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxnorm_kernels.mosaic.device.gpu import B200, HOPPER, RTX_5090, Gpu
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
+from jaxnorm_kernels.mosaic.schedules import norm_backward
+from jaxnorm_kernels.specs import Spec
 
 # XLA's description of a GPU, as far as a compilation needs it.
 _CONFIG = """
@@ -137,3 +141,21 @@ def _read(said: str) -> list[Compiled]:
         serialised = re.search(f"wgmma.mma_async instructions are serialized .*'{name}'", said)
         found.append(Compiled(name, int(registers), int(spilled), serialised is not None))
     return sorted(found, key=lambda kernel: kernel.name)
+
+
+#: Bytes of a thread: a few words of a row that fills the registers of its block, which cost nothing
+#: where that was measured (softmax over 32768 columns).
+SPILLED = 32
+
+
+def assert_fits(kernel: Compiled, spec: Spec) -> None:
+    """Few spills; and a ring's registers let as many blocks run at a time as it asks for."""
+    assert kernel.spilled <= SPILLED
+    if spec.direction == "fwd" or not spec.is_norm:
+        return
+    schedule = norm_backward.norm_schedule(spec)
+    if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
+        assert schedule.stages >= 2
+        threads = 128 * getattr(schedule, "warpgroups", 1)
+        registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
+        assert registers * threads * schedule.blocks_per_sm <= norm_backward.REGISTERS

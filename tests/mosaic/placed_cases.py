@@ -10,7 +10,7 @@ from jaxnorm_kernels import mosaic
 
 
 def lower(call: Call) -> str:
-    """The module that XLA gets for an NVIDIA GPU."""
+    """Return the module that XLA gets for an NVIDIA GPU."""
     traced = jax.jit(call.kernel("mosaic")).trace(*operand_types(call))
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -22,7 +22,7 @@ def interpret(call: Call, *arrays: Any) -> list[jax.Array]:
 
 
 def interpreted(op: str) -> Any:
-    """The public function, differentiable, with its kernels in the interpreter."""
+    """Return the public function with its kernels in the interpreter; it is differentiable."""
 
     def function(
         x: Any,

@@ -11,17 +11,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 from backward_cases import (
-    BF16,
-    F16,
-    F32,
     NORM_CASES,
     SOFTMAX_CASES,
-    Case,
     interpret,
     make_operands,
     make_spec,
     reference,
 )
+from forward_cases import BF16, F16, F32, Case
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 from specs import changed

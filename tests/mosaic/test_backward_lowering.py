@@ -13,17 +13,13 @@ import jax
 import numpy as np
 import pytest
 from backward_cases import (
-    BF16,
     CLUSTER_CASES,
-    F16,
-    F32,
     NORM_CASES,
     SOFTMAX_CASES,
     SOFTMAX_CLUSTER_CASES,
-    Case,
-    lower,
     make_spec,
 )
+from forward_cases import BF16, F16, F32, Case, lower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specs import changed

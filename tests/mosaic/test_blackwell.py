@@ -16,16 +16,15 @@ from typing import Any
 
 import backward_cases
 import forward_cases
-import gated_cases
 import jax
+import norms
 import numpy as np
 import pytest
-import scaled_sum_cases
 from forward_cases import BF16, F32
-from h100 import CONFIGS, Compiled, Compiler
+from h100 import CONFIGS, SPILLED, Compiled, Compiler
 from logits_cases import of_width, operand_types
-from rope_cases import QUERIES, make_spec, types_of
 from specs import build_spec, changed
+from test_rope import QUERIES, make_spec
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -39,8 +38,6 @@ from jaxnorm_kernels.mosaic.schedules import forward, norm_backward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Spec
-
-SPILLED = 32  # bytes of a thread: a few words
 
 
 def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.dtype) -> Spec:
@@ -116,18 +113,7 @@ LOSSES = [
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
     )
 ]
-TWO_NORMS = build_spec(
-    "norm_add_norm",
-    "bwd",
-    8192,
-    4096,
-    BF16,
-    BF16,
-    residual_dtype=BF16,
-    scale_dtype=F32,
-    next_scale_dtype=F32,
-    adds_dh=True,
-)
+TWO_NORMS = norms.make_spec("norm_add_norm", "bwd", 8192, 4096, (BF16,) * 3)
 HEADS = [
     make_spec(direction, QUERIES[heads], size, mix)
     for heads, size, mix in [
@@ -138,7 +124,7 @@ HEADS = [
     for direction in ("fwd", "bwd")
 ]
 GATED = [
-    gated_cases.make_spec(direction, 8192, cols, (x, x, x), norm_before_gate=before)
+    norms.make_spec("norm_gated", direction, 8192, cols, (x,) * 3, norm_before_gate=before)
     for cols, x, before in [(128, BF16, True), (4096, F32, False), (1001, BF16, True)]
     for direction in ("fwd", "bwd")
 ]
@@ -152,7 +138,9 @@ ACTIVATED = [
     for cases in (forward_cases, backward_cases)
 ]
 SCALED = [
-    scaled_sum_cases.make_spec(direction, 8192, cols, (x, residual, x), groups=(n,) * 3)
+    norms.make_spec(
+        "scaled_add_norm", direction, 8192, cols, (x, residual, x), "layer_norm", **norms.grouped(n)
+    )
     for cols, x, residual, n in [
         (256, F32, F32, 1),
         (1152, BF16, BF16, 1),
@@ -212,35 +200,12 @@ def compiler_for(capability: int) -> Compiler:
     return Compiler(Path(tempfile.mkdtemp()), CONFIGS[capability])
 
 
-def rows_of(spec: Spec, *dtypes: np.dtype) -> list[jax.ShapeDtypeStruct]:
-    shape = spec.rows, spec.cols
-    if spec.inner > 1:
-        shape = spec.rows // spec.inner, spec.cols, spec.inner
-    return [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
-
-
 def function_of(spec: Spec) -> tuple[Any, Any]:
     """A kernel's call, and the shapes of its operands."""
     if spec.operation.family == "loss":
         return loss_of(spec)
-    if spec.op == "norm_add_norm" and spec.direction == "bwd":
-        return two_norms_of(spec)
-    if spec.norm.rotated:
-        return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
-    if spec.norm.gate_dtype is not None or spec.norm.branch_scale_dtype is not None:
-        cases_of = gated_cases if spec.norm.gate_dtype is not None else scaled_sum_cases
-        types = cases_of.types_of(spec)
-        return (lambda *operands: contract.call(mosaic, spec, *operands)), types
-    cases = forward_cases if spec.direction == "fwd" else backward_cases
-    if spec.direction == "fwd":
-        types: Any = list(forward_cases.operand_types(spec).values())
-    else:
-        types = backward_cases.abstract_operands(spec)
-    if spec.inner > 1:
-        column = jax.ShapeDtypeStruct((spec.inner,), F32)
-        shapes = {(spec.rows, spec.cols): rows_of(spec, spec.x_dtype)[0], (spec.cols,): column}
-        types = jax.tree.map(lambda a: shapes.get(a.shape, a), types)
-    return (lambda *operands: cases.call(spec, *operands)), types
+    results = slice(2 if spec.norm.rotated else None)
+    return (lambda *operands: contract.call(mosaic, spec, *operands)[results]), norms.types_of(spec)
 
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
@@ -252,16 +217,9 @@ def loss_of(spec: Spec) -> tuple[Any, Any]:
         kept = x, stats, labels, None, *entropy
         return loss, entropy, contract.call(mosaic, of_backward, *kept, *cotangents)
 
-    dtypes = [np.int32, *[F32] * len(spec.operation.results)]
-    row = [jax.ShapeDtypeStruct((spec.rows,), dtype) for dtype in dtypes]
-    return both, [*rows_of(spec, spec.x_dtype), *row]
-
-
-def two_norms_of(spec: Spec) -> tuple[Any, Any]:
-    stat, column = (jax.ShapeDtypeStruct((n,), F32) for n in (spec.rows, spec.cols))
-    x, saved, dy, dh = rows_of(spec, *[BF16] * 4)
-    types = [x, saved, (stat, stat), column, column, dy, dh]
-    return (lambda *operands: contract.call(mosaic, spec, *operands)), types
+    x, labels, *_ = norms.types_of(spec)
+    row = jax.ShapeDtypeStruct((spec.rows,), F32)
+    return both, [x, labels, *[row] * len(spec.operation.results)]
 
 
 def name(spec: Spec) -> str:
@@ -302,19 +260,11 @@ def test_the_calls_meet_every_line() -> None:
         return {next(line for line in table if line.fits(spec, B200)) for spec in specs}
 
     forwards = [*FORWARD, *(spec for spec in SCALED if spec.direction == "fwd")]
-    chosen = [forward.choose(spec, B200) for spec in forwards]
-    in_windows = [
-        changed(spec, cols=schedule.window.width)
-        for spec, schedule in zip(forwards, chosen)
-        if schedule.window is not None
-    ]
-    in_rows = [spec for spec, schedule in zip(forwards, chosen) if schedule.window is None]
-    assert lines(forward.TABLE, in_rows) == set(forward.TABLE)
-    assert lines(forward.UNALIGNED, in_windows) == set(forward.UNALIGNED)
+    assert lines(forward.TABLE, forwards) == set(forward.TABLE)
 
-    norms = [norm_backward.norm_schedule(spec, B200) for spec in BACKWARD if spec.op == "norm"]
-    assert {type(schedule) for schedule in norms} == {PipelinedRows, PipelinedNarrowRows}
-    rings = [schedule for schedule in norms if isinstance(schedule, PipelinedRows)]
+    of_norms = [norm_backward.norm_schedule(spec, B200) for spec in BACKWARD if spec.op == "norm"]
+    assert {type(schedule) for schedule in of_norms} == {PipelinedRows, PipelinedNarrowRows}
+    rings = [schedule for schedule in of_norms if isinstance(schedule, PipelinedRows)]
     assert {ring.cluster for ring in rings} >= {1, 4, 16}
     softmaxes = [softmax_schedule(spec, B200) for spec in BACKWARD if spec.op != "norm"]
     assert all(isinstance(schedule, InRegisters) for schedule in softmaxes)
@@ -334,7 +284,7 @@ def norm_backwards() -> Iterator[Spec]:
         for given in ({}, {"saved": "input", "activation": "silu"}):
             yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh, **given)
     for cols, x, gate in itertools.product(widths, (BF16, F32), (BF16, F32)):
-        yield gated_cases.make_spec("bwd", 8192, cols, (x, gate, x))
+        yield norms.make_spec("norm_gated", "bwd", 8192, cols, (x, gate, x))
 
 
 @pytest.mark.parametrize("gpu", [B200, RTX_5090], ids=["B200", "RTX 50"])

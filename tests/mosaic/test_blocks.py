@@ -1,4 +1,4 @@
-"""What XLA makes of the blocks that use the kernels, compiled for an H100 that need not be here."""
+"""XLA's programs of blocks that use the kernels, compiled for an H100 that need not be present."""
 
 import math
 import re
@@ -16,7 +16,7 @@ ROWS, COLS = 8192, 4096
 
 
 def unchanged(x: Any, residual: Any, scale: Any) -> Any:
-    """What models write."""
+    """Compute the block as models write it."""
     h = x + residual
     return jaxnorm.rms_norm(h, scale), h
 
@@ -38,7 +38,7 @@ def silu(x: Any, scale: Any, bias: Any) -> Any:
 
 
 def images(x: Any, scale: Any, bias: Any) -> Any:
-    """GroupNorm and SiLU, channels last."""
+    """GroupNorm and SiLU with channels last."""
     return jaxnorm.layer_norm(x, scale, bias, axis=(1, 3), activation="silu")
 
 
@@ -50,7 +50,7 @@ ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COL
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 IMAGES, CHANNEL = ((32, 1024, 32, 8), "bfloat16"), ((32, 1, 8), "float32")
 
-# A block, its operands, which gradients are arrays of their own, and how many fusions of x's size
+# A block, its operands, the gradients that are separate arrays, and how many fusions of x's size
 # XLA may add: the addition that a user's code has before the norm.
 BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, [ROW, ROW, COLUMN], [0, 2], 0),
@@ -72,7 +72,10 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
-    """And the sum of partial gradients: no other pass over arrays of x's size, and no copy."""
+    """A block is one kernel forward, and one backward with a sum of partial gradients.
+
+    There is no other pass over an array of x's size, and no copy.
+    """
     block, operands, own, additions = BLOCKS[name]
 
     def step(cotangents: Any, *operands: Any) -> Any:

@@ -61,7 +61,7 @@ def check(x, labels, d, positions=None, *, schedule=None, params=None, padding=0
     rows, classes = x.shape
     options = {"has_positions": positions is not None, **options}
     spec = make_spec(rows, classes + padding, x.dtype, padding=padding, **options)
-    # Of which nothing may become a part of a sum, and nothing of NaN for the products that follow.
+    # The padding must not enter a sum, and its gradient must not be NaN in the matmuls that follow.
     wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
     arrays = [a for a in (wide, labels, d, positions) if a is not None]
     with mosaic.interpreted(params):
@@ -122,7 +122,7 @@ def test_rows_of_all_kinds():
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
 def test_labels(dtype):
-    """Of other dtypes, inside and outside of the classes."""
+    """Labels may have other dtypes, and be inside or outside the classes."""
     values = [0, 5, 127, 2**15, 2**31 + 5, 2**32 + 5, -(2**33) + 5]
     info = np.iinfo(dtype)
     x, _, d = operands((3, 256), "bfloat16")
@@ -159,7 +159,7 @@ def test_padding(classes, padding, dtype, options):
     ("cols", "dtype"), [(5003, "bfloat16"), (3000, "float32"), (131, "float32")]
 )
 def test_gradient_in_the_logits_place(cols, dtype):
-    """The same bits where dx is written over x: units that overlap, and edges, included."""
+    """Results have the same bits if dx overwrites x, including overlapping units and edges."""
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(9, cols, dtype, **SMOOTHED)
     _, stats = jax.jit(functools.partial(contract.call, xla, spec))(x, labels, None, None)
@@ -259,7 +259,7 @@ def test_lowers(rows, cols, dtype, label_dtype):
 
 
 def test_programs():
-    """A kernel each way, under `jax.vmap` and with what `save_policy` keeps, too."""
+    """There is one kernel each way, also under `jax.vmap` and with `save_policy`."""
     x, labels, where = (types(8 * 512, 32768, BF16)[i] for i in (0, 1, 3))
     x, labels, where = (
         jax.ShapeDtypeStruct((8, 512, *a.shape[1:]), a.dtype) for a in (x, labels, where)

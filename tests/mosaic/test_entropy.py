@@ -115,7 +115,7 @@ def test_rows_of_all_kinds():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_classes_that_are_masked_by_the_lowest_number(dtype):
-    """Of a thread all that it reads first, or all."""
+    """A mask of the lowest number may cover everything that a thread reads first, or at all."""
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
@@ -140,7 +140,7 @@ def test_padding(classes, padding, dtype, options):
 
 @pytest.mark.parametrize(("cols", "dtype"), [(5003, "bfloat16"), (131, "float32")])
 def test_gradient_in_the_logits_place(cols, dtype):
-    """The same bits where dx is written over x."""
+    """Results have the same bits if dx overwrites x."""
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(9, cols, dtype)
     forward = jax.jit(functools.partial(contract.call, xla, spec))
@@ -205,7 +205,7 @@ def test_lowers(rows, cols, dtype, label_dtype):
     ids=str,
 )
 def test_registers(cols, dtype, options, compiler):
-    """As many as a third sum takes: a block shares an SM with one other or more."""
+    """A third sum takes so many registers that a block shares an SM with at least one other."""
     spec = make_spec(8192, cols, dtype, has_positions=bool(options), **options)
     arrays = arrays_of(8192, cols, dtype)
     backward, forward = compiler.compile(

@@ -1,4 +1,4 @@
-"""What XLA makes of gated_linear for an H100: what a step keeps, and how its backward is fused."""
+"""XLA's programs of gated_linear for an H100: what a step saves, and how its backward is fused."""
 
 import re
 from typing import Any
@@ -57,7 +57,7 @@ def gradient(compiler: Compiler, layer: Any, shapes: Any, layers: str) -> Any:
 
 
 def elementwise(program: Any) -> list[int]:
-    """Of the kernels that write arrays of tokens by INNER and are no products: how many each."""
+    """Return how many arrays of tokens x INNER each elementwise kernel stores."""
     array = rf"bf16\[{TOKENS},{INNER}\]"
     written = []
     for results in re.findall(r"= (\S.*?) fusion\(.*kind=kLoop", program.as_text()):
@@ -69,7 +69,7 @@ def elementwise(program: Any) -> list[int]:
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_one_pass_backward(activation: str, layers: str, compiler: Compiler) -> None:
-    """The gradients of gate and up, and the product's operand made again, are of one kernel."""
+    """One kernel computes the gradients of gate and up, and recomputes the matmul's operand."""
     each = 1 if layers == "scan" else LAYERS
     program = compiled(compiler, activation, layers)
     assert elementwise(program) == [1] * each + [3] * each

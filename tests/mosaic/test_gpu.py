@@ -1,6 +1,6 @@
-"""The kernels on a GPU: each line of the forward's table, and arrays that keep all of it busy.
+"""The kernels on a GPU: each rule of the forward's table, and arrays that keep the whole GPU busy.
 
-`test_kernels` has the rest.
+`test_kernels` has the other tests.
 """
 
 import dataclasses
@@ -25,12 +25,13 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 pytestmark = pytest.mark.gpu
 
-# 64 MiB of bfloat16 and more: only under such a load do copies overtake what they should wait for.
+# At least 64 MiB of bfloat16: only under such a load do copies overtake the reads that they should
+# wait for.
 LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 5120), (8192, 8192)]
 LARGE += [(8192, 12288), (4096, 16384), (2048, 32768), (1024, 65536), (512, 131072)]
 UNALIGNED = [(8192, 4095), (1024, 50257), (4096, 9001)]
 
-# Each line of the forward's table: more rows than are few there.
+# Widths for each rule of the forward's table, with many rows.
 FORWARD_COLS = [72, 512, 768, 1000, 1024, 3000, 5120, 8192, 12288, 16384, 32768, 50257, 65536]
 FORWARD_COLS += [2**17, 2**18]
 
@@ -38,7 +39,7 @@ FORWARD_COLS += [2**17, 2**18]
 @pytest.mark.parametrize("cols", FORWARD_COLS)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_forward_kernels(op, cols):
-    # In turn, so that each width and each function meets all three.
+    # Alternate the mixes, so that each width and each function meets all three.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     cols = cols if "softmax" in op else cols // 8 * 8
@@ -60,13 +61,13 @@ def test_clusters_are_those_of_the_driver():
 
 @jax.jit
 def relative_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-    """The largest, of the largest element."""
+    """Return the largest difference, relative to the largest element."""
     ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
     return jnp.max(jnp.abs(ours - theirs)) / jnp.max(jnp.abs(theirs))
 
 
 def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 3) -> None:
-    """Each element as near to XLA's as two roundings, and the order of sums, let it be."""
+    """Assert that elements differ from XLA's at most by two roundings and the order of sums."""
     operands = workload.operands(0)
     expected = jax.tree.leaves(jax.jit(workload.function(xla))(*operands))
     function = jax.jit(workload.function(implementation))
@@ -103,7 +104,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("workload", BLOCKS)
 def test_large_blocks(workload):
-    """As `assert_like_xla`, of a forward and the backward that starts from what it kept."""
+    """Compare a forward, and the backward of its residuals, with XLA's."""
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
 
     def compiled(provider: str) -> jax_side.Program:
@@ -111,7 +112,7 @@ def test_large_blocks(workload):
 
     expected = jax.tree.leaves(compiled("xla").call(*inputs))
     call = compiled("mosaic").call
-    # y is rounded differently here and there, and gradients are taken from y as it is stored.
+    # y is rounded differently by either, and gradients are computed from the stored y.
     bound = 2**-7
     if workload.dtype == "float32":
         bound = 8 * math.sqrt(math.prod(workload.sizes[:-1]) + workload.cols) * 2**-24
@@ -121,9 +122,10 @@ def test_large_blocks(workload):
 
 
 def test_no_copy_overtakes_a_read():
-    """A row is overwritten as soon as it has been read, by one that is partly in the cache.
+    """A row in shared memory is overwritten only after it has been read.
 
-    With a barrier instead of a fence, 145 to 191 rows were wrong in each of 15 calls (H200).
+    The next row is partly in the cache. With a barrier instead of a fence, 145 to 191 rows were
+    wrong in each of 15 calls (H200).
     """
     workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
     schedule = dataclasses.replace(choose(workload.spec), slots=1, tiles=2, rereads=False)

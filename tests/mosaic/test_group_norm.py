@@ -44,7 +44,7 @@ def make_spec(
     param_groups: int = 1,
     **changes: Any,
 ) -> Spec:
-    """Of ``(outer, cols, inner)``."""
+    """Return the spec of an ``(outer, cols, inner)`` call."""
     outer, cols, inner = shape
     spec = build_spec(
         "norm",
@@ -68,7 +68,7 @@ def make_spec(
 
 
 def strided(array: Any, spec: Spec) -> Any:
-    """``(outer, cols, inner)`` of ``(rows, cols)``."""
+    """View ``(rows, cols)`` as ``(outer, cols, inner)``."""
     outer, cols, inner = spec.strided
     parts = array.reshape(outer, inner // spec.inner_cols, cols, spec.inner_cols)
     return np.ascontiguousarray(np.moveaxis(parts, 2, 1).reshape(outer, cols, inner))
@@ -82,7 +82,7 @@ def in_rows(array: Any, spec: Spec) -> Any:
 
 
 def of_rows(spec: Spec) -> Spec:
-    """The same with parameters of each row and its columns."""
+    """Return the same call with rows, whose parameters belong to each row and its columns."""
     plain = changed(spec, inner=1, inner_cols=1, inner_params=False)
     return changed(plain, scale_groups=spec.rows, bias_groups=spec.rows)
 
@@ -98,7 +98,7 @@ def make_params(spec: Spec) -> list[np.ndarray | None]:
 
 
 def summed_like(param: np.ndarray, values: Any, spec: Spec) -> Any:
-    """The sums over what shares an element of a parameter."""
+    """Return the sums over all elements that share an element of a parameter."""
     by_inner = strided(values, spec).sum(axis=1)
     return by_inner.reshape(spec.groups, -1, spec.inner).sum(axis=1).reshape(param.shape)
 
@@ -109,7 +109,7 @@ def within(output: Any, value: Any, error: Any) -> None:
 
 
 def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None:
-    """Forward and backward, every output within its error bound in float64."""
+    """Check every output of forward and backward against its error bound in float64."""
     rng, params, rows = np.random.default_rng(0), make_params(spec), of_rows(spec)
     outer, _, inner = spec.strided
     wide = [
@@ -131,7 +131,7 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
     for output, value, error in zip((in_rows(y, spec), *stats), values, errors, strict=True):
         within(output, value, error)
 
-    # From what the forward of XLA keeps.
+    # The backward gets what XLA's forward saves.
     y, kept = jax.jit(functools.partial(contract.call, xla, rows))(x, *wide)
     saved, kept = np.asarray(y) if spec.norm.saved == "output" else x, [np.asarray(s) for s in kept]
     backward, rows = (changed(s, direction="bwd", adds_dh=adds_dh) for s in (spec, rows))
@@ -161,7 +161,7 @@ STRIPS = {
     "two_warpgroups": Strips(1, 72, 32, 4, 8, warpgroups=2),
     "wide": Strips(1, 9, 64, 4, 16),
     "narrow": Strips(1, 64, 16, 4, 4),
-    # Overlaps would be races, of stores of the same values.
+    # Overlapping strips would be races, of stores of equal values.
     "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
     # Of no power of 2: strips that overlap, of 30 and of 24 of their 32 elements.
     "ten": Strips(2, 37, 80, 2, 16, group=10),
@@ -221,7 +221,7 @@ def test_no_races(strips: Strips) -> None:
 
 @pytest.mark.parametrize("saved", ["output", "input"])
 def test_with_64_bit_types(saved: str) -> None:
-    """Kernels count in 32 bits, whatever a Python integer is traced as."""
+    """Kernels count in 32 bits, even if a Python integer is traced as 64 bits."""
     with jax.enable_x64(True):
         check(make_spec("fwd", (1, 37, 40), 1, F32, saved=saved))
 
@@ -230,7 +230,7 @@ def test_with_64_bit_types(saved: str) -> None:
 
 #: Samples, positions, channels, groups.
 SIZES = [(32, 4096, 256, 32), (8, 16384, 128, 32), (16, 1024, 512, 32), (64, 64, 256, 128)]
-#: With groups that are no power of 2: those of Stable Diffusion's U-Nets, and of 6.
+#: Group sizes that are not a power of 2: those of Stable Diffusion's U-Nets, and 6.
 UNEVEN = [(8, 1024, 320, 32), (8, 1024, 640, 32), (8, 256, 1920, 32), (8, 64, 1280, 32)]
 UNEVEN += [(8, 4096, 192, 32)]
 
@@ -241,7 +241,7 @@ def call_of(spec: Spec) -> Any:
 
 
 def types(spec: Spec) -> list[Any]:
-    """Shapes and dtypes of the operands."""
+    """Return the shapes and dtypes of the operands."""
     array = jax.ShapeDtypeStruct(spec.strided, spec.x_dtype)
     param = jax.ShapeDtypeStruct((spec.inner,), F32)
     if spec.direction == "fwd":
@@ -383,7 +383,7 @@ def test_softmaxes_are_refused() -> None:
     ],
 )
 def test_calls_left_to_xla(function: str, shape: Any, axis: int, params: int) -> None:
-    """Kernels of rows would need a transpose, in and out."""
+    """XLA runs these calls: kernels for rows would need transposes of operands and results."""
     call = getattr(jaxnorm, function)
     arrays = [jax.ShapeDtypeStruct(s, BF16) for s in (shape, *[(shape[axis],)] * params)]
 
@@ -451,7 +451,7 @@ SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 
     "sizes", [*SIZES, *UNEVEN, *SINGLE, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str
 )
 def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
-    """Forward and gradients beside XLA's: two roundings of each, and the order of sums, apart."""
+    """Forward and gradients differ from XLA's by two roundings each, and by the order of sums."""
     outer, cols, inner, groups = sizes
     keys = jax.random.split(jax.random.key(0), 4)
     shape, param = (outer, cols, groups, inner // groups), (groups, 1, inner // groups)

@@ -1,7 +1,7 @@
-"""Functions of linear logits as XLA compiles them for an H100: products, and what they move.
+"""Functions of linear logits as XLA compiles them for an H100: matmuls and memory traffic.
 
-In the sizes of a Llama 3 of 8 billion parameters. cuBLAS is asked for, which a GPU that is here may
-leave for Triton's products where those are faster; they fuse the same sum.
+The sizes are those of Llama 3 8B. XLA is told to use cuBLAS; on a GPU that is present, it may
+choose Triton's matmuls if these are faster. They fuse the same sum.
 """
 
 import re
@@ -78,16 +78,16 @@ def test_products(compiler: Compiler, reduction, rows, options):
 
 
 def test_dlogits_take_the_logits_place(compiler: Compiler):
-    """Where weight's gradient takes weight's memory, and no chunk can be there before."""
+    """dlogits overwrite the logits, and weight's gradient overwrites weight."""
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
-    workspace = 2**26  # of cuBLAS, and what there is for each row
+    workspace = 2**26  # of cuBLAS, and of one number per row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
 
 
 def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
-    """By default as many rows as weight has, which take no more than fewer."""
+    """A default chunk has as many rows as weight, and takes no more memory than a smaller one."""
     default, fewer = (
         compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
         for options in ({}, CHUNKS)

@@ -1,4 +1,4 @@
-"""What two H100s exchange for a linear loss and its gradients, in a program compiled for them."""
+"""The exchange between two H100s for a linear loss and its gradients, in a compiled program."""
 
 import math
 

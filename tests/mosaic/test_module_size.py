@@ -19,12 +19,12 @@ from jax._src.lib.mlir import ir
 
 import jaxnorm
 
-# Forward and backward together. Measured with jax 0.12.0 on a core of a server that did nothing
-# else (`python -m benchmarks.run compile`): tracing and lowering take 0.07 to 0.09 ms for an
-# operation of these modules, whatever the function, and compiling both of them for an H100 another
-# 0.4 to 1 s. The host of a GPU with a process on every other core takes up to twice as long: 4 s,
-# the most that a first call is to take, are some 16000 operations. jax 0.11.2 takes 2 to 2.5 times
-# that for unaligned rows: its layout inference prints operations to sort what it knows of them.
+# The limit for forward and backward together. Measured with jax 0.12.0 on an idle core of a server
+# (`python -m benchmarks.run compile`): tracing and lowering take 0.07 to 0.09 ms per operation of
+# these modules, for any function. Compiling both for an H100 takes another 0.4 to 1 s. A GPU's host
+# with a process on every other core takes up to twice as long. So 4 s, the limit for a first call,
+# allow some 16000 operations. jax 0.11.2 takes 2 to 2.5 times as long for unaligned rows, because
+# its layout inference prints operations in order to sort constraints.
 MOST = 16_000
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
@@ -80,7 +80,7 @@ def causal_log(x: jax.Array, **given: Any) -> jax.Array:
 
 
 def biased(x: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
-    """Of a mask and a bias, up to the diagonal; of one head, so that the bias has a gradient."""
+    """Return a causal softmax with a mask and a bias; the bias has one head and a gradient."""
     where = jnp.ones((1, *x.shape[1:]), bool)
     return jaxnorm.softmax(x, where=where, bias=bias[:1], causal=True, **given)
 
@@ -129,7 +129,7 @@ FUNCTIONS = {
 }
 
 # A line of each schedule, and those whose rows or vectors were many operations: rows of less than
-# a warp's vectors and a part, windows of unaligned rows, and units above a diagonal.
+# a warp's vectors and a part, unaligned rows, and units above a diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),
@@ -179,7 +179,7 @@ CASES = [
 
 
 def operations(name: str, cols: int, x: str, y: str) -> int:
-    """Of the modules of all kernels in a function's forward and backward."""
+    """Return the number of operations in the modules of a function's kernels, in both passes."""
     function = FUNCTIONS[name]
     rows = jax.ShapeDtypeStruct(function.x(cols), x)
     column = jax.ShapeDtypeStruct((cols,), F32)
@@ -210,7 +210,7 @@ def _kernels(operation: Any) -> list[bytes]:
 
 
 def _size(module: bytes) -> int:
-    """Of a module in MLIR's bytecode, the operations: printed, each begins a line."""
+    """Return the number of operations of a module in MLIR's bytecode: one per line, if printed."""
     with ir.Context() as context, ir.Location.unknown():
         mosaic_gpu_dialect.register_dialect(context)
         context.load_all_available_dialects()

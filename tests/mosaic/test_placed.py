@@ -42,7 +42,7 @@ VALUES = [
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", VALUES, ids=str)
 def test_values(case, name, monkeypatch):
-    # In turn, so that each function meets most mixes of dtypes.
+    # Alternate the mixes, so that each function meets most mixes of dtypes.
     mixes = test_logits.MIXES
     x_dtype, bias_dtype, y_dtype = mixes[
         (2 * VALUES.index(case) + (name == "softmax")) % len(mixes)
@@ -66,7 +66,7 @@ EDGES = [
 @pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("case", EDGES, ids=str)
 def test_what_takes_no_part_does_not_matter(case, op):
-    """In rows that keep nothing, or -inf alone, or what is not finite, too."""
+    """Masked elements do not matter, even in rows that are fully masked, all -inf or not finite."""
     rows = case.shape[0]
     mask = test_logits.mask_of(case.mask).at[0].set(False)
     kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, case.shape[-1]), bool))
@@ -76,7 +76,7 @@ def test_what_takes_no_part_does_not_matter(case, op):
     d = data(case.shape, "float32", seed=1)
     bias = [jnp.zeros(case.call(op, F32).view.logits_bias)] * (case.bias is not None)
     forward, backward = case.call(op, F32), case.backward(op, F32)
-    # The specification has what is dropped as 0; the kernel must not look at it.
+    # The specification has 0 in masked entries; the kernel must not read them.
     (expected,) = forward.xla(jnp.where(kept, x, 0), mask, *bias)
     (y,) = interpret(forward, jnp.where(kept, x, jnp.nan), mask, *bias)
     assert_computes(y, lambda *a: forward.xla(*a)[0], jnp.where(kept, x, 0), mask, *bias)
@@ -118,7 +118,7 @@ FILLED = [
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("case", FILLED, ids=str)
 def test_what_is_masked_may_take_part(case):
-    """As in Flax's attention: a row that keeps nothing is even, and has no gradient."""
+    """As in Flax's attention, a fully masked row is uniform, and its gradient is 0."""
     mask = test_logits.mask_of(case.mask)
     mask = mask.at[0].set(False) if mask.ndim > 1 else mask
     x = data(case.shape, "float32").at[1].set(FILL)  # as what is masked
@@ -218,7 +218,7 @@ def test_a_part_of_the_columns_is_refused():
 
 
 def program(*arrays, transform=lambda f: f, **options):
-    """That of the values and all gradients, for an NVIDIA GPU."""
+    """Return the program of the values and all gradients, for an NVIDIA GPU."""
 
     def loss(x, bias, where):
         y = jaxnorm.softmax(x, where=where, bias=bias, implementation="mosaic", **options)

@@ -57,13 +57,13 @@ class Linear:
 
 
 def make_spec(rows, cols, features, dtype=BF16, **options):
-    """x, weight and y of one dtype, unless `options` say otherwise."""
+    """Return a spec with one dtype for x, weight and y, unless `options` say otherwise."""
     options = {"weight_dtype": dtype, "y_dtype": dtype, "epsilon": 1e-6, **options}
     return Linear(rows, cols, features, x_dtype=dtype, product_dtype=dtype, **options)
 
 
 def arrays_of(spec, seed=0):
-    """x, weight, scale and bias; None for what the call has not."""
+    """Return x, weight, scale and bias, with None for those that the call does not have."""
     dtypes = (spec.x_dtype, spec.x_dtype, spec.weight_dtype, spec.scale_dtype, spec.bias_dtype)
     given = operands(spec.rows, spec.cols, spec.features, [d or F32 for d in dtypes], seed)
     scale = None if spec.scale_dtype is None else given["scale"]
@@ -71,7 +71,7 @@ def arrays_of(spec, seed=0):
 
 
 def reference(spec, x, weight, scale, bias):
-    """In float64, with the bounds of what rounding adds."""
+    """Return the results in float64, with bounds of the rounding errors."""
     return NormLinear(
         excess=np.zeros(x.shape),
         x=exact(x),
@@ -89,7 +89,7 @@ def reference(spec, x, weight, scale, bias):
 
 
 def run(spec, *arrays, schedule=None):
-    """y."""
+    """Return y."""
 
     @jax.jit
     def function(*arrays):
@@ -99,21 +99,21 @@ def run(spec, *arrays, schedule=None):
 
 
 def check_result(spec, arrays, y):
-    """Within the bounds of the reference in float64."""
+    """Check that the result is within the bounds of the float64 reference."""
     expected = reference(spec, *arrays)
     assert (y.dtype, y.shape) == (spec.y_dtype, (spec.rows, spec.features))
     assert_within(y, expected.y, expected.y_bound())
 
 
 def check(spec, schedule=None, params=None):
-    """In the interpreter."""
+    """Check the kernel in the interpreter."""
     arrays = arrays_of(spec)
     with mosaic.interpreted(params):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
-# Each edge by itself and all of them: parts of tiles of rows, columns and features; one step, and
-# fewer than there are stages; columns that no swizzle divides, for which there are copies.
+# Each edge alone and all together: partial tiles of rows, columns and features; one step, and fewer
+# steps than stages; columns that no swizzle divides, which are copied.
 SIZES = [
     (128, 256, 128, None),
     (136, 64, 128, F32),
@@ -147,7 +147,7 @@ def test_dtypes_and_options(dtype, options):
 
 @pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (3, 3)])
 def test_tiles_in_turn(blocks, stages, monkeypatch):
-    """A block makes several tiles; none of its warpgroups reads what another is writing."""
+    """A block computes several tiles; no warpgroup reads what another is writing."""
     one = dataclasses.replace(HOPPER, sms=blocks)
     monkeypatch.setattr(kernel, "local_gpu", lambda: one)
     spec = make_spec(200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu")
@@ -157,7 +157,7 @@ def test_tiles_in_turn(blocks, stages, monkeypatch):
 
 
 def special_rows(x):
-    """NaN, an infinity, zeros, and numbers whose squares leave float32's, beside ordinary rows."""
+    """Add rows of NaN, infinities and zeros, and of numbers whose squares overflow or underflow."""
     x = x.at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf).at[3].set(0).at[4].set(-jnp.inf)
     return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
 
@@ -165,7 +165,7 @@ def special_rows(x):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's product
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
-    """As the composition has them; no other row is changed by a bit."""
+    """Special rows are as in the composition, and do not change a bit of other rows."""
     spec = make_spec(16, 72, 40, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
     x, *parameters = arrays_of(spec)
     special = special_rows(x)
@@ -184,7 +184,7 @@ def test_rows_keep_to_themselves(dtype, scale):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("power", [6, -13])
 def test_numbers_that_float16_has_not(power, dtype):
-    """Of large rows x G, and of small weights G weight; y is."""
+    """x G of large rows, and G weight of small weights, exceed float16, but y does not."""
     spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
@@ -194,7 +194,7 @@ def test_numbers_that_float16_has_not(power, dtype):
 
 
 def test_small_schedule_where_tiles_are_few():
-    """Half the tile where there are not enough for all multiprocessors, and only there."""
+    """Blocks have half the tile only if there are too few tiles for all multiprocessors."""
     few, many = make_spec(1024, 4096, 4096), make_spec(8192, 4096, 4096)
     assert choose(few.rows, few.features, HOPPER).features == 128
     assert choose(many.rows, many.features, HOPPER).features == 256
@@ -222,7 +222,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """A batch of x is more rows, one of parameters a loop."""
+    """A batch of x becomes more rows; a batch of parameters becomes a loop."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -236,7 +236,7 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """To the bit, in both modes, and of some of the operands."""
+    """The derivative has the bits of the composition's derivative, in both modes."""
     spec = dataclasses.replace(GELU, rows=8)
     arrays = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)
@@ -265,7 +265,7 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """One kernel; beside it G weight, and nothing of x's size: not even the normalised array."""
+    """The program is one kernel and the matmul's weight G weight; nothing else has x's size."""
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     if scale is not None:
@@ -353,7 +353,7 @@ def test_lowering(spec):
 @pytest.mark.compiles
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_registers(spec, compiler):
-    """Nothing is spilled, and products run while others are prepared."""
+    """No registers are spilled, and matmuls overlap with the preparation of others."""
 
     def function(*arrays):
         return spec(*arrays)
@@ -400,7 +400,7 @@ def test_rows_keep_to_themselves_on_a_gpu(dtype):
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    """By name: the kernel's forward, and the composition's derivative."""
+    """If requested by name, the forward is the kernel's and the derivative the composition's."""
     spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
     x, weight, scale, bias = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 776)), BF16)

@@ -43,7 +43,7 @@ def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
 
 
 def test_unrolled_layers_keep_as_much_as_from_their_output(compiler: Compiler):
-    """Forward and backward in one program: the normalised array is made again, not kept."""
+    """Unrolled layers save as much as from their output: the normalised array is recomputed."""
 
     def of_a_layer(block):
         def loss(scales, weights, x):

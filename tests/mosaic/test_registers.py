@@ -5,53 +5,52 @@ Needs JAX's CUDA plugin, and no GPU. Not in CI, of which `test_blackwell` is eno
     make compile SELECTED=tests/mosaic/test_registers.py
 """
 
-import jax
-import pytest
-from forward_cases import BF16, F32, RESIDUAL_OPS, call, make_spec, operand_types
+import functools
+import re
 
+import backward_cases
+import jax
+import norms
+import pytest
+from forward_cases import BF16, F32, RESIDUAL_OPS, make_spec
+from h100 import SPILLED, assert_fits
+from logits_cases import KINDS, of_width, operand_types
+
+import jaxnorm
+from benchmarks import contract
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
-from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
-from jaxnorm_kernels.mosaic.schedules import norm_backward
 
 # A shape for each line of the tables.
 _GROUPS = ("narrow rows", "powers of two", "model widths", "odd rows")
 SHAPES = [shape for group in _GROUPS for shape in GRID[group]]
-# A few words of a row that fills the registers of its block (softmax over 32768 columns): measured
-# to cost nothing.
-SPILLED = 32
+WIDTHS = [768, 1024, 2048, 4096, 5120, 8192, 12288, 16384, 32768]
+each_dtype = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 
 
-def threads_and_blocks(workload):
-    """Threads of a block, and how many blocks the schedule wants on a multiprocessor."""
-    spec = workload.spec
-    if workload.direction == "fwd" or spec.op != "norm":
-        return None
-    schedule = norm_backward.norm_schedule(spec)
-    assert isinstance(schedule, PipelinedRows | PipelinedNarrowRows)
-    return 128 * getattr(schedule, "warpgroups", 1), schedule.blocks_per_sm
+def check(spec, compiler):
+    call = functools.partial(contract.call, mosaic, spec)
+    kernels = compiler.compile(call, norms.types_of(spec))
+    assert kernels
+    for kernel in kernels:
+        assert_fits(kernel, spec)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@each_dtype
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_registers(rows, cols, dtype, op, direction, compiler):
     workload = KernelWorkload(op, direction, rows, cols, str(dtype), str(dtype))
-    if (mosaic.why_unsupported(workload.spec) or mosaic.why_not_default(workload.spec)) is not None:
+    spec = workload.spec
+    if (mosaic.why_unsupported(spec) or mosaic.why_not_default(spec)) is not None:
         return  # the default leaves it to XLA
     operands = jax.eval_shape(lambda: workload.operands(0))
     kernels = compiler.compile(workload.function(mosaic), operands)
     assert kernels
-    assert max(k.spilled for k in kernels) <= SPILLED
-    wanted = threads_and_blocks(workload)
-    if wanted is not None:
-        threads, blocks = wanted
-        (kernel,) = kernels
-        # Registers are given to a warp by 8 for each thread.
-        assert -(-kernel.registers // 8) * 8 * threads * blocks <= norm_backward.REGISTERS
+    for kernel in kernels:
+        assert_fits(kernel, spec)
 
 
 @pytest.mark.parametrize("op", RESIDUAL_OPS)
@@ -60,7 +59,66 @@ def test_registers(rows, cols, dtype, op, direction, compiler):
 )
 @pytest.mark.parametrize("cols", [768, 1024, 2048, 4096, 5120, 8192, 12288, 16384, 50257, 2**17])
 def test_registers_of_residuals(cols, x, residual, y, op, compiler):
-    spec = make_spec(op, 8192, cols, x, y, residual_dtype=residual)
-    operands = list(operand_types(spec).values())
-    (kernel,) = compiler.compile(lambda *args: call(spec, *args), operands)
-    assert kernel.spilled <= SPILLED
+    check(make_spec(op, 8192, cols, x, y, residual_dtype=residual), compiler)
+
+
+@pytest.mark.parametrize(("op", "saved"), [("layer_norm", "output"), ("rms_norm", "input")])
+@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_with_dh(cols, x, y, op, saved, compiler):
+    check(backward_cases.make_spec(op, 8192, cols, x, y, saved=saved, adds_dh=True), compiler)
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "cols"), [(8192, 1000), (8192, 2992), (8191, 2992), (8191, 4088)])
+def test_tails_with_dh(rows, cols, dtype, compiler):
+    spec = backward_cases.make_spec("layer_norm", rows, cols, dtype, dtype, adds_dh=True)
+    check(spec, compiler)
+
+
+@each_dtype
+@pytest.mark.parametrize("cols", [768, 1024, 3000, 4096, 8192, 16384])
+def test_groups_of_rows(cols, dtype, compiler):
+    change = {"scale_groups": 16, "bias_groups": 16}
+    check(backward_cases.make_spec("layer_norm", 8192, cols, dtype, dtype, **change), compiler)
+
+
+# ------------------------------------------------------- softmaxes with a mask, a bias or `causal`
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cols", [1024, 2048, 4096, 8192, 16384])
+def test_registers_of_logits(cols, kind, dtype, compiler):
+    case = of_width(kind, 2048, cols)
+    for op in ("softmax", "log_softmax"):
+        for call in (case.call(op, dtype), case.backward(op, dtype)):
+            (kernel, *_) = compiler.compile(call.kernel("mosaic"), operand_types(call))
+            assert kernel.spilled <= SPILLED
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["mask", "bias", "causal"])
+def test_a_program_holds_two_kernels_and_nothing_else(kind, compiler):
+    """With dbias, which no other array of its size leads to."""
+    case = KINDS[kind]
+
+    def typed(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=compiler.sharding)
+
+    def run(x, mask, bias, d):
+        def softmax(x, bias):
+            return jaxnorm.softmax(
+                x, -1, mask, bias=bias, causal=case.causal, implementation="mosaic"
+            )
+
+        y, vjp = jax.vjp(softmax, x, bias)
+        return y, vjp(d)
+
+    x = typed(case.shape, BF16)
+    mask = None if case.mask is None else typed(case.mask, bool)
+    bias = None if case.bias is None else typed(case.bias, BF16)
+    text = jax.jit(run).lower(x, mask, bias, x).compile().as_text()
+    ops = re.findall(r" = (?:\(.*?\)|\S+) ([a-z-]+)\(", text[text.index("ENTRY") :])
+    free = {"parameter", "bitcast", "get-tuple-element", "tuple"}
+    assert [op for op in ops if op not in free] == ["custom-call"] * 2

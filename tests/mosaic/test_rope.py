@@ -1,16 +1,16 @@
 """The kernels of a norm and the rotation after it: interpreted, and lowered for a GPU."""
 
+import functools
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import norms
 import numpy as np
 import pytest
-from h100 import Compiler
-from norm_rope_cases import RotatedNorm, tables
+from forward_cases import BF16, F16, F32
+from h100 import SPILLED, Compiler
 from pairs import pairwise
-from reference import SAFETY, assert_within, exact, rounding, unit_roundoff
-from rope_cases import BF16, F16, F32, QUERIES, make_spec, types_of
 from specs import changed
 
 from benchmarks import contract
@@ -24,7 +24,9 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-SPILLED = 32  # bytes of a thread: a few words
+QUERIES = {
+    each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
+}
 
 # Rows, and where they find theirs in the tables: heads of a position, a tile of which has one
 # position, or several, or any; as many positions as rows; one for all.
@@ -39,48 +41,18 @@ SIZES = [(32, 32), (32, 16), (48, 32)]
 MIXES = [(BF16, F32, BF16), (F32, F32, F32), (F32, BF16, BF16), (F16, F32, F16), (BF16, F32, F32)]
 
 
-def rows_of(shared: Shared) -> np.ndarray:
-    """The row of a table that belongs to each row."""
-    sizes = [size for size, _ in shared.segments]
-    kept = [size if has_axis else 1 for size, has_axis in shared.segments]
-    return np.broadcast_to(np.arange(shared.rows).reshape(kept), sizes).reshape(-1)
-
-
-def make_operands(spec: Spec) -> tuple[Any, ...]:
-    """x, scale, cos, sin and dy."""
-    rng = np.random.default_rng(0)
-    assert spec.norm.table_rows is not None
-    cos, sin = tables(
-        (spec.norm.table_rows.rows, spec.norm.rotated // 2), spec.norm.table_dtype, factor=1.2
-    )
-    x, d = (
-        jnp.asarray(rng.normal(size=(spec.rows, spec.cols)), dtype)
-        for dtype in (spec.x_dtype, spec.y_dtype)
-    )
-    scale = None
-    if spec.norm.scale_dtype is not None:
-        scale = jnp.asarray(1 + 0.3 * rng.normal(size=spec.cols), spec.norm.scale_dtype)
-    return x, scale, cos, sin, d
-
-
-def reference_of(spec: Spec, operands: tuple[Any, ...]) -> RotatedNorm:
-    x, scale, cos, sin, d = operands
-    assert spec.norm.table_rows is not None
-    of_rows = rows_of(spec.norm.table_rows)
-    return RotatedNorm(
-        x=exact(x),
-        gain=np.ones(spec.cols) if scale is None else exact(scale) + spec.norm.scale_offset,
-        bias=np.zeros(spec.cols),
-        d=exact(d),
-        subtract_mean=False,
-        epsilon=1e-6,
-        saved=spec.norm.saved,
-        x_dtype=spec.x_dtype.name,
-        y_dtype=spec.y_dtype.name,
-        cos=exact(cos)[of_rows],
-        sin=exact(sin)[of_rows],
-        interleaved=spec.norm.interleaved,
-    )
+def make_spec(
+    direction: str,
+    shared: Shared,
+    size: tuple[int, int] = (32, 32),
+    mix: tuple[np.dtype, ...] = (F32, F32, F32),
+    **given: Any,
+) -> Spec:
+    """`size`: columns of a head, and those that are rotated; `mix`: of x, the tables and y."""
+    (cols, rotated), rows = size, math.prod(n for n, _ in shared.segments)
+    given |= {"rotated": rotated, "table_rows": shared}
+    spec: Spec = norms.make_spec("norm_rope", direction, rows, cols, mix, **given)
+    return spec
 
 
 def run(spec: Spec, *operands: Any, **schedule: Any) -> Any:
@@ -88,40 +60,20 @@ def run(spec: Spec, *operands: Any, **schedule: Any) -> Any:
         return jax.jit(lambda *a: contract.call(mosaic, spec, *a, **schedule))(*operands)
 
 
-def rstd_bound(ref: RotatedNorm) -> np.ndarray:
-    """The sum of the squares of a row, and a few operations."""
-    roundings: np.ndarray = SAFETY * unit_roundoff("float32") * (np.sqrt(ref.n) + 4) * ref.r[:, 0]
-    return roundings
-
-
-def check(
-    shared: Shared,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    schedule: Heads | None = None,
-    **given: Any,
-) -> None:
-    """Both passes: the backward starts from what the forward has made."""
+@pytest.fixture
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_backward, "persistent_blocks", lambda spec, schedule: 2)
+
+
+def check(shared: Shared, *, schedule: Heads | None = None, **given: Any) -> None:
+    """Both passes: the backward starts from what the forward has made."""
     forward, backward = (make_spec(direction, shared, **given) for direction in ("fwd", "bwd"))
-    x, scale, cos, sin, d = operands = make_operands(forward)
-    ref = reference_of(forward, operands)
-    y, (rstd,) = run(forward, x, scale, cos, sin)
-    assert_within(y, ref.y, ref.y_bound())
-    assert_within(rstd, ref.r[:, 0], rstd_bound(ref))
-    saved = y if forward.norm.saved == "output" else x
-    dx, dscale, *_ = run(
-        backward, saved, (rstd,), scale, cos, sin, d, **({"schedule": schedule} if schedule else {})
-    )
-    dx_bound, dscale_bound = ref.gradient_bounds()
-    assert_within(dx, ref.dx, dx_bound)
-    if scale is None:
-        assert dscale is None
-    else:
-        rounded = rounding(np.abs(ref.dscale) + dscale_bound, scale.dtype.name)
-        assert_within(dscale, ref.dscale, dscale_bound + rounded)
+    arrays, *made = norms.check_forward(run, forward)
+    call = functools.partial(run, **({"schedule": schedule} if schedule else {}))
+    norms.check_backward(call, backward, arrays, made)
 
 
+@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize(
     ("shared", "size", "mix", "saved", "interleaved"),
     pairwise([*SHARED], SIZES, MIXES, ["output", "input"], [False, True]),
@@ -133,41 +85,43 @@ def test_values(
     mix: tuple[np.dtype, ...],
     saved: str,
     interleaved: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {"size": size, "mix": mix, "saved": saved, "interleaved": interleaved}
-    check(SHARED[shared], monkeypatch, **given)
+    check(SHARED[shared], **given)
 
 
+@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize(
     "change", [{"scale_dtype": None}, {"scale_offset": 0.25}, {"scale_dtype": BF16}], ids=str
 )
-def test_variants(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    check(SHARED["16 heads"], monkeypatch, **change)
+def test_variants(change: dict[str, Any]) -> None:
+    check(SHARED["16 heads"], **change)
 
 
-def test_steps_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("two_blocks")
+def test_steps_that_overlap() -> None:
     """The last step has rows of the one before it, which count once."""
     shared = Shared(((71, True),), has_columns=True)
-    check(shared, monkeypatch, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
+    check(shared, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
 
 
-def test_a_scale_that_y_tells_nothing_of(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("two_blocks")
+def test_a_scale_that_y_tells_nothing_of() -> None:
     """0 beside a partner that is not: the column is lost, and its gradient finite."""
-    monkeypatch.setattr(rope_backward, "persistent_blocks", lambda spec, schedule: 2)
     spec = make_spec("fwd", SHARED["16 heads"])
-    x, scale, cos, sin, d = make_operands(spec)
-    scale = scale.at[3].set(0)
-    y, stats = run(spec, x, scale, cos, sin)
+    arrays = norms.make_operands(spec)
+    arrays["scale"] = arrays["scale"].at[3].set(0)
+    _, *made = norms.check_forward(run, spec, arrays)
     spec = changed(spec, direction="bwd", want_stats=False)
-    dx, dscale, *_ = run(spec, y, stats, scale, cos, sin, d)
+    *_, operands = norms.backward_operands(spec, arrays, made)
+    dx, dscale, *_ = run(spec, *operands)
     assert np.all(np.isfinite(dx))
     assert np.all(np.isfinite(dscale))
-    ref = reference_of(spec, (x, scale, cos, sin, d))
+    reference, _, index = norms.expected_of(spec, arrays, None)
     others = np.arange(spec.cols) != 3
-    _, bound = ref.gradient_bounds()
-    bound = bound + rounding(np.abs(ref.dscale) + bound, dscale.dtype.name)
-    assert_within(exact(dscale)[others], ref.dscale[others], bound[others])
+    terms = [a[:, others] for a in reference.terms["scale"]]
+    shared = index["scale"][:, others] - (index["scale"][:, others] > 3)
+    norms.assert_sums(dscale[others], arrays["scale"][others], shared, terms)
 
 
 LARGE = [(128, 128), (64, 64), (256, 256), (512, 512), (16, 16), (80, 32), (96, 96), (128, 64)]
@@ -187,7 +141,7 @@ def test_lowers_for_a_gpu(
         spec = make_spec(direction, QUERIES[queries], size, mix, **given)
         assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a)[:2])
-        program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
+        program = call.trace(*norms.types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
 
 
@@ -223,7 +177,7 @@ def test_registers(
     for direction in ("fwd", "bwd"):
         spec = make_spec(direction, QUERIES[32], size, mix, interleaved=interleaved)
         (kernel,) = compiler.compile(
-            lambda *a, spec=spec: contract.call(mosaic, spec, *a)[:2], types_of(spec)
+            lambda *a, spec=spec: contract.call(mosaic, spec, *a)[:2], norms.types_of(spec)
         )
         assert kernel.spilled <= SPILLED
         if direction == "bwd":

@@ -88,7 +88,7 @@ LAYERS = shape(5, 1024, dtype=F32), shape(5, 1024, 1024)
 
 
 def test_a_large_residual_in_a_loop_s_stack_is_read_in_place(compiler: Compiler):
-    """Of y and rstd, which a layer saves, the backward reads y in place, and a copy of rstd."""
+    """Of the y and rstd that a layer saves, the backward reads y in place, and rstd from a copy."""
     text = compiled(
         compiler,
         gradients(lambda x, *layers: jax.lax.scan(layer, x, layers)[0]),

@@ -10,15 +10,15 @@ from benchmarks import training
 from benchmarks.bars import BARS, VARIANT
 from benchmarks.models import MODELS, cell
 
-# cuDNN's version in h100.py: JAX asks this machine, which has none.
+# The version of cuDNN in h100.py: JAX queries this machine, which does not have it.
 CUDNN = 90800
-SCALARS = 4096  # of which each takes 256 bytes
+SCALARS = 4096  # each takes 256 bytes
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 @pytest.fixture(scope="module")
 def temp_bytes(compiler):
-    """Of a cell's step, compiled once."""
+    """Return a function that compiles a cell's step once, and returns its temp memory."""
 
     @functools.cache
     def of_cell(cell):
@@ -41,7 +41,7 @@ def test_temp_memory(bar, temp_bytes):
 @pytest.mark.compiles
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_without_logits(model, temp_bytes):
-    """A step takes no more with it than with whole logits, though its gradients are made first."""
+    """A step takes no more memory than with whole logits, though it computes gradients earlier."""
     ours = cell(model, "none", "scan", VARIANT)
     whole = dataclasses.replace(ours, provider="jaxnorm-whole-logits")
     assert temp_bytes(ours) <= temp_bytes(whole) + SCALARS

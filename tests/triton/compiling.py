@@ -7,18 +7,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import gated_cases
 import jax
 import jax.numpy as jnp
+import norms
 import pytest
-import scaled_sum_cases
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks import contract
 from jaxnorm_kernels import triton as implementation
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import launch, schedule
 from jaxnorm_kernels.triton.launch import Gpu
 
@@ -60,62 +59,9 @@ def compile_call(
         patch.setattr(launch, "run", run)
         patch.setattr(schedule, "local_gpu", lambda: gpu)
         with jax.enable_x64(True):  # for labels of 64 bits
-            operands = _operands(spec, label_dtype)
+            operands = norms.types_of(spec, label_dtype)
             jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *operands)
     return compiled
-
-
-def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:
-        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-
-    def parameter(dtype: Any, groups: int) -> Any:
-        return array((spec.cols,) if groups == 1 else (groups, spec.cols), dtype)
-
-    def of_logits(dtype: Any, shared: Shared | None) -> Any:
-        if shared is None:
-            return None
-        return array((shared.rows, spec.cols if shared.has_columns else 1), dtype)
-
-    if spec.op == "norm_gated":
-        return gated_cases.types_of(spec)
-    if spec.op == "scaled_add_norm":
-        return scaled_sum_cases.types_of(spec)
-    rows, cols = spec.rows, spec.cols
-    dtypes = (spec.x_dtype, spec.norm.residual_dtype, spec.y_dtype)
-    x, residual, dy = (array((rows, cols), dtype) for dtype in dtypes)
-    scale = parameter(spec.norm.scale_dtype, spec.norm.scale_groups)
-    bias = parameter(spec.norm.bias_dtype, spec.norm.bias_groups)
-    next_scale = parameter(spec.norm.next_scale_dtype, spec.norm.scale_groups)
-    if spec.operation.family == "loss":
-        labels, of_row = array((rows,), label_dtype), array((rows,), jnp.float32)
-        if spec.direction == "bwd":
-            entropy, of_results = (of_row,) * spec.returns_entropy, (of_row,) * spec.returns_entropy
-            return x, (of_row, of_row), labels, None, *entropy, of_row, *of_results
-        return x, labels, None, array((rows,), jnp.bool_ if spec.loss.has_positions else None)
-    if not spec.is_norm:
-        mask = of_logits(jnp.bool_, spec.logits.mask_rows)
-        if spec.direction == "bwd":
-            return dy, mask, dy
-        return x, mask, of_logits(spec.softmax.logits_bias_dtype, spec.softmax.logits_bias_rows)
-    tables = ()
-    if spec.norm.table_rows is not None:
-        tables = (
-            array((spec.norm.table_rows.rows, spec.norm.rotated // 2), spec.norm.table_dtype),
-        ) * 2
-    if spec.direction == "fwd":
-        return {
-            "norm": (x, scale, bias),
-            "add_norm": (x, residual, scale, bias),
-            "norm_add": (x, residual, scale),
-            "norm_add_norm": (x, residual, scale, next_scale),
-            "norm_rope": (x, scale, *tables),
-        }[spec.op]
-    saved = x if spec.norm.saved == "input" else dy
-    stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
-    if spec.norm.rotated:
-        return saved, stats, scale, *tables, dy
-    return saved, stats, scale, bias, dy, x if "h" in spec.outputs else None
 
 
 def _call(spec: Spec, *operands: Any, **options: Any) -> Any:

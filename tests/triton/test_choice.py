@@ -86,7 +86,7 @@ def test_needs_ampere(monkeypatch):
 
 
 def test_supports_whatever_has_elements_of_32_bits_at_most():
-    """Unlike Mosaic's kernels: every number of rows and columns, in every mix of dtypes."""
+    """Triton's kernels, unlike Mosaic's, support all numbers of rows and columns and all dtypes."""
     supports = load_alone("triton", "support").why_unsupported
     rng = np.random.default_rng(0)
     dtypes = (BF16, F32, np.dtype(np.float16))
@@ -130,7 +130,7 @@ def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Makes it look as if these versions were installed; None is for what is not."""
+    """Pretend that these versions are installed; None stands for a missing package."""
     kept = {m: sys.modules.pop(m) for m in [*sys.modules] if m.startswith("jaxnorm_kernels.triton")}
 
     def install(triton=None, jax_triton=None):
@@ -166,7 +166,7 @@ def installed(monkeypatch):
     ids=str,
 )
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
-    """Asked for by name it is an error that tells the fix; for the default it is a reason."""
+    """If a user asks for Triton, the error names the fix; for the default, there is a reason."""
     monkeypatch.setattr(backends, "_failures", {})
     installed(**versions)
     said = complaint + r'; from a checkout of jaxnorm: pip install -e "\.\[triton\]"'

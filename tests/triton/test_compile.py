@@ -1,7 +1,7 @@
-"""The kernels compile for Ampere, Ada and Hopper without one at hand, as the tables schedule them.
+"""The kernels compile for Ampere, Ada and Hopper without such a GPU, as the tables schedule them.
 
-Triton's own compiler makes the machine code, so that registers and shared memory are those of the
-GPU. What JAX makes of it is seen where JAX's CUDA plugin is installed, which needs no GPU either.
+Triton's own compiler makes the machine code, so registers and shared memory are those of the GPU.
+JAX's part is tested if its CUDA plugin is installed, which needs no GPU either.
 """
 
 import functools
@@ -43,13 +43,13 @@ def make_spec(op, direction, rows, cols, x=BF16, y=BF16, **changes):
 
 
 def check(spec, gpu):
-    """It compiles, and what it needs is there."""
+    """Check that the call compiles, and that the GPU has the memory that it needs."""
     for kernel in compile_call(spec, gpu):
         assert kernel.shared <= gpu.smem
         schedule = choose(spec, gpu)
         assert kernel.registers <= schedule.registers
-        # Part of what a thread holds may spill: of each column at most d, the saved value, G, the
-        # bias, both sums over the rows, and dx. Addresses and whole arrays may not.
+        # A part of a thread's values may spill: for each column d, the saved value, G, the bias,
+        # both sums over the rows, and dx. Addresses and whole arrays may not.
         tile = schedule.pieces * schedule.block * schedule.tile_rows
         columns = tile / (32 * schedule.warps)
         assert kernel.spilled <= 7 * 4 * max(columns, 1)
@@ -103,7 +103,7 @@ def test_elements_are_read_and_written_16_bytes_at_a_time(op, dtype, cols):
     for direction in ("fwd", "bwd"):
         spec = make_spec(op, direction, 32768, cols, dtype, dtype)
         for kernel in compile_call(spec, GPUS["sm_80"]):
-            # What is read once for each row is 4 bytes wide.
+            # Values that are loaded once for each row are 4 bytes wide.
             kinds = re.findall(r"(?:ld|st)\.global[\w.:]*", kernel.ptx)
             assert {kind.split(".")[-1] for kind in kinds} == {"b32"}
             assert any(".v4." in kind for kind in kinds)
@@ -119,7 +119,7 @@ def test_large_arrays_are_addressed_with_64_bits():
 
 
 def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
-    """Asynchronous copies on every GPU for 16 bits; with 99 KiB there is no room for float32."""
+    """16-bit types have asynchronous copies on all GPUs; 99 KiB are not enough for float32."""
     copies = {
         (name, dtype): compile_call(make_spec("rms_norm", "bwd", 4096, 8192, dtype, dtype), gpu)[
             0
@@ -166,7 +166,7 @@ def test_calls_lower_for_cuda(cols, backward):
 
 @pytest.mark.cuda_plugin
 def test_a_dead_call_is_dropped():
-    """Its rule for that is JAX's own where JAX cannot call jax-triton's."""
+    """JAX's own rule applies if JAX cannot call jax-triton's."""
     x = jax.ShapeDtypeStruct((6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")
     assert kernels_in(lambda x: (softmax(x), 2 * x)[1], x) == 0

@@ -25,7 +25,7 @@ WIDTHS = [64, 1000, 4095, 4096, 16384, 32768, 50257]
 
 
 def specs(kind, cols, dtype):
-    """Forward and backward of one of the functions, in turn."""
+    """Return forward and backward of one of the two functions, alternating."""
     op = ["softmax", "log_softmax"][(WIDTHS.index(cols) + list(KINDS).index(kind)) % 2]
     case = of_width(kind, cols, cols)
     return [call.as_seen_by("triton") for call in (case.call(op, dtype), case.backward(op, dtype))]
@@ -35,7 +35,7 @@ def specs(kind, cols, dtype):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_compile(kind, cols, dtype):
-    # In turn, so that each width and each kind meets all.
+    # Alternate the GPUs, so that each width and each kind meets all.
     gpu = [*GPUS][(WIDTHS.index(cols) + list(KINDS).index(kind)) % len(GPUS)]
     for spec in specs(kind, cols, dtype):
         check(spec, GPUS[gpu])

@@ -37,14 +37,14 @@ def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_rule_compiles(gpu, direction, cols):
-    # In turn, so that each width and each GPU meets all.
+    # Alternate the options, so that each width and each GPU meets all.
     turn = [*GPUS].index(gpu) + WIDTHS.index(cols)
     for dtype, options in [(BF16, {}), (F32, SMOOTHED), (BF16, SMOOTHED), (F32, {})][turn % 2 :: 2]:
         positions = {"has_positions": direction == "fwd" and bool(options)}
         spec = make_spec(direction, 8192, cols, dtype, **options, **positions)
         check(spec, GPUS[gpu])
         (kernel,) = compile_call(spec, GPUS[gpu])
-        # Where rows share a tile, part of the 16 values of a thread may spill.
+        # If rows share a tile, a part of the 16 values of a thread may spill.
         assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
 
 
@@ -61,7 +61,7 @@ def test_capped_logits_compile(op, direction, cols):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_entropies_compile(direction, cols):
-    """Where rows share a tile, each of the 16 values of a thread has an exponent, too."""
+    """If rows share a tile, each of a thread's 16 values also needs an exponent."""
     gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
     for dtype in (BF16, F32):
         has_positions = direction == "fwd" and dtype == F32
@@ -84,7 +84,7 @@ def test_labels_compile(label_dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [32768, 50257])
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
-    """The forward's in asynchronous copies; of unaligned rows, those of all blocks inside."""
+    """The forward's loads are asynchronous copies; in unaligned rows, those of whole blocks."""
     forward, backward = (
         compile_call(make_spec(direction, 8192, cols, dtype), GPUS["sm_80"])[0]
         for direction in ("fwd", "bwd")
@@ -104,7 +104,7 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
 
 
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
-    """As often over 128256 columns as where one warp, and one step, has them all."""
+    """128256 columns take as many exchanges as columns that one warp handles in one step."""
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)
     )
@@ -112,7 +112,10 @@ def test_parts_of_a_row_exchange_nothing_but_at_the_end():
 
 
 def test_the_logarithm_is_accurate_near_1():
-    """The hardware's is off by 2^-22 there, all of a small loss; no interpreter would show it."""
+    """The hardware's logarithm errs by 2^-22 near 1, which is all of a small loss.
+
+    No interpreter would show this.
+    """
     for dtype in (BF16, F32):
         (kernel,) = compile_call(make_spec("fwd", 8192, 4096, dtype), GPUS["sm_80"])
         assert "lg2.approx" not in kernel.ptx

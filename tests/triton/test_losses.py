@@ -45,7 +45,7 @@ def test_positions(scheduled):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
 def test_rows_of_all_kinds(scheduled):  # noqa: F811
-    """Bad labels, and logits that are no numbers, come out as xla has them, in their row alone."""
+    """Bad labels and logits that are no numbers give XLA's results, in their own row only."""
     x, labels, d = operands((9, 101), "float32")
     options = {"label_smoothing": 0.1, "z_loss": 1e-3}
     labels = labels.at[0].set(-1).at[1].set(101)
@@ -102,7 +102,7 @@ def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(("dtype", "cols"), CASES[:2])
 def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
-    """Every logit is read before its gradient is written, and padding is no class."""
+    """Every logit is read before its gradient is written, and padding is not a class."""
     from jaxnorm_kernels import triton
 
     del scheduled

@@ -10,12 +10,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-import test_norm
 import test_softmax
 from needs import INTERPRETED
+from norms import check, normal
 from program_error import assert_computes
 from reference import exact
-from test_norm import normal
+from test_norm import checked
 
 import jaxnorm
 
@@ -67,20 +67,10 @@ def scheduled(request, monkeypatch):
 
 
 @pytest.mark.parametrize("save", ["output", "input"])
-@pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
-def test_norms(x_dtype, y_dtype, subtract_mean, save, scheduled):
-    shape = (7, 100)
-    test_norm.check(
-        normal(shape, x_dtype, 0, shift=0.3),
-        normal((100,), "float32", 1, scale=0.3, shift=1.0),
-        normal((100,), "float32", 2, scale=0.3) if subtract_mean else None,
-        normal(shape, y_dtype, 3),
-        subtract_mean=subtract_mean,
-        save=save,
-        implementation=scheduled,
-        y_dtype=y_dtype,
-    )
+def test_norms(x_dtype, y_dtype, name, save, scheduled):
+    checked(name, (7, 100), x_dtype, y_dtype=y_dtype, save=save, implementation=scheduled)
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
@@ -95,16 +85,7 @@ def test_variance_of_large_means(scheduled):
     x = normal((5, 100), "float32", 0, shift=1e4)
     # A first block unlike the rest.
     x = x.at[1, :16].add(-100)
-    test_norm.check(
-        x,
-        None,
-        None,
-        normal((5, 100), "float32", 1),
-        subtract_mean=True,
-        save="input",
-        implementation=scheduled,
-        y_dtype="float32",
-    )
+    check("layer_norm", x, save="input", implementation=scheduled)
 
 
 @pytest.mark.parametrize("y_dtype", ["bfloat16", "float16", "float32"])

@@ -6,6 +6,7 @@ from typing import Any
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
+from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import kl_divergence_bwd, kl_divergence_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import (
@@ -33,12 +34,14 @@ from jaxnorm_kernels.specs import Spec
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,
+    "kl_divergence": kl_divergence_fwd,
     "norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
 }
 _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
     "loss": cross_entropy_bwd,
+    "kl_divergence": kl_divergence_bwd,
     "norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "scaled_add_norm": scaled_sum_bwd,

@@ -29,6 +29,7 @@ def can_lower() -> bool:
 _CANNOT: Table = (
     *NO_ROWS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
+    ("it has no kernel of a divergence", lambda s: s.op == "kl_divergence"),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,

@@ -3,13 +3,15 @@
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.xla import cross_entropy, norm, norm_rope, softmax
+from jaxnorm_kernels.xla import cross_entropy, kl_divergence, log_probs, norm, norm_rope, softmax
 from jaxnorm_kernels.xla.formulas import Formulas
 
 #: The formulas of each operation of the table.
 FORMULAS: dict[Op, Formulas] = {
     **softmax.FORMULAS,
     **cross_entropy.FORMULAS,
+    **kl_divergence.FORMULAS,
+    **log_probs.FORMULAS,
     **norm.FORMULAS,
     **norm_rope.FORMULAS,
 }

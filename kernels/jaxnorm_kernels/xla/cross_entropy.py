@@ -63,6 +63,7 @@ from jaxnorm_kernels.xla.label_sums import (
     f_times,
     g,
     label_sums,
+    scale_of,
     shares_exponentials,
     times_slope,
 )
@@ -81,9 +82,10 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     """Return the loss, m and log(s)."""
     mask, positions = operands.mask, operands.positions
     (x,), spec = without_padding([operands.x], spec)
-    x = g(x, spec)
+    scale = scale_of(operands.logits_scale, spec)
+    x = g(x, scale, spec)
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
-    at_label = _columns(x.shape, spec) == label
+    at_label = columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum is exact in the dtype of its operand.
     m = row_max(kept, spec).astype(spec.compute_dtype)
@@ -94,17 +96,17 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
     # In a row of -inf, -inf - -inf makes the loss NaN.
-    others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec)
-    d = f_times(m - x_l, spec)
+    others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, scale, spec)
+    d = f_times(m - x_l, scale, spec)
     # This is -1 if the label's column is masked.
-    own = jnp.expm1(f_times(kept_l - m, spec))
+    own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
     if a:
-        even = log_s - f_times(rest[0] / spec.cols, spec)
+        even = log_s - f_times(rest[0] / spec.cols, scale, spec)
         loss = a * even if a == 1 else (1 - a) * loss + a * even
     if spec.loss.z_loss:
-        loss = loss + spec.loss.z_loss * jnp.square(f_times(m, spec) + log_s)
+        loss = loss + spec.loss.z_loss * jnp.square(f_times(m, scale, spec) + log_s)
     loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
@@ -117,6 +119,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     dloss, dstats, padding = cotangents.y, cotangents.stats, spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     x, p, lse, takes_part, at_label = probabilities(residuals._replace(saved=x), spec)
+    scale = scale_of(residuals.logits_scale, spec)
     a = spec.loss.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
@@ -128,7 +131,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     if dstats:
         _, dlse = dstats
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
-    dx = jnp.where(takes_part, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
+    dx = jnp.where(takes_part, times_slope(dx, x, scale, spec), 0).astype(spec.dx_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
@@ -145,7 +148,7 @@ def probabilities(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return g(x), p, lse (0 in rows without an entry), which entries count, where the label is."""
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
-    at_label = _columns(x.shape, spec) == label
+    at_label = columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
@@ -153,26 +156,27 @@ def probabilities(
     if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
         # Excluded entries may be NaN, but tanh's derivative must be 0 there.
         x = jnp.where(takes_part, x, 0)
-    x = g(x, spec)
+    scale = scale_of(residuals.logits_scale, spec)
+    x = g(x, scale, spec)
 
     def made_again() -> jax.Array:
         kept = has_entry if mask is None else has_entry & mask
         # Masked before the exponential, so that the derivative of masked entries is 0, not NaN.
-        depth = f_times(x.astype(spec.compute_dtype) - m, spec)
+        depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
         return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
 
     def from_the_forward() -> jax.Array:
         kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
         index = jnp.maximum(label, 0)
-        at = jnp.exp(f_times(at_column(kept, index) - m, spec))
-        others = exponentials_but_label(kept, m, index, spec)
+        at = jnp.exp(f_times(at_column(kept, index) - m, scale, spec))
+        others = exponentials_but_label(kept, m, index, scale, spec)
         return jnp.exp(-log_s) * jnp.where(at_label, at, others)
 
     if shares_exponentials(spec):
         p = lax.platform_dependent(cpu=from_the_forward, default=made_again)
     else:
         p = made_again()
-    return x, p, f_times(m, spec) + log_s, takes_part, at_label
+    return x, p, f_times(m, scale, spec) + log_s, takes_part, at_label
 
 
 def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
@@ -184,7 +188,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
     return jnp.expand_dims(jnp.where(is_column, index, -1), spec.axes)
 
 
-def _columns(shape: Sequence[int], spec: Spec) -> jax.Array:
+def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
     """Return the column of each element, counted over all shards of a row."""
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
@@ -208,7 +212,8 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     loss, m, log_s = loss_and_statistics(operands, spec)
     (x,), spec = without_padding([operands.x], spec)
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
-    t = _exponents(g(x, spec), m, operands, spec)
+    x = g(x, scale_of(operands.logits_scale, spec), spec)
+    t = _exponents(x, m, operands, spec)
     entropy = jnp.where(log_s == -jnp.inf, 0, log_s - t * jnp.exp(-log_s))
     m, log_s, entropy = (jnp.squeeze(v, spec.axes) for v in (m, log_s, entropy))
     return Results(0 - loss, entropy=entropy, stats=(m, log_s) if spec.has_stats else ())
@@ -217,9 +222,10 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
     """Return T, given g(x) and m."""
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
+    scale = scale_of(operands.logits_scale, spec)
 
     def depth(x: jax.Array, m: jax.Array) -> jax.Array:
-        return f_times(x.astype(spec.compute_dtype) - m, spec)
+        return f_times(x.astype(spec.compute_dtype) - m, scale, spec)
 
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
         """Avoid 0 * inf, without a comparison, which a CPU would store (see `label_sums`)."""
@@ -235,7 +241,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         if not (spec.has_stats and shares_exponentials(spec)):
             return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
         column = jnp.maximum(label_of(operands.labels, spec), 0)
-        others = term(exponentials_but_label(kept, m, column, spec), of_all)
+        others = term(exponentials_but_label(kept, m, column, scale, spec), of_all)
         own = depth(at_column(kept, column), m)
         return jnp.sum(others, -1, keepdims=True) + term(jnp.exp(own), own)
 
@@ -248,10 +254,11 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
     residuals, mask = residuals._replace(saved=x), residuals.mask
     x, p, _, takes_part, at_label = probabilities(residuals, spec)
+    scale = scale_of(residuals.logits_scale, spec)
     # Masked before any multiplication, because 0 * inf would make the row NaN.
-    t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
+    t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, scale, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
-    of_entropy = weighted * _above_mean(x, p, residuals, spec)
+    of_entropy = weighted * above_mean(x, p, residuals, spec)
     terms = [weighted, jnp.where(at_label, t, 0), of_entropy]
     dlse, t_l, dentropy = (jnp.squeeze(v, spec.axes) for v in row_sums(terms, spec))
     dstats = (jnp.zeros_like(dlse), dlse) if spec.has_stats else ()
@@ -264,24 +271,26 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
     (x,), spec = without_padding([residuals.saved], spec)
     residuals = residuals._replace(saved=x)
     x, p, _, takes_part, at_label = probabilities(residuals, spec)
+    scale = scale_of(residuals.logits_scale, spec)
     a, b, *dstats = (
         jnp.expand_dims(ct, spec.axes)
         for ct in (cotangents.y, cotangents.entropy, *cotangents.stats)
     )
     dx = a * (jnp.where(at_label, p.dtype.type(1), 0) - p)
-    dx = dx - b * (p * _above_mean(x, p, residuals, spec))
+    dx = dx - b * (p * above_mean(x, p, residuals, spec))
     if dstats:
         dx = dx + dstats[1] * p
-    dx = jnp.where(takes_part, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
+    dx = jnp.where(takes_part, times_slope(dx, x, scale, spec), 0).astype(spec.dx_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
-def _above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
+def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """Return log(p) + H, given g(x): log(p) minus its mean; 0 where p is 0."""
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)
     )
-    depth = f_times(x.astype(spec.compute_dtype) - m, spec)
+    scale = scale_of(residuals.logits_scale, spec)
+    depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
     return jnp.where(p > 0, depth - log_s + entropy, 0)
 
 

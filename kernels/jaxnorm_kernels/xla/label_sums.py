@@ -41,26 +41,38 @@ from jax import lax
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
+#: The scale a: a number, or an array with a number for each row.
+Scale = float | jax.Array
 
-def g(x: jax.Array, spec: Spec) -> jax.Array:
+
+def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
+    """Return the scale of a call: its operand, with size 1 for the normalised axes, or a number."""
+    if operand is None:
+        return spec.logits.logits_scale
+    return jnp.expand_dims(operand.astype(spec.compute_dtype), spec.axes)
+
+
+def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
     """Return tanh(a x / c) in the arithmetic dtype; without a cap, x in its own dtype."""
     if spec.loss.logit_softcap is None:
         return x
-    return jnp.tanh(
-        x.astype(spec.compute_dtype) * (spec.logits.logits_scale / spec.loss.logit_softcap)
-    )
+    return jnp.tanh(x.astype(spec.compute_dtype) * (scale / spec.loss.logit_softcap))
 
 
-def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
+def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
     """Return the difference of two z, given that of g."""
-    return difference if spec.logit_factor == 1 else spec.logit_factor * difference
+    return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
 
 
-def times_slope(d: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
+def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
     """Multiply d by dz / dx, which gives a tangent of z or a cotangent of x."""
-    if spec.logits.logits_scale != 1:
-        d = spec.logits.logits_scale * d
+    d = times(d, scale)
     return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
+
+
+def times(v: jax.Array, factor: Scale) -> jax.Array:
+    """Multiply by a number for all rows, or for each row."""
+    return v if isinstance(factor, float) and factor == 1 else factor * v
 
 
 # Elements of a lane, preferably _LANE: with fewer, the library's sums are slow; with more, the
@@ -69,7 +81,13 @@ _SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
 
 
 def label_sums(
-    x: jax.Array, kept: jax.Array, m: jax.Array, label: jax.Array, at_label: jax.Array, spec: Spec
+    x: jax.Array,
+    kept: jax.Array,
+    m: jax.Array,
+    label: jax.Array,
+    at_label: jax.Array,
+    scale: Scale,
+    spec: Spec,
 ) -> list[jax.Array]:
     """Return each row's sum `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
 
@@ -88,7 +106,7 @@ def label_sums(
 
     def compared() -> list[jax.Array]:
         """Return the terms of each sum."""
-        terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, spec)))
+        terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, scale, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
     def in_one() -> list[jax.Array]:
@@ -98,9 +116,9 @@ def label_sums(
         index = jnp.maximum(label, 0)
         lane = lane_size(x.shape[-1]) if _is_last_and_whole(spec) else None
         if spec.has_stats and shares_exponentials(spec):
-            others = jnp.sum(exponentials_but_label(kept, m, index, spec), -1, keepdims=True)
+            others = jnp.sum(exponentials_but_label(kept, m, index, scale, spec), -1, keepdims=True)
         elif lane is not None:
-            others = _others(kept, m, index, lane, spec)
+            others = _others(kept, m, index, lane, scale, spec)
         else:
             return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
         return [
@@ -123,9 +141,11 @@ def shares_exponentials(spec: Spec) -> bool:
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
 
 
-def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:
+def exponentials_but_label(
+    x: jax.Array, m: jax.Array, label: jax.Array, scale: Scale, spec: Spec
+) -> jax.Array:
     """Return exp(x - m), and 0 in each row's column `label`."""
-    e = jnp.exp(f_times(x - m, spec))
+    e = jnp.exp(f_times(x - m, scale, spec))
     # jnp.put_along_axis does not support a symbolic number of rows.
     rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
     return e.at[(*rows, label)].set(0, mode="promise_in_bounds")
@@ -140,18 +160,21 @@ def _is_last_and_whole(spec: Spec) -> bool:
     return spec.axes == (-1,) and not spec.cols_over
 
 
-def _others(x: jax.Array, m: jax.Array, label: jax.Array, lane: int, spec: Spec) -> jax.Array:
+def _others(
+    x: jax.Array, m: jax.Array, label: jax.Array, lane: int, scale: Scale, spec: Spec
+) -> jax.Array:
     lanes = x.shape[-1] // lane
     rows = x.reshape(*x.shape[:-1], lane, lanes)
     own = lax.rem(label, jnp.int32(lanes))
     index = lax.broadcasted_iota(jnp.int32, (*x.shape[:-1], lanes), x.ndim - 1)
     m_lane = jnp.where(index == own, jnp.inf, m)
-    depth = f_times(rows.astype(m.dtype) - m_lane[..., None, :], spec)
+    of_lanes = scale if isinstance(scale, float) else scale[..., None]
+    depth = f_times(rows.astype(m.dtype) - m_lane[..., None, :], of_lanes, spec)
     total = jnp.sum(jnp.exp(depth), (-2, -1))[..., None]
     part = jnp.take_along_axis(rows, own[..., None], -1, mode="promise_in_bounds")[..., 0]
     place = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1)
     is_label = place == lax.div(label, jnp.int32(lanes))
-    terms = jnp.where(is_label, 0, jnp.exp(f_times(part.astype(m.dtype) - m, spec)))
+    terms = jnp.where(is_label, 0, jnp.exp(f_times(part.astype(m.dtype) - m, scale, spec)))
     return total + jnp.sum(terms, -1, keepdims=True)
 
 

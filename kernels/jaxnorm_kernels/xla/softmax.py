@@ -23,6 +23,7 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.label_sums import scale_of, times
 from jaxnorm_kernels.xla.reductions import (
     on_cpu,
     row_any,
@@ -47,7 +48,7 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
 def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Return the tangent of y, computed from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
-    t = _masked(_tangent(y, tangents, spec), kept, spec)
+    t = _masked(_tangent(residuals, tangents, spec), kept, spec)
     along = _jacobian(y, t, spec)
     if spec.drops_masked:
         along = _masked(along, kept, spec)
@@ -62,7 +63,7 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
         dz = _masked_jacobian(y, dy, kept, spec)
     else:
         dz = _jacobian(y, dy.astype(spec.compute_dtype), spec)
-    return _gradients(_masked(dz, kept, spec), spec)
+    return _gradients(_masked(dz, kept, spec), residuals, spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -85,7 +86,7 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
     dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
-    return _gradients(_masked(dz, kept, spec), spec)
+    return _gradients(_masked(dz, kept, spec), residuals, spec)
 
 
 FORMULAS: dict[Op, Formulas] = {
@@ -113,26 +114,24 @@ def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) ->
     return _jacobian(y, _masked(v, kept, spec), spec)
 
 
-def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
+def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
     """Return the tangent of z."""
+    y, scale = residuals.saved, scale_of(residuals.logits_scale, spec)
     dx, dbias = tangents.x, tangents.logits_bias
-    terms = [] if dx is None else [_scaled(dx.astype(spec.compute_dtype), spec)]
+    terms = [] if dx is None else [times(dx.astype(spec.compute_dtype), scale)]
     if dbias is not None:
         terms.append(jnp.broadcast_to(dbias.astype(spec.compute_dtype), y.shape))
     return sum(terms[1:], terms[0])
 
 
-def _gradients(dz: jax.Array, spec: Spec) -> Operands:
+def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
     """Return the gradients of x and of the bias, summed where the bias is broadcast."""
     dbias = None
     if spec.softmax.logits_bias_dtype is not None:
         broadcast = [axis for axis, size in enumerate(spec.softmax.logits_bias_shape) if size == 1]
         dbias = jnp.sum(dz, axis=broadcast, keepdims=True).astype(spec.softmax.logits_bias_dtype)
-    return Operands(_scaled(dz, spec).astype(spec.x_dtype), logits_bias=dbias)
-
-
-def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    return z if spec.logits.logits_scale == 1 else spec.logits.logits_scale * z
+    dx = times(dz, scale_of(residuals.logits_scale, spec)).astype(spec.x_dtype)
+    return Operands(dx, logits_bias=dbias)
 
 
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
@@ -142,7 +141,7 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
     kept = _kept(mask, x.shape, spec)
-    z = _scaled(x.astype(spec.compute_dtype), spec)
+    z = times(x.astype(spec.compute_dtype), scale_of(operands.logits_scale, spec))
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
     if kept is None:

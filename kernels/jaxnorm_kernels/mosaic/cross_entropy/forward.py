@@ -106,7 +106,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
     """Return the units of a row's classes; with `padded`, of the columns after them too."""
-    widest = VECTOR_BYTES // spec.x_dtype.itemsize
+    widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
 

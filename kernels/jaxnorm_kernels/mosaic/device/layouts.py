@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import addresses
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
 from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
@@ -110,14 +112,9 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
-        kind, held = ir.IntegerType.get_signless(32), layout.to_mgpu()
-        total = None
-        for axis, size in enumerate(counted):
-            position = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
-            if total is not None:
-                position = total * size + position
-            total = position
-        return total
+        strides = [math.prod(counted[axis + 1 :]) for axis in range(len(counted))]
+        strides += [0] * (len(shape) - len(counted))
+        return addresses.indices(layout.to_mgpu(), shape, tuple(strides))
 
     return index()
 
@@ -144,8 +141,8 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        held = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=held, is_signed=signed, optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=signed)
+        return loaded
 
     return read(ref)
 
@@ -169,6 +166,46 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     return widened(value)
 
 
+def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Return the elements of each ref, in float32, as arrays of `shape`."""
+    if is_interpreted():
+        return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
+    refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
+    return _load_wide(refs, layout, shape, (0,))
+
+
+def load_wide_columns(
+    refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
+) -> list[jax.Array]:
+    """Return columns of ``(rows, cols)`` refs, in float32: for each ref, those at each start."""
+    if not refs:
+        return []
+    if is_interpreted():
+        columns = [ref.at[:, pl.ds(start, width)] for ref in refs for start in starts]
+        return [load(ref, layout).astype(jnp.float32) for ref in columns]
+    return _load_wide(refs, layout, (refs[0].shape[0], width), starts)
+
+
+def _load_wide(
+    refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
+) -> list[jax.Array]:
+    """Load all of them in one inline function.
+
+    Mosaic spends more time on lowering such a function than on the operations in it.
+    """
+    count = len(refs) * len(starts)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * len(refs),
+        return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),) * count,
+    )
+    def read(context: Any, *refs: Any) -> Any:
+        arrays = addresses.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
+        return [_widen(array) for array in arrays]
+
+    return list(read(*refs))
+
+
 def store(ref: Ref, value: jax.Array) -> None:
     """Store `value`, rounded to the dtype of `ref`."""
     value = value.astype(ref.dtype)
@@ -181,6 +218,12 @@ def store(ref: Ref, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value.mlir_dtype, ir.BF16Type):
+        return with_registers(value, [_widen_register(r) for r in value.registers.flat])
+    return value.astype(ir.F32Type.get())
 
 
 def _widen_register(register: Any) -> Any:

@@ -21,6 +21,7 @@ try:
     from jax._src.lib.mlir import ir as ir
     from jax._src.lib.mlir.dialects import arith as arith
     from jax._src.lib.mlir.dialects import builtin as builtin
+    from jax._src.lib.mlir.dialects import gpu as gpu
     from jax._src.lib.mlir.dialects import llvm as llvm
     from jax._src.lib.mlir.dialects import math as math
     from jax._src.lib.mlir.dialects import nvvm as nvvm
@@ -75,7 +76,7 @@ class Word:
 
 def thread() -> Word:
     """Return the index of the thread in its block."""
-    return Word(utils.thread_idx())
+    return Word(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
 
 
 def load_floats(address: Word, count: int) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import mgpu
+from jaxnorm_kernels.mosaic.device import addresses, mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
@@ -27,7 +27,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.mgpu import (
     FragmentedArray,
-    arith,
     builtin,
     ir,
     llvm,
@@ -52,8 +51,8 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
-        return FragmentedArray.load_untiled(columns, layout=layout.to_mgpu(), optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
+        return loaded
 
     return read(ref)
 
@@ -80,8 +79,8 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        held = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=held, is_signed=True, optimized=False)
+        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
+        return loaded
 
     return read(ref)
 
@@ -144,18 +143,17 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        for register, address in moves(ref, value):
-            llvm.store(register(value.registers), address)
+        for register, address in _moves(ref, value):
+            llvm.store(register, address)
 
     write(ref if value.shape == ref.shape else ref.reshape(*value.shape), value)
 
 
-def moves(ref: Any, value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Yield, for each register of `value`, a function that selects it, and its global address."""
-    one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-    each = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-    for register, _, _, address in each:
-        yield register, mgpu.in_global(address)
+def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the registers of arrays of one layout, and with them their address in global memory."""
+    first, *_ = values
+    at = addresses.addresses(ref, first.layout, first.shape)
+    return zip(*(value.registers.flat for value in values), at)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -215,45 +213,6 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
     write(ref, value.astype(ref.dtype), first + places)
 
 
-def store_inside(
-    ref: Ref,
-    start: Any,
-    value: jax.Array,
-    first: Any,
-    size: int,
-    places: jax.Array,
-    layout: Layout,
-) -> None:
-    """Store `value` at `start` of a ``(n,)`` global ref, without elements outside a range.
-
-    Only elements with an index in ``[0, size)`` are stored. A vector that is entirely inside is
-    stored at once; a vector that is partly inside is stored element by element.
-    """
-    if is_interpreted():
-        store_some(ref, start, value, first, size)
-        return
-    target = ref.at[pl.ds(start, value.size)]
-    if value.ndim > 1:
-        target = target.reshape(*value.shape)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def write(context: Any, ref: Any, value: Any, index: Any) -> None:
-        kind = ir.MemRefType(ref.type).element_type
-        for register, address in moves(ref, value):
-            elements = register(value.registers)
-            indices = mgpu.elements_of(register(index.registers))
-            inside = [mgpu.Word(i).is_below(size) for i in (indices[0], indices[-1])]
-            is_whole = arith.andi(*inside)
-            with utils.when(is_whole):
-                llvm.store(elements, address)
-            with utils.when(arith.xori(*inside)):
-                for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
-                    at = utils.getelementptr(address, [k], kind)
-                    _store(element, at, mgpu.Word(i).is_below(size))
-
-    write(target, value.astype(ref.dtype), first + places)
-
-
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
@@ -274,9 +233,9 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
-        for register, address in moves(ref, value):
-            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), address)
+        for register, is_inside, address in _moves(ref, value, inside):
+            with utils.when(mgpu.elements_of(is_inside)[0]):
+                llvm.store(register, address)
 
     write(ref, value.astype(ref.dtype), inside)
 
@@ -387,8 +346,7 @@ def load_each_row(
     )
     def read(context: Any, ref: Any, rows: Any) -> Any:
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
-        i32 = ir.IntegerType.get_signless(32)
-        columns = FragmentedArray.broadcasted_iota(i32, shape, 1, rows.layout, is_signed=True)
+        columns = addresses.indices(rows.layout, shape, (0, 1))
 
         def loaded(rows: Any, columns: Any) -> Any:
             (elements,) = ir.VectorType(columns.type).shape

@@ -62,24 +62,20 @@ def run(
     def kernel(*refs: Ref) -> None:
         body(tile.placed(), ForwardRefs(*split(refs, *counts)))
 
-    shape, window = operands[0].shape, tile.window
-    view = shape if window is None else window.shape(rows)
+    shape = operands[0].shape
     if scratch is None:
         scratch = tile.scratch(exchanged, [operand.dtype for operand in operands])
-    if window is not None:
-        operands = [window.view(operand) for operand in operands]
     outputs = launch(
         kernel,
         [*operands, *params],
         name=f"jaxnorm_{name}",
-        outputs=[*((view, dtype) for dtype in results), *[((rows,), _F32)] * stats, *others],
+        outputs=[*((shape, dtype) for dtype in results), *[((rows,), _F32)] * stats, *others],
         blocks=blocks or tile.blocks(rows),
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
         scratch=scratch,
     )
-    of_rows = [output.reshape(shape) for output in outputs[: len(results)]]
-    return of_rows, list(outputs[len(results) :])
+    return list(outputs[: len(results)]), list(outputs[len(results) :])
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:

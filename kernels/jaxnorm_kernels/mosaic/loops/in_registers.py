@@ -21,7 +21,6 @@ from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
-from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
 
@@ -113,7 +112,6 @@ class InRegisters:
       cluster: blocks that share a row.
       splits: blocks, or clusters, that share the rows of x with one row of a bias (`BiasSums`).
       apart: each unit of a row is a separate fragment (`Tile`).
-      window: the alignment view of unaligned rows.
     """
 
     vector: int
@@ -123,14 +121,11 @@ class InRegisters:
     cluster: int = 1
     splits: int = 1
     apart: bool = False
-    window: AlignmentView | None = None
 
     def tile(self, cols: int) -> Tile:
         """Return how a block holds rows of this many columns."""
         vector = self.vector
         apart: dict[str, Any] = {"apart": self.apart}
-        if self.window is not None:
-            cols, apart = self.window.width, {"apart": True, "window": self.window}
         if self.warpgroups * self.cluster > 1:
             return SplitRow(cols, vector, self.warpgroups, self.cluster, **apart)
         if self.threads == WARPGROUP_THREADS and self.rows == 1:
@@ -167,7 +162,7 @@ def in_registers_backward(
             """Store the results of a tile of rows, and return the terms of the column sum."""
             elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-            totals = [placed.sum(placed.skip_others(term)) for term in zip(*terms)]
+            totals = [placed.sum(term) for term in zip(*terms)]
             if is_split:
                 if sums is None:
                     exchange.ready()

@@ -29,10 +29,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_wide_columns,
     store,
-    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
     BackwardRefs,
@@ -251,13 +250,7 @@ def pipelined_narrow_rows_backward(
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
         """Return, for each fragment of a tile, the elements of these operands in float32."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
-        return [
-            [
-                widen(load_columns(ref, fragment.start, fragment.width, layout), layout)
-                for ref in tops
-            ]
-            for fragment in fragments
-        ]
+        return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 
     def finish(
         columns: Sequence[Arrays], held: Sequence[Ref], top: int, stats: Arrays, _: None

@@ -32,9 +32,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_wide,
     store,
     warps_layout,
-    widen,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
@@ -108,21 +108,24 @@ class _PipelinedKernel:
 
     def run(self, block: Any) -> None:
         """Process all steps, then store the column sums of the block."""
-        carried, steps = self.no_sums(), self.stages.steps
-        first, second = (self.statistics(jnp.int32(k)) for k in range(2))
+        first = self.statistics(jnp.int32(0))
         self.sums.ready()
-        pl.when(steps > 0)(functools.partial(self.reduce, jnp.int32(0), first))
-        *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
+        carry = (first, first, self.no_sums())
+        *_, carried = lax.fori_loop(0, self.stages.steps + 1, self.step, carry)
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
                 store(ref.at[block, unit.columns()], value)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduce step `k`, finish step ``k - 1``, and load the statistics of ``k + 1``."""
+        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``.
+
+        Neither is peeled off the loop: the kernel would have twice the code to lower and compile.
+        """
         before, now, carried = carry
         ahead = self.statistics(k + 1)
         pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
-        return now, ahead, self.finish(k - 1, before, carried)
+        finish = functools.partial(self.finish, k - 1, before, carried)
+        return now, ahead, lax.cond(k > 0, finish, lambda: carried)
 
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Return the statistics of each row of step `k`."""
@@ -134,10 +137,12 @@ class _PipelinedKernel:
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
+            stale = unit.is_stale()
             for row in rows:
                 elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
-                terms = [unit.skip_stale(term) for term in terms]
+                if stale is not None:
+                    terms = [jnp.where(stale, jnp.float32(0), term) for term in terms]
                 totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
         # Annotate the layout on results only: annotating every load slows down layout inference.
         layout = self.ring.layout
@@ -176,7 +181,7 @@ class _PipelinedKernel:
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = self.ring.layout, self.ring.shape
         refs = [held.at[at, row, columns] for held in self.held[:count]]
-        return [widen(load(ref, layout, shape), layout) for ref in refs]
+        return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
         """Return 0 for each column sum of each unit."""
@@ -201,7 +206,8 @@ def pipelined_backward(
     if ring.stages < 2 or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
     sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
-    sizes = operands.sizes  # The traced body is cached: it must not hold traced arrays.
+    whole = ring.cluster * ring.warpgroups == 1
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*arguments: Ref) -> None:
         refs = BackwardRefs.of(arguments, sizes, len(results), formula.column_sums)
@@ -209,22 +215,29 @@ def pipelined_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        partition = ring.partition(cols, rank * ring.warpgroups + warpgroup)
+        index = 0 if whole else rank * ring.warpgroups + warpgroup
+        partition = ring.partition(cols, index)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, fragments = share.count(), partition.fragments()
+        if whole:  # All columns are in the stage, where they are in the row.
+            fragments = [dataclasses.replace(f, stage_start=f.start) for f in fragments]
         places = [fragment.columns() for fragment in fragments]
 
         def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
             first = share.first_row(k)
+            if whole:  # The rows of a step are neighbours.
+                for source, stages in zip(refs.rows, held):
+                    yield source.at[pl.ds(first, ring.rows)], stages.at[at]
+                return
             for row in range(ring.rows):
                 for fragment, columns in zip(fragments, places):
                     target = pl.ds(fragment.stage_start, fragment.width)
                     for source, stages in zip(refs.rows, held):
                         yield source.at[first + row, columns], stages.at[at, row, target]
 
-        stages = Stages(ring.stages, steps, full, copies, warpgroup)
+        stages = Stages(ring.stages, steps, full, copies, None if whole else warpgroup)
         stages.start()
-        first, *tail = partition.fragments()
+        first, *tail = fragments
         units = [*partition.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [
@@ -239,7 +252,8 @@ def pipelined_backward(
         kernel.run(block)
 
     part = ring.partition(cols)
-    copies = len(operands.rows) * ring.rows * len(part.fragments())  # copies of a stage
+    width = cols if whole else part.width
+    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))  # of a stage
     stages = ring.warpgroups * ring.stages
     return launch(
         body,
@@ -253,7 +267,7 @@ def pipelined_backward(
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, part.width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, width), v.dtype) for v in operands.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],

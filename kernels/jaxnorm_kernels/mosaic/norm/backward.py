@@ -164,8 +164,10 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    formula = NormFormula(spec.last, copies=len(dtypes))
-    (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule)
+    # Nothing in the formula depends on `wrt` or on the operation: a norm with an extra cotangent
+    # and a norm of a sum share a kernel.
+    formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
+    (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
         return Operands(dh, **gradients)
     return Operands((dx or [dh])[0].astype(x_dtype), dh, **gradients)
@@ -180,22 +182,50 @@ def _run(
     spec: Spec,
     schedule: schedules.NormSchedule | None,
     names: Sequence[str] = ("scale", "bias"),
+    op: str | None = None,
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
     """Return the row results in these dtypes, and the gradients of the parameters by `names`."""
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
-    given = [[a for a in arrays if a is not None] for arrays in (rows, params)]
-    outputs = _KERNELS[type(schedule)](
+    outputs = _kernel(
         formula,
-        RowOperands(given[0], residuals.stats, given[1], spec.groups),
-        schedule=schedule,
-        blocks=schedules.persistent_blocks(spec, schedule),
-        results=results,
-        name=f"jaxnorm_{spec.op}_bwd",
+        schedule,
+        schedules.persistent_blocks(spec, schedule),
+        spec.groups,
+        tuple(results),
+        f"jaxnorm_{op or spec.op}_bwd",
+        *[[a for a in arrays if a is not None] for arrays in (rows, residuals.stats, params)],
     )
     dtypes = [spec.dtype(name) for name in names]
     groups = [getattr(spec.norm, f"{name}_groups", spec.groups) for name in names]
     gradients = add_partials(outputs[len(results) :], dtypes, groups)
     return outputs[: len(results)], dict(zip(names, gradients))
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def _kernel(
+    formula: Formula,
+    schedule: schedules.NormSchedule,
+    blocks: int,
+    groups: int,
+    results: tuple[np.dtype, ...],
+    name: str,
+    rows: Arrays,
+    stats: Arrays,
+    params: Arrays,
+) -> tuple[jax.Array, ...]:
+    """Run the kernel of a formula.
+
+    This function is jitted so that a program lowers equal kernels once, even if they belong to
+    different operations: with an extra cotangent, `norm` and `add_norm` have the same kernel.
+    """
+    return _KERNELS[type(schedule)](
+        formula,
+        RowOperands(rows, stats, params, groups),
+        schedule=schedule,
+        blocks=blocks,
+        results=results,
+        name=name,
+    )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
 
 
 def _wide(tile: Tile, value: jax.Array) -> jax.Array:
-    return widen(value, tile.layout_of(value.shape))
+    return widen(value, tile.layout)
 
 
 def _plus(tile: Tile, x: jax.Array, residual: jax.Array) -> jax.Array:

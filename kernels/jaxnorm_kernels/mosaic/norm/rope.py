@@ -112,10 +112,7 @@ class _RotatedRows:
     ) -> tuple[list[Parts], Parts]:
         """Return dx and the terms of dscale."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
-        saved, d = (
-            [widen(part, of) for part, of in zip(tile.load_shared(ref, top), tile.row_layouts)]
-            for ref in held
-        )
+        saved, d = (tile.load_shared(ref, top) for ref in held)
         of_rows = [tile.broadcast(r, part) for part in saved]
         xh, n = self._normalised(saved, table, reciprocals, of_rows)
         d = rotated_back(d, *table)

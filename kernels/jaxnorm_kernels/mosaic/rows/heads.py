@@ -27,6 +27,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     columns_layout,
     load,
+    load_wide_columns,
     rows_layout,
     widen,
 )
@@ -115,11 +116,19 @@ class HeadTile:
     def load_shared(self, ref: Ref, top: int) -> Parts:
         """Load rows from `top` on of a ``(rows, cols)`` ref in shared memory, in its own dtype."""
         of_tile = ref.at[pl.ds(top, self.rows)]
+        if not self.interleaved:
+            starts, half = (0, self.pairs), self.rows_layout(self.vector)
+            parts = load_wide_columns([of_tile], starts, self.pairs, half)
+            if self.rotated < self.cols:
+                rest, layout = self.cols - self.rotated, self.rows_layout(self.rest)
+                parts += load_wide_columns([of_tile], (self.rotated,), rest, layout)
+            return parts
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load_columns(of_tile, start, width, layout)
 
-        return self._parts(of, self.rows_layout)
+        parts = self._parts(of, self.rows_layout)
+        return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Parts:
         """Load a ``(cols,)`` ref that all rows share, in its own dtype: an array for each part."""

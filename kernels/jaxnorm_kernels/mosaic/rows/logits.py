@@ -73,18 +73,18 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows of fewer columns keep their schedule: shorter ones were not timed.
+# Causal rows with fewer columns keep their schedule, because they were not timed.
 _LEAST_CAUSAL_COLS = 512
-# The narrowest load that a causal row is cut to.
+# The narrowest load of a causal row.
 _LEAST_LOAD_BYTES = 8
 
 
 def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
-    """Threads and a vector that read a causal row in at least `parts` units, as far as that pays.
+    """Return threads and a vector with which a causal row has `parts` units, if that is possible.
 
-    A row of a causal softmax reads whole units of `threads * vector` columns up to the diagonal: on
-    average half a unit more than it needs, of each array. Narrower loads come first, and then fewer
-    threads. Rows with a mask or a bias keep their unit.
+    A causal softmax loads whole units of `threads * vector` columns up to the diagonal: on average
+    half a unit more than it needs, of each array. First the loads become narrower, then the threads
+    fewer. Rows with a mask or a bias keep their unit.
     """
     if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -157,7 +157,7 @@ class Place:
             return each_fragment(function, values)
 
         zeros = {
-            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout_of(shape))
+            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout)
             for shape in dict.fromkeys(v.shape for v in values)
         }
 
@@ -209,7 +209,7 @@ class Place:
         would serialise them: a thread has predicates for six of them.
         """
         shape = self.tile.shape(fragment.width)
-        layout = self.tile.layout_of(shape)
+        layout = self.tile.layout
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
         if is_row:  # one for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import layouts
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
@@ -44,17 +44,17 @@ class Pipelined(Tile):
     tail: int = 0
     rereads: bool = False
 
-    def blocks_of(self, rows: int) -> int:
+    def blocks(self, rows: int) -> int:
         whole = self.whole_blocks(rows)
-        return whole + super().blocks_of(rows) - whole * self.tiles
+        return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
         """Return the number of blocks that process `tiles` rows; the others process one."""
-        return max(0, super().blocks_of(rows) - self.tail) // self.tiles
+        return max(0, super().blocks(rows) - self.tail) // self.tiles
 
     def first(self, rows: int) -> Any:
         """Return the index of the first row, or group of rows, that this block processes."""
-        block, whole = self.block_of_phase(), self.whole_blocks(rows)
+        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
@@ -89,11 +89,10 @@ class Pipelined(Tile):
         in_plain_order(*arrays)
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
         self.open(scratch)
-        rows = self.rows_of_phase(rows)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
-            whole = self.block_of_phase() < self.whole_blocks(rows)
+            whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
             # If the copies were unconditional, the compiler would hoist the wait for `params` above
             # them.
             count = opaque(jnp.where(whole, self.tiles, 1))
@@ -167,14 +166,14 @@ class PipelinedRow(Pipelined, SplitRow):
         # the row.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
-        return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
+        return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
         return [(x.at[index, p.columns()], slot) for p, slot in zip(self.fragments(), slots)]
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         shapes = [self.shape(p.width) for p in self.fragments()]
-        return [layouts.load(slot, self.layout_of(s), s) for slot, s in zip(slots, shapes)]
+        return [layouts.load(slot, self.layout, s) for slot, s in zip(slots, shapes)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,15 +9,10 @@ registers::
 
 `partitions` determines which columns of a row a warpgroup holds, in which fragments. Rows may
 overlap, as fragments may: the last block starts early enough to be complete.
-
-For unaligned rows, a tile holds windows (`partitions`), and `cols` is the width of a window. Each
-unit is then a separate fragment, so that only fragments at the edges, which may contain other rows,
-are masked.
 """
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -45,7 +40,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, Fragment, Partition
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. In a `SplitRow`, it is
 #: an array over the warps of the warpgroup until it has been exchanged.
@@ -99,54 +94,32 @@ class Tile:
     Attributes:
       vector: elements that a thread loads at once.
       apart: each unit is a separate fragment, so that it can be loaded or skipped alone.
-      window: the view of unaligned rows. A row's index is then relative to its phase.
       index: the columns of fragments by shape, if they were precomputed.
     """
 
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
-    window: AlignmentView | None = dataclasses.field(default=None, kw_only=True)
     index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
         default_factory=dict, kw_only=True, compare=False
     )
 
     def placed(self) -> Self:
-        """Return this tile with values that all fragments share, computed once: see `PlacedView`.
-
-        Where fragments begin is still computed at each use. If it were computed once, it would stay
-        in registers: 80 became 90 (softmax's backward over 50257 columns), and the time 1.24 times
-        as long.
-        """
-        if self.window is None and not self.apart:
+        """Return this tile with the values that all fragments share, computed once in a kernel."""
+        if not self.apart:
             return self  # There are only one or two fragments.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
-        index = {s: self.count_columns(s) for s in shapes}
-        window = None if self.window is None else self.window.placed().with_places(index)
-        return dataclasses.replace(self, window=window, index=index)
+        return dataclasses.replace(self, index={s: self.count_columns(s) for s in shapes})
 
     @property
     def unit(self) -> int:
         """The columns that the threads of a row load at once."""
         return WARPGROUP_THREADS * self.vector
 
-    @functools.cached_property
+    @property
     def layout(self) -> Layout:
-        """The layout of a fragment with full vectors."""
-        return self.layout_of_vectors(self.vector)
-
-    def layout_of_vectors(self, vector: int) -> Layout:
-        """Return the layout of a fragment with vectors of this many elements."""
+        """The layout of a fragment."""
         raise NotImplementedError
-
-    def layout_of(self, shape: tuple[int, ...]) -> Layout:
-        """Return the layout of a fragment of this shape.
-
-        The tail of a window may have narrower vectors.
-        """
-        if self.window is None:
-            return self.layout
-        return self.layout_of_vectors(math.prod(shape) // WARPGROUP_THREADS)
 
     def shape(self, width: int) -> tuple[int, ...]:
         """Return the shape in registers of a fragment of `width` columns."""
@@ -174,22 +147,7 @@ class Tile:
 
     def blocks(self, rows: int) -> int:
         """Return the number of blocks of the grid."""
-        if self.window is None:
-            return self.blocks_of(rows)
-        return self.window.period * self.blocks_of(self.rows_of_phase(rows))
-
-    def blocks_of(self, rows: int) -> int:
-        """Return the number of blocks for these rows, of one phase if there is a window."""
         return -(-rows // self.rows)
-
-    def rows_of_phase(self, rows: int) -> int:
-        """Return the number of rows in one phase."""
-        return rows if self.window is None else rows // self.window.period
-
-    def block_of_phase(self) -> Any:
-        """Return the index of this block among the blocks of its phase."""
-        block = lax.axis_index(BLOCK)
-        return block if self.window is None else self.window.place(block)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Return the scratch memory of a block, for exchanges of `stats` values and for rows."""
@@ -198,7 +156,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Return the index of a row, or group of rows, in a ref; by default the block's."""
-        return self.block_of_phase() if group is None else group
+        return lax.axis_index(BLOCK) if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Return the index of the first row, or group of rows, of this block."""
@@ -235,7 +193,7 @@ class Tile:
 
     def partition(self, index: Any = 0) -> Partition:
         """Return the columns of a row that the warpgroup of this index holds."""
-        return Partition(self.cols, self._shares, self.unit, index, self.window)
+        return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
         """Return the columns of a row that this warpgroup holds, as fragments."""
@@ -246,7 +204,7 @@ class Tile:
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
         """Load a row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
-            load(ref.at[row, p.columns()], self.layout_of(self.shape(p.width)), self.shape(p.width))
+            load(ref.at[row, p.columns()], self.layout, self.shape(p.width))
             for p in self.fragments()
         ]
 
@@ -262,26 +220,7 @@ class Tile:
         Overlapping elements are stored twice, with equal values.
         """
         for p, value in zip(self.fragments(), values):
-            p.store(ref, row, value, self.layout_of(value.shape))
-
-    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Fragments:
-        """Replace columns of other rows in a window by `neutral`, before a reduction.
-
-        Do this once, right after the load: predicates that are held for a second use, or both
-        versions of the values, take registers.
-        """
-        if self.window is None:
-            return list(x)
-        before, cols = self.window.before(), self.window.cols
-
-        def is_inside(fragment: Fragment) -> jax.Array:
-            column = self.columns(self.shape(fragment.width)) + (fragment.start - before)
-            return (column >= 0) & (column < cols)
-
-        return [
-            jnp.where(is_inside(p), v, jnp.float32(neutral)) if p.edge else v
-            for p, v in zip(self.fragments(), x)
-        ]
+            p.store(ref, row, value, self.layout)
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
         """Return the maximum of each row."""
@@ -350,8 +289,9 @@ class RowTile(Tile):
     def unit(self) -> int:
         return self.threads * self.vector
 
-    def layout_of_vectors(self, vector: int) -> Layout:
-        return rows_layout(vector, self.threads, self.height)
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return rows_layout(self.vector, self.threads, self.height)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (self.height, width)
@@ -361,7 +301,7 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = self.block_of_phase() if group is None else group
+        group = lax.axis_index(BLOCK) if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     @property
@@ -398,8 +338,9 @@ class RowTile(Tile):
 class WarpgroupRow(Tile):
     """One row per warpgroup."""
 
-    def layout_of_vectors(self, vector: int) -> Layout:
-        return warpgroup_layout(vector)
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return warpgroup_layout(self.vector)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (width,)
@@ -445,8 +386,9 @@ class SplitRow(Tile):
     cluster: int = 1
     exchanges: int = 1
 
-    def layout_of_vectors(self, vector: int) -> Layout:
-        return warps_layout(vector)
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return warps_layout(self.vector)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (WARPS, width // WARPS)
@@ -471,7 +413,7 @@ class SplitRow(Tile):
         return index
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
-        return flat_index(shape, self.layout_of(shape))
+        return flat_index(shape, self.layout)
 
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0

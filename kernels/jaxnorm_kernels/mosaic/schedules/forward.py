@@ -18,7 +18,6 @@ These sizes matter, and the rules use them as follows:
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
@@ -36,7 +35,6 @@ from jaxnorm_kernels.mosaic.rows.logits import (
     run_of_rows,
     threads_of_runs,
 )
-from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, alignment_view, widest_vector
 from jaxnorm_kernels.mosaic.rows.pipelined import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (
@@ -70,7 +68,6 @@ class ForwardSchedule:
       rereads: a row is read from shared memory for each use, and takes no registers (pipelined).
       params_first: scale and bias are loaded before the reductions, which hides their latency but
         takes registers.
-      window: the alignment view of unaligned rows.
     """
 
     kind: Kind
@@ -84,13 +81,12 @@ class ForwardSchedule:
     tail: int = 0
     rereads: bool = False
     params_first: bool = False
-    window: AlignmentView | None = None
 
     def rows_of(self, spec: Spec) -> Tile:
         """Return how a block holds its rows."""
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
-        cols, vector, window = spec.cols, self.vector, self.window
+        cols, vector = spec.cols, self.vector
         apart: dict[str, Any] = {"apart": spec.softmax.causal}
         shares = {
             "warpgroups": self.warpgroups,
@@ -98,8 +94,6 @@ class ForwardSchedule:
             "exchanges": len(spec.operation.norms) or 1,
         }
         queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
-        if window is not None:
-            cols, apart = window.width, {"apart": True, "window": window}
         match self.kind:
             case "row_tile":
                 return RowTile(cols, vector, self.threads, self.rows, **apart)
@@ -172,8 +166,8 @@ class ForwardRule:
 # (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
-# Units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 % less time than
-# in units of 32 vectors of 16 bytes, over 512 of float32 4 % less (H100).
+# The number of units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 %
+# less time than with units of 32 vectors of 16 bytes, and over 512 of float32 4 % less (H100).
 _CAUSAL_PARTS = 8
 
 # In a tile, the threads of a row may load up to this multiple of it; the rest is loaded twice.
@@ -410,47 +404,9 @@ PLACED = (
 )
 
 
-#: For unaligned rows of softmaxes, in `AlignmentView`s. In short rows, every unit would need a
-#: mask.
-UNALIGNED = (
-    *(line for line in TABLE if line.waves is not None),
-    ForwardRule("warpgroup_row", cols=8192),
-    # In registers, the parts of a row would wait for each other's windows: softmax of 16 bits over
-    # 50257 columns reached 0.56 of a copy's bandwidth (H100).
-    ForwardRule("pipelined_row", row_bytes=2**18, values=64, cluster=8, least=2),
-    ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
-)
-
-
-# Unaligned rows of at most this many columns are loaded element by element.
-_LEAST_WINDOW_COLS = 1024
-
-
 @kept
 def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
     """Return the schedule of the first rule that applies to `spec`, or None."""
-    if spec.is_norm and is_unaligned(spec):
-        return None
-    return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
-
-
-def _of_table(table: Sequence[ForwardRule], spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
+    table = PLACED if has_places(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)
-
-
-def _in_windows(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
-    """Return the schedule of windows, or None if rows are aligned or not held in windows."""
-    dtypes = [*spec.operand_dtypes, spec.y_dtype]
-    window = alignment_view(spec.rows, spec.cols, dtypes)
-    if window is None or not is_unaligned(spec) or has_places(spec):
-        return None
-    if spec.cols <= _LEAST_WINDOW_COLS:
-        return None
-    of_windows = dataclasses.replace(spec, cols=window.width)
-    schedule = _of_table(UNALIGNED, of_windows, gpu)
-    if schedule is None:
-        return None
-    threads = schedule.cluster * schedule.warpgroups * WARPGROUP_THREADS
-    vector = widest_vector(window.width, VECTOR_BYTES // max(d.itemsize for d in dtypes), threads)
-    return dataclasses.replace(schedule, vector=vector, window=window)

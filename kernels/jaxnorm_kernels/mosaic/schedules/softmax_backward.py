@@ -4,7 +4,6 @@ import dataclasses
 
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, Gpu, kept
 from jaxnorm_kernels.mosaic.device.layouts import (
-    COPY_BYTES,
     WARP,
     WARPGROUP_THREADS,
 )
@@ -15,7 +14,6 @@ from jaxnorm_kernels.mosaic.rows.logits import (
     run_of_rows,
     threads_of_runs,
 )
-from jaxnorm_kernels.mosaic.rows.partitions import alignment_view
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
@@ -33,9 +31,9 @@ _MOST_SPLIT_BLOCKS = 8
 _WARPGROUP_VECTORS = 4 * WARP
 # The most columns of a causal row that a warp holds, in units of a vector for each of its threads.
 _CAUSAL_TILE = 2048
-# Units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took 15, 8 and
-# 3 % less time than in units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and 3 %
-# less (H100).
+# The units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took
+# 15, 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7
+# and 3 % less (H100).
 _CAUSAL_PARTS = 16
 # The most that a thread holds of each input: bytes of registers, and loads in flight.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
@@ -47,25 +45,13 @@ _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 @kept
 def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
     """Return the schedule, or None if no kernel supports these rows."""
-    schedule = _placed_tile(spec) if has_places(spec) else _in_windows(spec, gpu) or _tile(spec)
+    schedule = _placed_tile(spec) if has_places(spec) else _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
     if schedule is None or not has_places(spec):
         return schedule
     return dataclasses.replace(
         schedule, splits=_splits(spec, schedule, gpu), apart=spec.softmax.causal
     )
-
-
-def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
-    """Return the schedule of unaligned rows in windows, or None; short rows have none."""
-    window = alignment_view(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
-    if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
-        return None
-    of_phase = dataclasses.replace(spec, cols=window.width)
-    if spec.cols <= WARPGROUP_THREADS * row_vector(of_phase):
-        return None
-    schedule = _wide_rows(of_phase, gpu)
-    return schedule and dataclasses.replace(schedule, window=window)
 
 
 def _tile(spec: Spec) -> InRegisters | None:

@@ -156,7 +156,7 @@ def _read(
     """Return y and d of each fragment, and the mask if masked elements have a nonzero y."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
-    y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]
+    y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
     if not place.drops and place.masks:  # a finite `SoftmaxOptions.masked_logit`
         return list(zip(y, d, place.keep()))
     if place.drops:

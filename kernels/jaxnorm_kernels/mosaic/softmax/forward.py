@@ -21,7 +21,7 @@ from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled
-from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
@@ -54,14 +54,12 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
         (y_ref,) = refs.results
 
         def load(x: jax.Array) -> tuple[jax.Array]:
-            return (scaled(widen(x, tile.layout_of(x.shape)), spec),)
+            return (scaled(widen(x, tile.layout), spec),)
 
         def finish(row: LoadedRow, place: Place | None) -> None:
             each = each_fragment if place is None else place.each
 
-            def read() -> Fragments:
-                return tile.skip_others(row.read(), -jnp.inf)
-
+            read = row.read
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:

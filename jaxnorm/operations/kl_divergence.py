@@ -1,0 +1,171 @@
+"""kl_divergence, and the checks of its arguments."""
+
+import jax
+import numpy as np
+
+from jaxnorm.calls.call import Call
+from jaxnorm.calls.rows import RowView
+from jaxnorm.operations import checks, scales
+from jaxnorm.operations.loss import counted, masks, softcap, weighted
+from jaxnorm.primitives import eager, row_operations
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.specs import LossOptions, Name, Spec
+
+NAME = "kl_divergence"
+
+
+@eager.compiled("logits", "teacher_logits", "where", either=("logits_scale",))
+def kl_divergence(
+    logits: checks.ArrayLike,
+    teacher_logits: checks.ArrayLike,
+    axis: checks.Axis = -1,
+    where: checks.ArrayLike | None = None,
+    *,
+    reverse: bool = False,
+    logits_scale: checks.ArrayLike = 1.0,
+    logit_softcap: float | None = None,
+    teacher_logit_softcap: float | None = None,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Kullback-Leibler divergence of a teacher's distribution and a student's, for distillation.
+
+    .. math::
+      \mathrm{KL}(p \| q) = \sum_j p_j \log \frac{p_j}{q_j} \qquad
+      p = \mathrm{softmax}(z_{\mathrm{teacher}}) \qquad q = \mathrm{softmax}(z)
+
+    where z is computed with ``logits_scale`` and a softcap from each array of logits, as in
+    :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True`` gives KL(q || p), which
+    on-policy distillation uses.
+
+    The forward writes no array of the logits' size. The residuals are both arrays of logits and
+    five numbers for each position. The backward reads both and writes the student's gradient. The
+    divergence is never negative, and a small one is nearly as accurate as a large one: equal logits
+    have a divergence and a gradient of exactly 0. The arithmetic is float32 (float64 if logits or
+    teacher_logits are).
+
+    Args:
+      logits: the student's, of any shape; bfloat16, float16, float32 or float64.
+      teacher_logits: the teacher's, of the shape of logits and any of these dtypes. They, and their
+        softcap, are constants: their gradient is 0.
+      axis: the axis or axes of the classes; None for all.
+      where: booleans that say which positions count, or float weights of positions, by which the
+        divergences are multiplied. They have as many axes as logits without ``axis``, and broadcast
+        to that shape. Where it is False or 0, divergence and gradient are 0, whatever the logits
+        are. A boolean mask with as many axes as logits, which broadcasts to their shape, selects
+        classes: the others are in neither distribution. A position without a class has 0.
+      reverse: True for KL(q || p) instead of KL(p || q).
+      logits_scale: 1 over a temperature, of both arrays of logits: a number above 0, or an array. A
+        scalar array may be traced. One with as many axes as positions, which broadcasts to their
+        shape, has a scale for each position. Values of arrays are not checked, and have no
+        derivative. The divergence is not multiplied by the temperature squared.
+      logit_softcap, teacher_logit_softcap: Python numbers above 0, or None for no cap. A cap is
+        applied after the scale. For a model whose cap precedes a temperature T, use
+        ``logit_softcap=cap / T`` with ``logits_scale=1 / T``.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of the shape of logits without ``axis``: float32, or float64 if logits or teacher_logits
+      are float64. It is infinite if a class has a probability of 0 in the second distribution
+      only, and NaN if logits have +inf or NaN, or are all -inf.
+
+    Differentiable with respect to logits, in reverse and forward mode, to any order.
+
+    Raises:
+      TypeError: an array of logits is not of a supported float dtype, ``where`` is of integers or,
+        with logits' axes, not boolean, ``reverse`` is neither True nor False, a softcap is not a
+        Python number, or a ``logits_scale`` is differentiated.
+      ValueError: ``axis``, the shape of teacher_logits, ``where`` or ``logits_scale``, one of the
+        numbers or ``implementation`` is wrong.
+
+    Source: `Distilling the Knowledge in a Neural Network <https://arxiv.org/abs/1503.02531>`_, and
+    for the reverse divergence `On-Policy Distillation of Language Models
+    <https://arxiv.org/abs/2306.13649>`_.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> teacher = jnp.array([[0.0, 1.0, 2.0], [5.0, 5.0, 5.0]])
+      >>> divergences = jaxnorm.kl_divergence(jnp.zeros((2, 3)), teacher, logits_scale=1 / 2)
+      >>> [round(d, 3) for d in divergences.tolist()]  # the second distributions are equal
+      [0.078, 0.0]
+    """
+    logits = checks.float_array(NAME, "logits", logits)
+    teacher = checks.float_array(NAME, "teacher_logits", teacher_logits)
+    checks.same_shape(NAME, "teacher_logits", teacher.shape, logits.shape, of="logits")
+    view = RowView(logits.shape, checks.axes(NAME, axis, logits.shape, of="logits"))
+    dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
+    mask = weights = None
+    if where is not None:
+        array = checks.weights(NAME, "where", where, dtype)
+        mask, weights = masks(NAME, array, view, of="the positions'")
+    scale = scales.of_logits(NAME, logits_scale, positions, dtype, of="the positions'")
+    call = divergence_call(
+        NAME,
+        logits.shape,
+        logits.dtype,
+        teacher.dtype,
+        axis=view.axes,
+        mask=None if mask is None else mask.shape,
+        has_positions=weights is not None,
+        scale=scale.number,
+        has_scale=scale.array is not None,
+        reverse=reverse,
+        logit_softcap=logit_softcap,
+        teacher_logit_softcap=teacher_logit_softcap,
+        implementation=implementation,
+    )
+    counts = None if weights is None else counted(weights)
+    constant = jax.lax.stop_gradient(teacher)
+    (divergence,) = row_operations.run(call, logits, constant, mask, counts, scale.array)
+    return divergence if weights is None else weighted(divergence, weights)
+
+
+def divergence_call(
+    function: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    teacher_dtype: np.dtype,
+    *,
+    axis: checks.Axis,
+    mask: tuple[int, ...] | None,
+    has_positions: bool,
+    scale: float,
+    has_scale: bool,
+    reverse: bool,
+    logit_softcap: float | None,
+    teacher_logit_softcap: float | None,
+    implementation: Name | None,
+) -> Call:
+    """Check the options and return the forward call; `mask` is a shape."""
+    view = RowView(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
+    checks.implementation(function, implementation)
+    op = FUNCTIONS[NAME].op
+    spec = Spec(
+        op=op,
+        direction="fwd",
+        outputs=(*OPERATIONS[op].results,),
+        rows=view.rows,
+        cols=view.cols,
+        x_dtype=dtype,
+        y_dtype=checks.arithmetic_dtype(dtype, teacher_dtype),
+        options=LossOptions(
+            has_mask=mask is not None,
+            has_positions=has_positions,
+            logits_scale=scale,
+            has_scale=has_scale,
+            logit_softcap=softcap(function, logit_softcap),
+            teacher_dtype=teacher_dtype,
+            teacher_softcap=softcap(function, teacher_logit_softcap, "teacher_logit_softcap"),
+            reverse=checks.flag(function, "reverse", reverse),
+        ),
+    )
+    positive: dict[str, float | None] = {"logits_scale": scale}
+    caps = {
+        "logit_softcap": spec.loss.logit_softcap,
+        "teacher_logit_softcap": spec.loss.teacher_softcap,
+    }
+    for name, cap in caps.items():
+        if cap is not None:
+            positive |= {name: cap, f"logits_scale / {name}": scale / cap}
+    checks.finite_in(function, spec.compute_dtype, positive, above_zero=True)
+    return Call.of(function, spec, view, implementation).on(view)

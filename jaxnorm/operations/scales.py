@@ -1,0 +1,92 @@
+"""Scales of logits: Python numbers, which are compiled in, or arrays, which are operands."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxnorm.operations import checks
+
+
+class Scale(NamedTuple):
+    """A scale of logits.
+
+    Attributes:
+      number: the scale if it is a number; 1 if it is an array.
+      array: the scale of each position in the arithmetic dtype; None if it is a number.
+    """
+
+    number: float
+    array: jax.Array | None = None
+
+
+def is_array(value: Any) -> bool:
+    """Return True for arrays. NumPy's scalars and arrays without axes are numbers."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
+
+
+def of_logits(
+    function: str, value: Any, positions: tuple[int, ...], dtype: np.dtype, of: str = "labels'"
+) -> Scale:
+    """Return the ``logits_scale`` of a loss, checked.
+
+    Args:
+      positions: shape of the positions, which `of` names in errors.
+      dtype: of the arithmetic.
+    """
+    if not is_array(value):
+        return Scale(checks.positive(function, "logits_scale", value))
+    array = _checked(function, "logits_scale", value, dtype)
+    if array.ndim and not checks.fits(array.shape, positions):
+        raise ValueError(
+            f"{function}: logits_scale has shape {array.shape}; expected a number, a scalar array, "
+            f"or one that broadcasts to {of} shape {positions}, with {len(positions)} axes: one "
+            "scale for each position; reshape logits_scale, e.g. logits_scale[None]"
+        )
+    return Scale(1.0, jnp.broadcast_to(array, positions))
+
+
+def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Return a scalar array, the ``scale`` of a softmax, for each row; `rows` is their shape."""
+    array = _checked(function, "scale", value, dtype)
+    if array.ndim:
+        raise ValueError(
+            f"{function}: scale has shape {array.shape}; expected a number or a scalar array; "
+            "multiply x by an array of scales"
+        )
+    return jnp.broadcast_to(array, rows)
+
+
+def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array:
+    """Return a scale as an array of a dtype, whose derivative is an error."""
+    array = jnp.asarray(value)
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(
+            f"{function}: {name} is a {type(value).__name__}; expected a number or an array of "
+            f"floats, not of {array.dtype.name}; cast it, e.g. {name}.astype(jnp.float32)"
+        )
+    return _constant(function, name, array.astype(dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
+    """Return a scale, and refuse to differentiate with respect to it."""
+    del function, name
+    return scale
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _(function: str, name: str, primals: Any, tangents: Any) -> Any:
+    (scale,), (tangent,) = primals, tangents
+    if not isinstance(tangent, SymbolicZero):
+        x = "x" if name == "scale" else "the logits"
+        raise TypeError(
+            f"{function}: {name} is differentiated, and has no derivative; expected a constant; "
+            f"wrap it in jax.lax.stop_gradient, or multiply {x} yourself"
+        )
+    return scale, tangent

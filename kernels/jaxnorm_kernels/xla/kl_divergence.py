@@ -1,0 +1,251 @@
+"""The Kullback-Leibler divergence of a teacher's distribution and a student's, over ``spec.axes``.
+
+p is the softmax of the teacher's logits, and q is the softmax of the student's logits x. Each is
+computed from depths d = z - max(z), which are f (g(x) - max(g(x))) with a scale or a cap (see
+`label_sums`):
+
+    e = exp(d)      s = sum(e)      log(p) = d - log(s)
+
+With P the first distribution of KL(P || Q) (p, or q for ``reverse``), and Q the other one:
+
+    u      = d_P - d_Q
+    KL     = sum(e_P u) / s_P + log(s_Q / s_P)
+    s_Q    = s_P + sum(e_Q - e_P)           e_Q - e_P = e_P expm1(-u)
+
+If both distributions are close, u is small, and so are the rounding errors of both terms: neither
+is a difference of large numbers. A class with P = 0 adds nothing, and one with P > 0 and Q = 0
+makes the divergence infinite.
+
+With c the cotangent of the divergence, the gradient of the student's z is
+
+    c (q - p)                           of KL(p || q)       q - p = -q expm1(log(p) - log(q))
+    c q (log(q) - log(p) - KL)          of KL(q || p)
+
+Equal logits have a divergence and a gradient of exactly 0, whatever a compiler fuses or folds. If
+both logits have one f, u is f times a difference of differences of g; log(s_Q) is computed as
+log(s_P) plus the logarithm of their ratio; and log(p) - log(q) is computed from u.
+
+The teacher's logits are constants. A row has no entry if its ``positions`` is False or all of its
+classes are masked. Its results are 0, and -inf for the student's log(s) marks it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Op
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.cross_entropy import without_padding
+from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.label_sums import Scale, scale_of, times
+from jaxnorm_kernels.xla.reductions import (
+    fused_row_sums,
+    over_shards,
+    row_any,
+    row_max,
+    row_sums,
+)
+
+# Beyond this, e_Q - e_P is as accurate as e_P expm1(-u), whose factors may underflow or overflow.
+_SMALL = 1.0
+
+
+class _Logits(NamedTuple):
+    """Logits z = factor g, where g is tanh(scale x / cap), or x without a cap.
+
+    Attributes:
+      slope: dz / dx.
+    """
+
+    g: jax.Array
+    factor: Scale
+    slope: Scale
+
+    def below(self, largest: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """Return g - max(g) in the dtype of `largest`, max(g); -inf where masked."""
+        difference = self.g.astype(largest.dtype) - largest
+        return difference if mask is None else jnp.where(mask, difference, -jnp.inf)
+
+
+def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
+    """Return the logits of x; `scale` is the factor of each row, or None for that of the spec."""
+    factor = scale_of(scale, spec)
+    if cap is None:
+        return _Logits(x, factor, factor)
+    g = jnp.tanh(x.astype(spec.compute_dtype) * (factor / cap))
+    return _Logits(g, cap, factor * ((1 - g) * (1 + g)))
+
+
+def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
+    """Return the divergence and the statistics that the spec requests, a number for each row."""
+    mask, positions = operands.mask, operands.positions
+    (student, teacher), spec = without_padding([operands.x, operands.teacher_logits], spec)
+    has_entry = _has_entry(operands, spec)
+    found = []
+    for x, cap in _inputs(student, teacher, spec):
+        z = _logits(x, cap, operands.logits_scale, spec)
+        kept = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
+        # The maximum is exact in the dtype of its operand.
+        m = row_max(kept, spec).astype(spec.compute_dtype)
+        if mask is not None or positions is not None:
+            m = jnp.where(has_entry, m, 0)
+        found.append((_Depths(z.below(m, mask), z.factor), m))
+    (d_q, m_q), (d_p, m_p) = found
+    first, second = (d_q, d_p) if spec.loss.reverse else (d_p, d_q)
+    log_ratio, difference, s_first, s_second = _sums(first, second, spec)
+    share = difference / s_first
+    is_close = jnp.abs(share) < 0.5  # else log1p of a number near -1 would lose digits
+    near = jnp.log1p(jnp.where(is_close, share, 0))
+    log_share = jnp.where(is_close, near, jnp.log(s_second / s_first))
+    y = jnp.where(has_entry, jnp.maximum(log_ratio / s_first + log_share, 0), 0)
+    log_first = jnp.log(s_first)
+    log_second = jnp.where(is_close, log_first + log_share, jnp.log(s_second))
+    log_q, log_p = (log_first, log_second) if spec.loss.reverse else (log_second, log_first)
+    log_q, log_p = jnp.where(has_entry, log_q, -jnp.inf), jnp.where(has_entry, log_p, 0)
+    y, *stats = (jnp.squeeze(v, spec.axes) for v in (y, m_q, log_q, m_p, log_p))
+    return Results(y.astype(spec.y_dtype), stats=tuple(stats) if spec.has_stats else ())
+
+
+def _inputs(
+    x: jax.Array, teacher: jax.Array, spec: Spec
+) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
+    """Return the student's logits and the teacher's, each with its cap."""
+    if spec.loss.teacher_softcap is not None:
+        # A compiler would fold a constant teacher's tanh, and round it in another way.
+        teacher = lax.optimization_barrier(teacher)
+    return (x, spec.loss.logit_softcap), (teacher, spec.loss.teacher_softcap)
+
+
+def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
+    """Return True for each row with an unmasked entry, with size 1 for the normalised axes."""
+    is_empty = isinstance(spec.cols, int) and spec.cols == 0
+    some = jnp.asarray(not is_empty)
+    if operands.mask is not None:
+        some = some & row_any(operands.mask, operands.x, spec)
+    if operands.positions is not None:
+        some = some & jnp.expand_dims(operands.positions, spec.axes)
+    return some
+
+
+class _Depths(NamedTuple):
+    """Depths of logits: factor below, where below is g - max(g)."""
+
+    below: jax.Array
+    factor: Scale
+
+    @property
+    def of_z(self) -> jax.Array:
+        """Return z - max(z)."""
+        return times(self.below, self.factor)
+
+
+def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
+    """Return the differences of two depths, exactly 0 for equal logits with equal caps."""
+    if spec.loss.logit_softcap == spec.loss.teacher_softcap:
+        return times(first.below - second.below, first.factor)
+    return first.of_z - second.of_z
+
+
+def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
+    """Return sum(e_P u), sum(e_Q - e_P), s_P and s_Q of the depths of P and Q."""
+
+    def terms() -> list[jax.Array]:
+        e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
+        u = _differences(first, second, spec)
+        of_ratio = jnp.where(second.below == -jnp.inf, jnp.inf, e_first * u)
+        is_small = jnp.abs(u) < _SMALL
+        near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
+        difference = jnp.where(is_small, near, e_second - e_first)
+        return [jnp.where(first.below == -jnp.inf, 0, of_ratio), difference, e_first, e_second]
+
+    def apart() -> list[jax.Array]:
+        return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in terms()]
+
+    def fused() -> list[jax.Array]:
+        return fused_row_sums(terms(), spec)
+
+    return over_shards(lax.platform_dependent(cpu=apart, default=fused), spec)
+
+
+class _Distributions(NamedTuple):
+    """The distributions of a row, and the derivative of their divergence.
+
+    Attributes:
+      q: the student's distribution.
+      weight: the derivative of the divergence along the student's z.
+      slope: dz / dx.
+      takes_part: which entries do.
+    """
+
+    q: jax.Array
+    weight: jax.Array
+    slope: Scale
+    takes_part: jax.Array
+
+
+def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
+    mask = residuals.mask
+    m_q, log_s_q, m_p, log_s_p = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
+    has_entry = log_s_q != -jnp.inf
+    log_s_q = jnp.where(has_entry, log_s_q, 0)
+    takes_part = has_entry if mask is None else has_entry & mask
+    is_masked = mask is not None or spec.loss.has_positions
+    depths, slopes = [], []
+    statistics = [(m_q, log_s_q), (m_p, log_s_p)]
+    inputs = _inputs(residuals.saved, residuals.teacher_logits, spec)
+    for (x, cap), (m, _) in zip(inputs, statistics):
+        # Excluded entries may be NaN, but derivatives must be 0 there.
+        kept = jnp.where(takes_part, x, 0) if is_masked else x
+        z = _logits(kept, cap, residuals.logits_scale, spec)
+        depths.append(_Depths(z.below(m, takes_part), z.factor))
+        slopes.append(z.slope)
+    of_q, of_p = depths
+    q = jnp.exp(of_q.of_z - log_s_q)
+    # The ratio is computed only where neither probability is 0.
+    is_there = of_q.below != -jnp.inf
+    are_there = is_there & (of_p.below != -jnp.inf)
+    safe_q, safe_p = (_Depths(jnp.where(are_there, d.below, 0), d.factor) for d in depths)
+    ratio = _differences(safe_q, safe_p, spec) + (log_s_p - log_s_q)
+    if spec.loss.reverse:
+        y = jnp.expand_dims(residuals.y.astype(spec.compute_dtype), spec.axes)
+        ratio = jnp.where(are_there, ratio, jnp.inf)
+        weight = jnp.where(is_there, q * (jnp.where(is_there, ratio, 0) - y), 0)
+    else:
+        p = jnp.exp(of_p.of_z - log_s_p)
+        is_small = are_there & (jnp.abs(ratio) < _SMALL)
+        near = -q * jnp.expm1(jnp.where(is_small, -ratio, 0))
+        weight = jnp.where(is_small, near, q - p)
+    return _Distributions(q, weight, slopes[0], takes_part)
+
+
+def kl_divergence_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Return the tangents of the divergence and, if the spec requests them, of the statistics."""
+    arrays = [residuals.saved, residuals.teacher_logits, tangents.x]
+    (x, teacher, dx), spec = without_padding(arrays, spec)
+    of = _distributions(residuals._replace(saved=x, teacher_logits=teacher), spec)
+    t = jnp.where(of.takes_part, times(dx.astype(spec.compute_dtype), of.slope), 0)
+    sums = row_sums([of.weight * t, *([of.q * t] if spec.has_stats else [])], spec)
+    along, *dlse = (jnp.squeeze(v, spec.axes) for v in sums)
+    zero = jnp.zeros_like(along)
+    stats = (zero, *dlse, zero, zero) if spec.has_stats else ()
+    return Results(along.astype(spec.y_dtype), stats=stats)
+
+
+def kl_divergence_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Return the gradient of the student's logits."""
+    padding = spec.loss.padding
+    (x, teacher), spec = without_padding([residuals.saved, residuals.teacher_logits], spec)
+    of = _distributions(residuals._replace(saved=x, teacher_logits=teacher), spec)
+    dx = jnp.expand_dims(cotangents.y.astype(spec.compute_dtype), spec.axes) * of.weight
+    if cotangents.stats:
+        dx = dx + jnp.expand_dims(cotangents.stats[1], spec.axes) * of.q
+    dx = jnp.where(of.takes_part, times(dx, of.slope), 0).astype(spec.dx_dtype)
+    return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
+
+
+FORMULAS: dict[Op, Formulas] = {
+    "kl_divergence": Formulas(kl_divergence_fwd, kl_divergence_bwd, kl_divergence_tan)
+}

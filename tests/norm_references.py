@@ -1,0 +1,356 @@
+"""Norms and what is fused with them in float64: results, gradients, and bounds of their errors.
+
+Each class has rows (..., N) and parameters that broadcast to them, from exact float64 inputs.
+`expected` covers every operation of the family.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from reference import SAFETY, Norm, TwoNorms, activated, arithmetic, rounding
+
+from jaxnorm.tools import references
+
+
+@dataclasses.dataclass
+class GatedNorm:
+    """A norm with a gate after or before it: rows (..., N), and parameters that broadcast."""
+
+    x: np.ndarray
+    gate: np.ndarray
+    gain: np.ndarray  # scale + scale_offset
+    d: np.ndarray  # cotangent of y
+    norm_before_gate: bool
+    activation: str
+    dtypes: tuple[str, str, str]  # of x, of the gate and of y
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        self.u = arithmetic(*self.dtypes)
+        self.a, self.slope, self.a_error, self.slope_error = activated(
+            self.activation, self.gate, self.u
+        )
+        before = self.norm_before_gate
+        wide = "float64" if "float64" in self.dtypes else "float32"
+        self.norm = Norm(
+            self.x if before else self.x * self.a,
+            self.gain,
+            np.zeros(self.x.shape[-1]),
+            self.d * self.a if before else self.d,
+            False,
+            self.epsilon,
+            "input",
+            wide,  # no result of the norm's own is rounded
+            wide,
+        )
+        if before:
+            self.y, self.dx = self.norm.y * self.a, self.norm.dx
+            self.dgate = self.d * self.norm.y * self.slope
+        else:
+            self.y, self.dx = self.norm.y, self.norm.dx * self.a
+            self.dgate = self.norm.dx * self.x * self.slope
+        self.dscale = self.norm.dscale
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of y, dx, dgate and dscale, this one's as a sum: before it is stored."""
+        norm, u, few = self.norm, self.u, 8 * self.u
+        n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
+        if self.norm_before_gate:
+            y = np.abs(self.a) * n + (np.abs(norm.y) + n) * self.a_error
+            # The norm's cotangent is dy a, of which its gradients are linear.
+            error = np.abs(self.d) * self.a_error + u * np.abs(norm.d)
+            dx = dt + self._of_cotangent(error)
+            dscale = dscale + np.sum(error * np.abs(norm.xh), 0)
+            dgate = n * np.abs(self.slope) + (np.abs(norm.y) + n) * self.slope_error
+            dgate = np.abs(self.d) * dgate
+        else:
+            t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
+            # xh = t r, and r errs by the mean of xh r times t's error, as a part of it.
+            of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
+            xh = norm.r * t + np.abs(norm.xh) * of_r
+            y = n + np.abs(norm.gain) * xh
+            c2 = np.mean(np.abs(self.d * norm.gain) * xh, -1, keepdims=True)
+            dt = dt + np.abs(norm.dx) * of_r
+            dt = dt + norm.r * (xh * np.abs(norm.c2) + (np.abs(norm.xh) + xh) * c2)
+            dscale = dscale + np.sum(np.abs(self.d) * xh, 0)
+            dx = np.abs(self.a) * dt + (np.abs(norm.dx) + dt) * self.a_error
+            dgate = dt * np.abs(self.slope) + (np.abs(norm.dx) + dt) * self.slope_error
+            dgate = np.abs(self.x) * dgate
+        exact_of = (self.y, self.dx, self.dgate)
+        of_x, of_gate, of_y = self.dtypes
+        rows = [
+            bound + few * np.abs(value) + rounding(np.abs(value) + bound, dtype)
+            for bound, value, dtype in zip((y, dx, dgate), exact_of, (of_y, of_x, of_gate))
+        ]
+        return *rows, dscale
+
+    def _of_cotangent(self, error: np.ndarray) -> np.ndarray:
+        """What an error of the norm's cotangent adds to that of its gradient of x."""
+        norm, error = self.norm, error * np.abs(self.gain)
+        c2 = np.mean(error * np.abs(norm.xh), -1, keepdims=True)
+        return norm.r * (error + np.abs(norm.xh) * c2) * (1 + SAFETY * self.u)
+
+
+@dataclasses.dataclass
+class ScaledSum:
+    """h = residual + branch_scale x, y = norm(h): the norm of h as it was stored."""
+
+    x: np.ndarray
+    residual: np.ndarray
+    h: np.ndarray
+    gain: np.ndarray  # scale + scale_offset
+    bias: np.ndarray
+    branch_scale: np.ndarray
+    dy: np.ndarray
+    dh: np.ndarray
+    subtract_mean: bool
+    saved: str
+    dtypes: tuple[str, str, str]  # of x, of the residual and of y
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        self.u = arithmetic(*self.dtypes)
+        # The norm's gradient is rounded where it is stored: in what becomes of it.
+        wide = "float64" if "float64" in self.dtypes else "float32"
+        options = self.subtract_mean, self.epsilon, self.saved, wide, self.dtypes[2]
+        self.norm = Norm(self.h, self.gain, self.bias, self.dy, *options)
+        self.norm.u = self.u
+        self.dresidual = self.norm.dx + self.dh
+        self.dx = self.branch_scale * self.dresidual
+        self.dbranch_scale = np.sum(self.dresidual * self.x, 0)
+
+    def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
+        """h: a product, where there is one, and a sum, then it is stored."""
+        product = self.branch_scale * self.x
+        total = self.residual + product
+        error = 2 * self.u * (np.abs(product) * (self.branch_scale != 1) + np.abs(total))
+        return total, error + rounding(np.abs(total) + error, self.dtypes[1])
+
+    def bound(self) -> np.ndarray:
+        """Of dresidual, before it is stored."""
+        few = 8 * self.u * (np.abs(self.dresidual) + np.abs(self.dh))
+        return self.norm.gradient_bounds()[0] + few
+
+    def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Gradients and bounds; those of parameters are sums, before they are stored."""
+        bound, (_, dscale, dbias) = self.bound(), self.norm.gradient_bounds()
+        of_x = np.abs(self.branch_scale) * bound + 2 * self.u * np.abs(self.dx)
+        rows = {"x": (self.dx, of_x), "residual": (self.dresidual, bound)}
+        walk = SAFETY * self.u * (math.sqrt(len(self.x)) + 2)
+        of_branch = np.sum(bound * np.abs(self.x), 0)
+        of_branch = of_branch + walk * np.sum(np.abs(self.dresidual * self.x), 0)
+        return {
+            name: (value, error + rounding(np.abs(value) + error, dtype))
+            for (name, (value, error)), dtype in zip(rows.items(), self.dtypes)
+        } | {
+            "scale": (self.norm.dscale, dscale),
+            "bias": (self.norm.dbias, dbias),
+            "branch_scale": (self.dbranch_scale, of_branch),
+        }
+
+
+@dataclasses.dataclass
+class RotatedNorm(Norm):
+    """y = R n with n the RMSNorm of rows, and R the rotation of pairs of its columns.
+
+    Attributes:
+      cos, sin: (..., r / 2), of each row.
+      dcos, dsin: what each row adds to their gradients.
+    """
+
+    cos: np.ndarray
+    sin: np.ndarray
+    interleaved: bool
+
+    def __post_init__(self):
+        rotation = references.Rotation(
+            self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
+        )
+        self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
+        # Of each column: y = c n + s (n of its partner).
+        self.c, self.s = rotation.cos, rotation.sin
+        self.dy = self.d
+        self.d = rotation.transposed(self.dy)
+        super().__post_init__()
+        self.normalised = self.y
+        self.y = rotation(self.normalised)
+        (na, nb), (da, db) = map(self._pairs, (self.normalised, self.dy))
+        self.dcos, self.dsin = da * na + db * nb, db * na - da * nb
+
+    def _pairs(self, v):
+        return v[..., self.first], v[..., self.second]
+
+    def _of_pairs(self, v):
+        """The sum of magnitudes in what a rotation, or its transpose, makes of v."""
+        return np.abs(self.c * v) + np.abs(self.s * v[..., self.partner])
+
+    def _normalised_error(self):
+        """Of n as the forward computes it."""
+        floor = 2.0**-60
+        error = self._xh_error() * (np.abs(self.gain) + floor) + floor * np.abs(self.xh)
+        return error + 4 * self.u * np.abs(self.normalised)
+
+    def _stored_error(self):
+        """Of y, beside what n's error makes of it: the rotation's roundings, and that of y."""
+        # A table of another dtype than the arithmetic's is rounded, too.
+        error = 6 * self.u * self._of_pairs(self.normalised)
+        return error + rounding(np.abs(self.y) + error, self.y_dtype)
+
+    def y_bound(self):
+        return 1.01 * self._of_pairs(self._normalised_error()) + self._stored_error()
+
+    def _undone_error(self):
+        """Of R' y / (cos^2 + sin^2), beside n's."""
+        error = self._of_pairs(self._stored_error()) + 8 * self.u * self._of_pairs(np.abs(self.y))
+        square = self.c**2 + self.s**2
+        return error / square + 8 * self.u * np.abs(self.normalised)
+
+    def _recovered_error(self):
+        if self.saved == "input":
+            return self._xh_error()
+        recovered = self._undone_error() / np.maximum(np.abs(self.gain), 2.0**-60)
+        recovered = recovered + 4 * self.u * np.abs(self.xh)
+        return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
+
+    def _product_error(self):
+        if self.saved == "input":
+            return self._xh_error()
+        return self._xh_error() + self._undone_error() / np.maximum(np.abs(self.gain), 2.0**-60)
+
+    def gradient_bounds(self):
+        """Of dx and dscale; the cotangent of n is rounded in float32 before it is the norm's."""
+        dx, dscale, _ = super().gradient_bounds()
+        error = 4 * self.u * self._of_pairs(self.dy)
+        c2_error = np.mean(error * np.abs(self.normalised), -1, keepdims=True)
+        dx = dx + 1.01 * self.r * (error * np.abs(self.gain) + np.abs(self.xh) * c2_error)
+        return dx, dscale + 1.01 * np.sum(error * np.abs(self.xh), 0)
+
+    def table_terms(self):
+        """Each row's term of dcos and of dsin, its bound, and the sum of its magnitudes."""
+        error = self._normalised_error()
+        error = error + (self._undone_error() if self.saved == "output" else 0)
+        (da, db), (na, nb), (ea, eb) = (
+            self._pairs(np.abs(a)) for a in (self.dy, self.normalised, error)
+        )
+        for value, of_a, of_b in ((self.dcos, da, db), (self.dsin, db, da)):
+            magnitude = of_a * na + of_b * nb
+            walk = 5 * SAFETY * self.u * magnitude
+            yield value, of_a * ea + of_b * eb + walk, magnitude
+
+
+class Expected(NamedTuple):
+    """Values, each with a bound of its error, by the names of results and of operands.
+
+    Attributes:
+      rows: results, and gradients of arrays of rows, with the rounding to their dtypes.
+      stats: statistics of rows.
+      terms: for each element, what it adds to the gradient of a parameter or a table, the bound of
+        that, and its magnitude.
+    """
+
+    rows: dict[str, tuple[Any, Any]]
+    stats: list[tuple[Any, Any]]
+    terms: dict[str, tuple[Any, Any, Any]]
+
+
+def expected(
+    op, given, h, dtypes, *, saved, subtract_mean=False, epsilon=1e-6, activation=None,
+    norm_before_gate=True, interleaved=False,
+):  # fmt: skip
+    """What is expected of a call, of rows (M, N).
+
+    Args:
+      given: float64 operands, and the cotangents dy and dh, all of them for each element.
+      h: the sum as it was stored.
+      dtypes: of x, of the residual or the gate, and of y.
+    """
+    # Rows beside each other: sums over the first axis are those of one row.
+    a = {name: array[None] for name, array in given.items()}
+    x, scale, bias, dy, dh = (a[name] for name in ("x", "scale", "bias", "dy", "dh"))
+    of_x, of_second, of_y = dtypes
+    wide = "float64" if "float64" in dtypes else "float32"
+    terms: dict[str, Any] = {}
+    if op in ("add_norm", "scaled_add_norm"):
+        ref = ScaledSum(
+            x, a["residual"], h[None], scale, bias, a["branch_scale"], dy, dh,
+            subtract_mean, saved, dtypes, epsilon,
+        )  # fmt: skip
+        rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
+        gradients = ref.gradients()
+        rows |= {name: gradients.pop(name) for name in ("x", "residual")}
+        if op == "add_norm":  # one gradient, in the residual's dtype and then in x's
+            value, error = rows["residual"]
+            rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
+        terms, norms = gradients, [ref.norm]
+    elif op == "norm_gated":
+        gated = GatedNorm(x, a["gate"], scale, dy, norm_before_gate, activation, dtypes, epsilon)
+        *bounds, of_scale = gated.bounds()
+        rows = dict(zip(("y", "x", "gate"), zip((gated.y, gated.dx, gated.dgate), bounds)))
+        terms, norms = {"scale": (gated.dscale, of_scale)}, [gated.norm]
+    elif op == "norm_rope":
+        rope = RotatedNorm(
+            x, scale, np.zeros(x.shape[-1]), dy, False, epsilon, saved, of_x, of_y,
+            a["cos"], a["sin"], interleaved,
+        )  # fmt: skip
+        of_dx, of_scale = rope.gradient_bounds()
+        rows = {"y": (rope.y, rope.y_bound()), "x": (rope.dx, of_dx)}
+        of_tables = ([part[0] for part in term] for term in rope.table_terms())
+        terms = {"scale": (rope.dscale, of_scale), **dict(zip(("cos", "sin"), of_tables))}
+        norms = [rope]
+    elif op in ("norm_add", "norm_add_norm"):
+        if op == "norm_add":
+            first = Norm(x, scale, np.zeros(1), dy, False, epsilon, "input", of_x, wide)
+            of_dx, of_scale, _ = first.gradient_bounds()
+            rows, norms = {"residual": (dy, 0.0)}, [first]
+        else:
+            both = TwoNorms(
+                x,
+                h[None],
+                scale,
+                a["next_scale"],
+                dy,
+                dh,
+                saved,
+                of_x,
+                of_second,
+                of_y,
+                wide,
+                epsilon,
+            )
+            first, last = norms = both.first, both.last
+            of_dx, of_residual, of_scale, of_next = both.gradient_bounds()
+            rows = {"y": (last.y, last.y_bound()), "residual": (both.dresidual, of_residual)}
+            terms = {"next_scale": (last.dscale, of_next)}
+        total, error = a["residual"] + first.y, first.y_bound()
+        error = error + 8 * first.u * (np.abs(total) + np.abs(first.y))
+        rows["y" if op == "norm_add" else "h"] = (
+            total,
+            error + rounding(np.abs(total) + error, of_second),
+        )
+        rows["x"], terms["scale"] = (first.dx, of_dx), (first.dscale, of_scale)
+    else:
+        plain = Norm(
+            x, scale, bias, dy, subtract_mean, epsilon, saved, of_x, of_y, activation=activation
+        )
+        of_dx, of_scale, of_bias = plain.gradient_bounds()
+        rows = {"y": (plain.y, plain.y_bound()), "x": (plain.dx, of_dx)}
+        if np.any(dh):
+            total = plain.dx + dh
+            of_dx = of_dx + rounding(np.abs(total) + of_dx, of_x)
+            rows["x"] = total, of_dx + 2 * plain.u * (np.abs(plain.dx) + np.abs(dh))
+        terms = {"scale": (plain.dscale, of_scale), "bias": (plain.dbias, of_bias)}
+        norms = [plain]
+    stats = []
+    for i, norm in enumerate(norms):
+        walk = SAFETY * norm.u * (math.sqrt(x.shape[-1]) + 4)
+        # A mean that is off adds its square to the variance.
+        mean = np.max(np.abs(norm.x), -1, keepdims=True) * walk * norm.subtract_mean
+        stats.append((norm.r, norm.r * (walk + (mean * norm.r) ** 2)))
+        if i == len(norms) - 1 and subtract_mean and saved == "input":
+            stats.append((norm.mean, mean))
+    flat = [tuple(np.reshape(part, -1) for part in pair) for pair in stats]
+    rows = {n: (v[0], np.broadcast_to(b, v.shape)[0]) for n, (v, b) in rows.items()}
+    each = {n: (*t, np.abs(t[0])) if len(t) == 2 else tuple(t) for n, t in terms.items()}
+    return Expected(rows, flat, each)

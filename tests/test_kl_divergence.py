@@ -1,0 +1,275 @@
+"""kl_divergence: values and gradients in each dtype, special values, scales, and what is saved."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functions import divergences
+from program_error import analyse, assert_computes
+from reference import SAFETY, arithmetic, assert_within, exact, rounding, unit_roundoff
+
+import jaxnorm
+from jaxnorm import kl_divergence
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+DTYPES = ["bfloat16", "float16", "float32", "float64"]
+DIRECTIONS = {"forward": False, "reverse": True}
+each_direction = pytest.mark.parametrize("reverse", DIRECTIONS.values(), ids=[*DIRECTIONS])
+
+
+def operands(shape, dtype, teacher_dtype=None, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(2 * rng.normal(size=shape), d) for d in (dtype, teacher_dtype or dtype)]
+
+
+class Divergence:
+    """The divergence of each row and its gradient in float64, and bounds on their errors.
+
+    The bounds follow the formulas of the module `xla.kl_divergence`: each term has the rounding of
+    an exponent, and the terms of a row add up like a random walk.
+    """
+
+    def __init__(self, x, teacher, dtype, *, reverse):
+        z, zt = exact(x), exact(teacher)
+        self.dtype, self.u, self.reverse = (
+            dtype,
+            arithmetic(str(x.dtype), str(teacher.dtype)),
+            reverse,
+        )
+        depths = [v - v.max(-1, keepdims=True) for v in (z, zt)]
+        log_s = [np.log(np.exp(d).sum(-1, keepdims=True)) for d in depths]
+        self.log_q, self.log_p = (d - s for d, s in zip(depths, log_s))
+        self.depth = np.maximum(*map(np.abs, depths))
+        first, second = self.log_p, self.log_q
+        if reverse:
+            first, second = second, first
+        self.size = np.exp(first) * np.abs(first - second)
+        self.value = np.sum(np.exp(first) * (first - second), -1)
+        offset = np.abs(log_s[0] - log_s[1])
+        walk = np.sqrt(z.shape[-1]) + 4
+        terms = (self.size + np.exp(first) * offset) * (walk + self.depth)
+        terms += np.abs(np.exp(second) - np.exp(first)) * (walk + self.depth)
+        self.bound = SAFETY * self.u * terms.sum(-1) + SAFETY * self.u * self.value
+
+    def gradient(self, d):
+        p, q = np.exp(self.log_p), np.exp(self.log_q)
+        ratio = self.log_q - self.log_p
+        slope = q * (ratio - self.value[:, None]) if self.reverse else q - p
+        size = q * (np.abs(ratio) + 1 + self.value[:, None]) if self.reverse else q + p
+        few = SAFETY * self.u * (self.depth + np.abs(self.log_q) + np.abs(self.log_p) + 4)
+        error = size * few + (q * self.bound[:, None] if self.reverse else 0)
+        dx = exact(d)[:, None] * slope
+        return dx, np.abs(exact(d))[:, None] * error + rounding(dx, self.dtype)
+
+
+@each_direction
+@pytest.mark.parametrize("teacher_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_gradients(x64, dtype, teacher_dtype, reverse):
+    x, teacher = operands((5, 1000), dtype, teacher_dtype)
+    y, vjp = jax.vjp(lambda x: kl_divergence(x, teacher, reverse=reverse), x)
+    assert y.dtype == ("float64" if dtype == "float64" else "float32")
+    of = Divergence(x, teacher, dtype, reverse=reverse)
+    assert_within(y, of.value, of.bound)
+    d = jnp.linspace(-1, 2, 5, dtype=y.dtype)
+    (dx,) = vjp(d)
+    assert dx.dtype == x.dtype
+    assert_within(dx, *of.gradient(d))
+
+
+@each_direction
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 3.0, "teacher_logit_softcap": 3.0}])
+def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
+    x, _ = operands((5, 1000), dtype)
+    x = x.at[0].multiply(1000).at[1].set(0)
+
+    def function(x):
+        return kl_divergence(x, teacher, reverse=reverse, logits_scale=0.7, **options)
+
+    teacher = x
+    y, vjp = jax.jit(lambda x: jax.vjp(function, x))(x)
+    np.testing.assert_array_equal(y, 0)
+    np.testing.assert_array_equal(vjp(jnp.ones_like(y))[0], 0)
+
+
+@each_direction
+@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
+def test_small_divergences(x64, reverse, gap):
+    """Relative to the differences of logits, of which a small divergence is half the square."""
+    x, noise = operands((4, 30000), "float32")
+    teacher = x + gap * noise
+    of = Divergence(x, teacher, "float32", reverse=reverse)
+    y = kl_divergence(x, teacher, reverse=reverse)
+    assert np.all(y >= 0)
+    assert_within(y, of.value, SAFETY * unit_roundoff("float32") * 16 * gap)
+
+
+INF, NAN = np.inf, np.nan
+# Rows of the student's logits and of the teacher's, and both divergences.
+SPECIAL = [
+    ([0, 1, 2], [0, -INF, 2], "finite", INF),
+    ([0, -INF, 1], [0, 0, 1], INF, "finite"),
+    ([0, -INF, 1], [0, -INF, 3], "finite", "finite"),
+    ([-200, 0, -INF], [0, -200, -INF], "finite", "finite"),
+    ([0, -INF, 1], [0, -200, 1], INF, "finite"),
+    ([-INF, -INF, -INF], [0, 1, 2], NAN, NAN),
+    ([0, 1, 2], [-INF, -INF, -INF], NAN, NAN),
+    ([0, INF, 0], [0, 1, 2], NAN, NAN),
+    ([0, 1, 2], [0, INF, 0], NAN, NAN),
+    ([0, NAN, 0], [0, -INF, 2], NAN, NAN),
+]
+
+
+@pytest.mark.parametrize("row", SPECIAL, ids=str)
+def test_special_values(row):
+    x, teacher, *expected = (*map(jnp.float32, row[:2]), *row[2:])
+    for reverse, outcome in zip((False, True), expected):
+        y = kl_divergence(x, teacher, reverse=reverse)
+        if outcome == "finite":
+            assert 0 <= y < INF
+            assert np.isfinite(jax.grad(kl_divergence)(x, teacher, reverse=reverse)).all()
+        else:
+            np.testing.assert_array_equal(y, outcome)
+
+
+@each_direction
+def test_what_is_left_out(reverse):
+    """Positions and classes that do not count, whose logits may be anything."""
+    x, teacher = operands((4, 6), "float32")
+    wrong = x.at[1].set(NAN).at[2].set(INF)
+    counts = jnp.array([True, False, False, True])
+    function = functools.partial(kl_divergence, reverse=reverse)
+    y, vjp = jax.vjp(lambda x: function(x, teacher, where=counts), wrong)
+    np.testing.assert_array_equal(y, jnp.where(counts, function(x, teacher), 0))
+    assert np.isfinite(vjp(jnp.ones(4))[0]).all()
+    classes = jnp.arange(6) % 3 > 0
+    x, teacher = x.at[:, 0].set(NAN), teacher.at[:, 3].set(INF)
+    y, vjp = jax.vjp(lambda x: function(x, teacher, where=classes[None]), x)
+    kept = np.flatnonzero(classes)
+    assert_computes(
+        y, lambda x, t: divergences(x, t, reverse=reverse), x[:, kept], teacher[:, kept]
+    )
+    np.testing.assert_array_equal(vjp(jnp.ones(4))[0][:, ~classes], 0)
+    for none in (jnp.zeros((4, 6), bool), jnp.zeros(4, bool)):
+        y, vjp = jax.vjp(lambda x: function(x, teacher, where=none), x)  # noqa: B023
+        np.testing.assert_array_equal(y, 0)
+        np.testing.assert_array_equal(vjp(jnp.ones(4))[0], 0)
+    np.testing.assert_array_equal(function(x[:, :0], teacher[:, :0]), 0)
+
+
+def test_weights_multiply():
+    x, teacher = operands((4, 3, 6), "float32")
+    weights = jnp.array([[0.5], [-2.0], [0.0], [1.0]])
+    x = x.at[2].set(NAN)
+    y = kl_divergence(x, teacher, where=weights)
+    np.testing.assert_array_equal(y[2], 0)
+    np.testing.assert_array_equal(y[3], kl_divergence(x, teacher)[3])
+    np.testing.assert_array_equal(
+        jax.grad(lambda w: kl_divergence(x, teacher, where=w).sum())(weights), 0
+    )
+
+
+@each_direction
+@pytest.mark.parametrize("axis", [1, (0, 2), None, (-1, 1)])
+def test_other_axes(x64, axis, reverse):
+    x, teacher = operands((3, 4, 5), "float64")
+    axes = range(3) if axis is None else np.atleast_1d(axis) % 3
+    moved = [jnp.moveaxis(a, tuple(axes), range(-len(axes), 0)) for a in (x, teacher)]
+    moved = [a.reshape(*a.shape[: 3 - len(axes)], -1) for a in moved]
+    y = kl_divergence(x, teacher, axis, reverse=reverse)
+    assert_computes(y, lambda x, t: divergences(x, t, reverse=reverse), *moved)
+
+
+@each_direction
+def test_scales_and_caps(x64, reverse):
+    """A number, a traced scalar, and one scale for each position are one formula."""
+    x, teacher = operands((3, 4, 5), "float64")
+    options = {"reverse": reverse, "logit_softcap": 2.0, "teacher_logit_softcap": 3.0}
+
+    def plain(x, teacher, scale):
+        z, zt = (c * jnp.tanh(scale * v / c) for v, c in ((x, 2.0), (teacher, 3.0)))
+        return divergences(z, zt, reverse=reverse)
+
+    def ours(x, teacher, scale):
+        return kl_divergence(x, teacher, logits_scale=scale, **options)
+
+    of_rows = jnp.linspace(0.5, 2, 12).reshape(3, 4)
+    for scale in (
+        0.7,
+        np.float32(0.7),
+        jnp.float32(0.7),
+        of_rows,
+        of_rows[:, :1],
+        np.asarray(of_rows),
+    ):
+        array = np.asarray(scale, np.float64)
+        expected = functools.partial(plain, scale=array[..., None] if array.ndim else array)
+        assert_computes(ours(x, teacher, scale), expected, x, teacher)
+        gradient = jax.grad(lambda x, t, s=scale: jnp.sin(ours(x, t, s)).sum())
+        of_plain = jax.grad(lambda x, t, f=expected: jnp.sin(f(x, t)).sum())
+        assert_computes(gradient(x, teacher), of_plain, x, teacher)
+    step = jax.jit(ours)
+    step(x, teacher, 0.5), step(x, teacher, 0.7)
+    assert step._cache_size() == 1
+    bf16 = ours(x.astype("bfloat16"), teacher.astype("float16"), jnp.float64(0.7))
+    assert bf16.dtype == "float32"
+
+
+def test_scales_have_no_derivative():
+    x, teacher = operands((3, 4), "float32")
+
+    def function(scale):
+        return kl_divergence(x, teacher, logits_scale=scale).sum()
+
+    for scale in (0.5, jnp.float32(0.5), jnp.ones(3)):
+        with pytest.raises(TypeError, match=r"logits_scale is diff.*jax.lax.stop_gradient, or mul"):
+            jax.grad(lambda s: function(s).sum())(scale)
+    jax.grad(lambda s: function(jax.lax.stop_gradient(s)).sum() + s)(0.5)
+
+
+def test_the_teacher_is_a_constant(x64):
+    x, teacher = operands((3, 4), "float64")
+    gradient = jax.grad(lambda x, t: kl_divergence(x, t, reverse=True).sum(), (0, 1))
+    np.testing.assert_array_equal(gradient(x, teacher)[1], 0)
+    second = jax.jacobian(gradient, 1)(x, teacher)
+    np.testing.assert_array_equal(second[0], 0)
+
+
+@each_direction
+def test_derivatives_of_second_order(x64, reverse):
+    x, teacher = operands((2, 5), "float64")
+    hessians = [
+        jax.hessian(lambda x, f=f: jnp.sin(f(x, teacher, reverse=reverse)).sum())
+        for f in (kl_divergence, divergences)
+    ]
+    assert_computes(hessians[0](x), hessians[1], x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_saved(dtype):
+    """Both inputs, and five numbers for each row."""
+    x, teacher = operands((64, 1024), dtype)
+    saved = jax.tree.leaves(jax.vjp(lambda x: kl_divergence(x, teacher), x)[1])
+    assert sum(a.nbytes for a in saved) == 2 * x.nbytes + 5 * 64 * 4
+
+
+@pytest.mark.parametrize("reverse", DIRECTIONS.values(), ids=[*DIRECTIONS])
+def test_the_plan(reverse):
+    plan = jaxnorm.implementation_for(
+        "kl_divergence", (8192, 32768), "bfloat16", platform="cpu", reverse=reverse
+    )
+    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
+
+
+@each_direction
+def test_divergences_are_never_negative(reverse):
+    x, noise = operands((200, 50), "float32")
+    teacher = x + 1e-7 * noise
+    y = kl_divergence(x, teacher, reverse=reverse)
+    assert np.all(y >= 0)
+    error = analyse(lambda x: divergences(x, teacher, reverse=reverse), x).error
+    assert np.all(y <= error)

@@ -1,0 +1,348 @@
+"""Norms with something fused compile for every GPU: a residual, a gate, a rotation, groups of rows.
+
+As the tables schedule them. The second backward cotangent dh is that of a sum, too.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import norms
+import pytest
+from pairs import pairwise
+from reference import ACTIVATIONS
+from specs import changed
+from test_compile import (
+    BF16,
+    F16,
+    F32,
+    GPUS,
+    check,
+    choose,
+    choose_line,
+    compile_call,
+    kernels_in,
+    schedules,
+)
+
+import jaxnorm
+from benchmarks import contract
+from jaxnorm_kernels import triton
+from jaxnorm_kernels.specs import Shared
+
+# Short rows, unaligned, held, and looped over.
+COLS = [64, 128, 1000, 1152, 2048, 4095, 4096, 8192, 16384, 50257]
+OF_SUMS = [1000, 4095, 4096, 16384, 32768, 50257]
+KINDS, BOTH, BOTH_WAYS = ["layer_norm", "rms_norm"], [True, False], ["fwd", "bwd"]
+DTYPES = [BF16, F32]
+
+
+class Family(NamedTuple):
+    """The calls of one operation.
+
+    Attributes:
+      options: values of options that are compiled for each GPU in turn; each two of them meet.
+      mixes: mixes of dtypes that are compiled for one GPU, and `changes`, with each of them.
+      second: True if the operation has an array of rows beside x.
+      columns: the most columns of rows of which at most half of what a thread holds spills.
+    """
+
+    op: Any
+    options: dict[str, Sequence[Any]]
+    mixes: Sequence[tuple[Any, ...]]
+    changes: Sequence[dict[str, Any]]
+    second: bool = True
+    given: dict[str, Any] = {}  # noqa: RUF012
+    columns: int | None = None
+    directions: Sequence[str] = BOTH_WAYS
+    widths: Sequence[int] = COLS
+
+
+OF_RESIDUALS = [(BF16, F32, BF16), (F32, BF16, F32), (F16, F32, BF16), (F16, F16, BF16)]
+CHANGES = [{}, {"scale_dtype": None}, {"saved": "input", "scale_dtype": BF16}]
+FAMILIES = {
+    "gate": Family(
+        "norm_gated",
+        {"norm_before_gate": BOTH, "activation": ACTIVATIONS},
+        [(BF16, F32, BF16), (F32, BF16, F32), (F16, F32, BF16), (F16, F16, F16)],
+        [
+            change | {"norm_before_gate": before}
+            for change in ({}, {"scale_dtype": None}, {"scale_dtype": BF16}, {"scale_groups": 8})
+            for before in BOTH
+        ],
+    ),
+    "activation": Family(
+        "norm",
+        {"kind": KINDS, "activation": ["silu", "gelu", "relu"]},
+        [(BF16, F32), (F32, BF16), (F16, F32), (F16, F16)],
+        [{}, {"scale_dtype": None}, {"bias_dtype": BF16}, {"scale_groups": 8, "bias_groups": 8}],
+        second=False,
+        given={"kind": "layer_norm", "saved": "input", "activation": "silu"},
+        columns=8192,  # of wider rows some values spill without an activation, too
+    ),
+    "scaled sum": Family(
+        "scaled_add_norm",
+        {"kind": KINDS, "groups": [1, 8]},
+        [(BF16, F32, BF16), (F32, BF16, F32), (F16, F32, BF16)],
+        [
+            {"scale_dtype": None, "bias_dtype": None},
+            {"saved": "input"},
+            {"branch_scale_groups": 8},
+            {"scale_groups": 8, "bias_groups": 8},
+        ],
+        given={"kind": "layer_norm"},
+    ),
+    "add_norm": Family(
+        "add_norm",
+        {"kind": KINDS},
+        OF_RESIDUALS,
+        [change | {"kind": kind} for change in CHANGES for kind in KINDS],
+        directions=["fwd"],
+        widths=OF_SUMS,
+    ),
+    "norm_add": Family("norm_add", {}, OF_RESIDUALS, CHANGES, directions=["fwd"], widths=OF_SUMS),
+    "norm_add_norm": Family(
+        "norm_add_norm", {}, OF_RESIDUALS, CHANGES, directions=["fwd"], widths=OF_SUMS
+    ),
+    "dh": Family(
+        "norm",
+        {"kind": KINDS},
+        [],
+        [],
+        second=False,
+        given={"adds_dh": True},
+        columns=0,
+        directions=["bwd"],
+        widths=OF_SUMS,
+    ),
+}
+
+
+def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
+    of = FAMILIES[family]
+    given = {**of.given, **given}
+    if "groups" in given:
+        given |= norms.grouped(given.pop("groups"), given["kind"])
+    mix = mix or (dtype,) * (2 + of.second)
+    return norms.make_spec(of.op, direction, 4096, cols, mix, **given)
+
+
+def in_turn():
+    """Every two options meet; of a family with a residual, every GPU, width and dtype."""
+    for family, of in FAMILIES.items():
+        axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
+        for gpu, cols, dtype, direction, *values in pairwise(*axes):
+            given = dict(zip(of.options, values))
+            name = f"{family}-{gpu}-{cols}-{dtype}-{direction}-{given}"
+            yield pytest.param(family, gpu, cols, dtype, direction, given, id=name)
+
+
+@pytest.mark.parametrize(("family", "gpu", "cols", "dtype", "direction", "given"), [*in_turn()])
+def test_tables_compile(family, gpu, cols, dtype, direction, given):
+    spec = make_spec(family, direction, cols, dtype, **given)
+    check(spec, GPUS[gpu])
+    held = FAMILIES[family].columns
+    is_held = not choose(spec, GPUS[gpu]).is_looped(spec) if held is None else cols <= held
+    for kernel in compile_call(spec, GPUS[gpu]):
+        # At most half of the 32 values that a thread holds of the widest rows.
+        assert not is_held or kernel.spilled <= 4 * 32 / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "mix", "direction", "cols"),
+    [
+        pytest.param(family, mix, direction, cols, id=f"{family}-{mix}-{direction}-{cols}")
+        for family, of in FAMILIES.items()
+        for mix in of.mixes
+        for direction in of.directions
+        for cols in ([1000, 65536] if len(of.directions) > 1 else [1000, 8192, 65536])
+    ],
+)
+def test_mixes_compile(family, mix, direction, cols):
+    for change in FAMILIES[family].changes:
+        check(make_spec(family, direction, cols, mix=mix, **change), GPUS["sm_80"])
+
+
+OF_GROUPS = [
+    *(("add_norm", kind) for kind in KINDS),
+    *(("norm_add", "rms_norm"), ("norm_add_norm", "rms_norm")),
+    *(("dh", kind) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("cols", "groups"), [(64, 64), (1000, 8), (4096, 4096), (50257, 8)])
+@pytest.mark.parametrize(("family", "kind"), OF_GROUPS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_groups_compile(gpu, family, kind, cols, groups):
+    (direction,) = FAMILIES[family].directions
+    for name in ("scale_groups", "bias_groups")[: 1 + (kind == "layer_norm")]:
+        check(make_spec(family, direction, cols, kind=kind, **{name: groups}), GPUS[gpu])
+
+
+@pytest.mark.parametrize("cols", [256, 4096, 65536])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("family", "kind"), OF_GROUPS[:5])
+def test_elements_are_read_and_written_16_bytes_at_a_time(family, kind, dtype, cols):
+    (direction,) = FAMILIES[family].directions
+    for kernel in compile_call(make_spec(family, direction, cols, dtype, kind=kind), GPUS["sm_80"]):
+        kinds = re.findall(r"(?:ld|st)\.global[\w.:]*", kernel.ptx)
+        assert {kind.split(".")[-1] for kind in kinds} == {"b32"}
+        assert any(".v4." in kind for kind in kinds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("direction", BOTH_WAYS)
+@pytest.mark.parametrize("before", BOTH)
+def test_gates_are_read_and_written_16_bytes_at_a_time(before, direction, dtype):
+    spec = make_spec("gate", direction, 4096, dtype, norm_before_gate=before)
+    (kernel,) = compile_call(spec, GPUS["sm_80"])
+    kinds = re.findall(r"(?:ld|st)\.global[\w.:]*|cp\.async\.c[ag]\.shared", kernel.ptx)
+    assert any(".v4." in kind or kind.startswith("cp.async.cg") for kind in kinds)
+    assert not [kind for kind in kinds if re.search(r"\.(b|u)16$", kind)]
+
+
+def test_every_line_of_a_table_is_used():
+    for table, families in (
+        ("RESIDUAL_FORWARD", OF_GROUPS[:3]),
+        ("TWO_NORMS_FORWARD", OF_GROUPS[3:4]),
+    ):
+        specs = [
+            make_spec(family, "fwd", cols, dtype, kind=kind)
+            for family, kind in families
+            for cols in (*OF_SUMS, 2048, 8192, 12288)
+            for dtype in DTYPES
+        ]
+        lines = {choose_line(changed(spec, rows=32768)) for spec in specs}
+        assert lines == {*getattr(schedules, table)}
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("cols", [300, 65536])
+def test_passes_lower_for_cuda(cols, groups):
+    """One kernel for each forward; of the backward, two where a row is looped over."""
+    for family, kind in (OF_GROUPS[1], *OF_GROUPS[2:4], OF_GROUPS[5]):
+        (direction,) = FAMILIES[family].directions
+        spec = make_spec(family, direction, cols, kind=kind)
+        spec = changed(spec, rows=6, scale_groups=groups)
+        run = functools.partial(contract.call, triton, spec)
+        looped = direction == "bwd" and cols > 16384
+        assert kernels_in(run, *norms.types_of(spec)) == 1 + looped
+
+
+def function_of(name, **options):
+    return functools.partial(getattr(jaxnorm, name), implementation="triton", **options)
+
+
+X, SCALE = jax.ShapeDtypeStruct((2, 6, 4, 96), BF16), jax.ShapeDtypeStruct((96,), F32)
+TABLE = jax.ShapeDtypeStruct((6, 1, 32), F32)
+# Functions of arrays with a batch, and, behind these, of tables.
+CALLS = {
+    **{
+        f"gate-{before}": (function_of("rms_norm_gated", norm_before_gate=before), (X, X, SCALE))
+        for before in BOTH
+    },
+    "activation": (function_of("layer_norm", activation="silu"), (X, SCALE, SCALE)),
+    **{
+        f"rope-{i}": (function_of("rms_norm_rope", interleaved=i), (X, SCALE, TABLE, TABLE))
+        for i in (False, True)
+    },
+}
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_lower_for_cuda(name):
+    """One kernel forward and one backward, of a batch with parameters of its own, too."""
+    function, types = CALLS[name]
+    own = [a for a in types if a is not TABLE]
+
+    def step(*operands):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(function(*operands).astype(jnp.float32)))
+
+        return jax.grad(loss, argnums=tuple(range(len(own))))(*operands)
+
+    assert kernels_in(step, *types) == 2
+    axes = [None if a is TABLE else 0 for a in types]
+    batch = [a if a is TABLE else jax.ShapeDtypeStruct((3, *a.shape), a.dtype) for a in types]
+    assert kernels_in(jax.vmap(step, axes), *batch) == 2
+
+
+# --------------------------------------------------------------------- the rotation after a norm
+
+# Columns of a head, and how many of them are rotated.
+HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
+HEADS += [(1024, 1024)]
+
+
+def of_heads(direction, cols, rotated, x=BF16, y=BF16, heads=32, table=F32, **changes):
+    shared = Shared(((4, False), (2048, True), (heads, False)), has_columns=True)
+    changes |= {"rotated": rotated, "table_rows": shared}
+    return norms.make_spec(
+        "norm_rope", direction, shared.rows * 4 * heads, cols, (x, table, y), **changes
+    )
+
+
+def check_heads(spec, gpu):
+    """It is one kernel, of which nothing spills: heads are short."""
+    (kernel,) = compile_call(spec, gpu)
+    assert kernel.shared <= gpu.smem
+    assert kernel.registers <= choose(spec, gpu).registers
+    assert kernel.spilled == 0
+    return kernel
+
+
+each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_order
+@pytest.mark.parametrize(("cols", "rotated"), HEADS)
+@pytest.mark.parametrize("direction", BOTH_WAYS)
+def test_heads_compile(direction, cols, rotated, interleaved, dtype):
+    # In turn, so that each size meets all: GPUs, and heads whose tiles share a position or do not.
+    gpu = [*GPUS][(HEADS.index((cols, rotated)) + interleaved) % len(GPUS)]
+    heads = 3 if interleaved else 32
+    spec = of_heads(direction, cols, rotated, dtype, dtype, heads, interleaved=interleaved)
+    check_heads(spec, GPUS[gpu])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale_dtype": None},
+        {"saved": "input", "scale_dtype": BF16},
+        {"table": BF16, "scale_groups": 4},
+        {"scale_offset": 1.0, "table": F16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("x", "y"), [(F32, BF16), (BF16, F32), (F16, F16)], ids=str)
+@pytest.mark.parametrize("direction", BOTH_WAYS)
+def test_mixes_of_heads_compile(direction, x, y, change):
+    check_heads(of_heads(direction, 128, 64, x, y, **change), GPUS["sm_80"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_order
+@pytest.mark.parametrize("direction", BOTH_WAYS)
+def test_heads_are_read_and_written_16_bytes_at_a_time(direction, interleaved, dtype):
+    spec = of_heads(direction, 128, 128, dtype, dtype, interleaved=interleaved)
+    kernel = check_heads(spec, GPUS["sm_80"])
+    written = re.findall(r"st\.global[\w.:]*", kernel.ptx)
+    # Statistics and the sums of dscale are numbers of a row, or of a program.
+    assert any(".v4.b32" in kind for kind in written)
+    read = re.findall(r"ld\.global\.(?!L1)[\w.:]*|cp\.async\.c[ag]\.shared", kernel.ptx)
+    assert all(kind.endswith(".v4.b32") for kind in read if kind.startswith("ld."))
+    if direction == "bwd":
+        assert any("cp.async.cg" in kind for kind in read)
+
+
+def test_every_line_of_heads_is_used():
+    for direction, table in (("fwd", "NORM_ROPE_FORWARD"), ("bwd", "NORM_ROPE_BACKWARD")):
+        specs = [of_heads(direction, 128, 128, dtype, dtype) for dtype in DTYPES]
+        assert {choose_line(spec) for spec in specs} == {*getattr(schedules, table)}

@@ -1,0 +1,458 @@
+"""Norms, and what is fused with them, against float64 numpy, in every kind of schedule.
+
+The functions of the contract are called as they are, in Triton's interpreter or on a GPU. What
+`FAMILIES` lists is tested with every schedule.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import norms
+import numpy as np
+import pytest
+from needs import INTERPRETED
+from norms import normal
+from pairs import pairwise
+from program_error import assert_computes
+from reference import ACTIVATIONS, exact
+from specs import changed
+from test_schedules import SCHEDULES, make_schedule
+
+import jaxnorm
+from benchmarks import contract
+from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels import xla
+
+pytestmark = pytest.mark.triton
+
+BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
+SHAPE = (9, 100)
+# x, the second array of rows, y
+MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16), (F16, BF16, F32)]
+OF_ONE = [(BF16, BF16), (F32, F32), (BF16, F32), (F32, F16)]
+KINDS, BOTH, SAVED = ["layer_norm", "rms_norm"], [True, False], ["output", "input"]
+
+
+class Family(NamedTuple):
+    """The calls of one operation.
+
+    Attributes:
+      options: the values of each option, of which any two meet, with each schedule.
+      changes: calls that differ from the default in something else.
+      backward: True if its kernels have one that is not a plain norm's.
+    """
+
+    op: Any
+    options: dict[str, Sequence[Any]]
+    changes: Sequence[dict[str, Any]] = ()
+    given: dict[str, Any] = {}  # noqa: RUF012
+    backward: bool = True
+
+
+SCALES = [
+    {"scale_dtype": None},
+    {"scale_offset": 1.0},
+    {"scale_dtype": BF16},
+    {"scale_groups": 3},
+    {"scale_groups": 9},
+]
+FAMILIES = {
+    "norm": Family(
+        "norm",
+        {
+            "kind": KINDS,
+            "mix": OF_ONE,
+            "saved": SAVED,
+            "adds_dh": BOTH,
+            "scale_groups": [1, 3, 9],
+            "scale_dtype": [F32, BF16],
+        },
+        [{"bias_groups": 3}, {"scale_groups": 3, "saved": "input"}, {"scale_groups": 3}],
+        {"kind": "layer_norm"},
+    ),
+    "activation": Family(
+        "norm",
+        {
+            "kind": KINDS,
+            "mix": OF_ONE,
+            "activation": ["silu", "gelu", "relu"],
+            "scale_dtype": [F32, BF16],
+        },
+        [
+            {"scale_dtype": None},
+            {"bias_dtype": None},
+            {"scale_offset": 1.0},
+            {"scale_groups": 3, "bias_groups": 3},
+            {"adds_dh": True},
+        ],
+        {"kind": "layer_norm", "saved": "input", "activation": "silu"},
+    ),
+    "add_norm": Family(
+        "add_norm", {"kind": KINDS, "mix": MIXES, "saved": SAVED}, SCALES, backward=False
+    ),
+    "norm_add": Family("norm_add", {"mix": MIXES}, SCALES, backward=False),
+    "norm_add_norm": Family(
+        "norm_add_norm",
+        {"mix": MIXES, "saved": SAVED},
+        [{"scale_dtype": None, "next_scale_dtype": None}, *SCALES[1:]],
+        backward=False,
+    ),
+    "scaled sum": Family(
+        "scaled_add_norm",
+        {"kind": KINDS, "mix": MIXES[:4], "saved": SAVED, "groups": [1, 3]},
+        [
+            {"scale_dtype": None, "bias_dtype": None},
+            {"scale_offset": 1.0, "branch_scale_dtype": BF16},
+            {"branch_scale_groups": 3},
+            {"scale_groups": 3},
+            {"scale_groups": 9, "bias_groups": 9},
+        ],
+        {"kind": "layer_norm"},
+    ),
+    "gate": Family(
+        "norm_gated",
+        {"mix": MIXES[:4], "norm_before_gate": BOTH, "activation": ACTIVATIONS},
+        [change | {"norm_before_gate": b} for change in SCALES[:4] for b in BOTH],
+    ),
+}
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """``call(spec, *operands)`` runs that pass, by the schedule of a name or of the tables."""
+    from jaxnorm_kernels import triton
+
+    if INTERPRETED:
+        import triton_interpreter
+
+        triton_interpreter.install(monkeypatch)
+
+    def run(spec, *operands, schedule=None):
+        assert triton.why_unsupported(spec) is None
+        options = {} if schedule is None else {"schedule": schedule}
+        return contract.call(triton, spec, *operands, **options)
+
+    return run
+
+
+def check(call, family, schedule=None, **given):
+    """The passes that are its own."""
+    if schedule is not None:
+        call = functools.partial(call, schedule=make_schedule(schedule))
+    of = FAMILIES[family]
+    given = {"mix": of.options["mix"][1], **of.given, **given}
+    if "groups" in given:
+        given |= norms.grouped(given.pop("groups"), given["kind"])
+    if given.get("scale_dtype") and given.get("kind") == "layer_norm" and of.op == "norm":
+        given = {"bias_dtype": given["scale_dtype"], **given}
+    if not given.get("adds_dh"):
+        norms.check_forward(call, norms.make_spec(of.op, "fwd", *SHAPE, **given))
+    if of.backward:
+        norms.check_backward(call, norms.make_spec(of.op, "bwd", *SHAPE, **given))
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "given"),
+    [
+        pytest.param(family, schedule, given, id=f"{family}-{schedule}-{given}")
+        for family, of in FAMILIES.items()
+        for schedule, *values in pairwise([None, *SCHEDULES], *of.options.values())
+        for given in [dict(zip(of.options, values))]
+    ],
+)
+def test_values_and_gradients(family, schedule, given, call):
+    check(call, family, schedule, **given)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "schedule"),
+    [
+        pytest.param(family, change, schedule, id=f"{family}-{change}-{schedule}")
+        for i, (family, of) in enumerate(FAMILIES.items())
+        for j, change in enumerate(of.changes)
+        for schedule in (None, [*SCHEDULES][(i + j) % len(SCHEDULES)])
+    ],
+)
+def test_variants(family, change, schedule, call):
+    check(call, family, schedule, **change)
+
+
+each_schedule = pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+OF_SUMS = ["add_norm", "norm_add", "norm_add_norm"]
+
+
+@each_schedule
+def test_statistics_that_nobody_wants(schedule, call):
+    for op in OF_SUMS:
+        spec = norms.make_spec(op, "fwd", *SHAPE, MIXES[1], want_stats=False)
+        _, _, stats = norms.check_forward(
+            functools.partial(call, schedule=scheduled(schedule)), spec
+        )
+        assert stats == ()
+
+
+def scheduled(name):
+    return None if name is None else make_schedule(name)
+
+
+@each_schedule
+@pytest.mark.parametrize("op", OF_SUMS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_stay_in_their_row(op, bad, schedule, call):
+    spec = norms.make_spec(op, "fwd", *SHAPE, MIXES[1])
+    arrays = norms.make_operands(spec)
+    broken, clean = (
+        call(spec, *[(arrays | {"x": x})[n] for n in norms.names_of(spec)],
+             schedule=scheduled(schedule))[0]
+        for x in (arrays["x"].at[4, 7].set(bad), arrays["x"])
+    )  # fmt: skip
+    assert np.isnan(exact(broken)[4]).any()
+    np.testing.assert_array_equal(*(np.delete(exact(y), 4, 0) for y in (broken, clean)))
+
+
+@each_schedule
+@pytest.mark.parametrize("scale_groups", [1, 3])
+def test_gradients_of_groups_have_the_same_bits(scale_groups, schedule, call):
+    groups = {"scale_groups": scale_groups, "bias_groups": 3}
+    spec = norms.make_spec("norm", "bwd", *SHAPE, OF_ONE[0], "layer_norm", **groups)
+    *_, operands = norms.backward_operands(spec)
+    runs = [call(spec, *operands, schedule=scheduled(schedule)) for _ in range(2)]
+    for a, b in zip(*runs):
+        np.testing.assert_array_equal(exact(a), exact(b))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.usefixtures("call")
+def test_columns_beyond_a_row(activation):
+    """Rows whose numbers are as one: columns that fill a tile, of which x_hat is huge, add none."""
+    x = jnp.full((9, 100), 2.0**60, jnp.float32)
+    norm = functools.partial(jaxnorm.layer_norm, activation=activation, implementation="triton")
+    y, vjp = jax.vjp(norm, x)
+    (dx,) = vjp(jnp.ones_like(x))
+    np.testing.assert_array_equal(y, 0)
+    np.testing.assert_array_equal(dx, 0)
+
+
+X, SCALES_OF_THREE = normal((3, 2, 5, 48), "float32", 0), normal((3, 48), "bfloat16", 1, 0.3, 1.0)
+ANGLES = np.random.default_rng(2).uniform(0, 7, (3, 5, 1, 4))
+# Operands with a batch axis of 3, and the names of those that have it in the calls below.
+AS_USED = {
+    **{
+        f"gate, norm first: {before}": (
+            functools.partial(jaxnorm.rms_norm_gated, norm_before_gate=before),
+            {"x": X, "gate": normal(X.shape, "bfloat16", 3), "scale": SCALES_OF_THREE},
+            ["x gate", "x gate scale"],
+        )
+        for before in BOTH
+    },
+    "activation": (
+        functools.partial(jaxnorm.layer_norm, activation="silu"),
+        {"x": X[:, :, 0], "scale": SCALES_OF_THREE, "bias": normal((3, 48), "float32", 2, 0.3)},
+        ["x", "x scale bias"],
+    ),
+    "rope": (
+        jaxnorm.rms_norm_rope,
+        {
+            "x": normal((3, 2, 5, 4, 16), "float32", 0),
+            "scale": normal((3, 16), "float32", 1, 0.3, 1.0),
+            "cos": jnp.asarray(np.cos(ANGLES), jnp.float32),
+            "sin": jnp.asarray(np.sin(ANGLES), jnp.float32),
+        },
+        ["x", "x scale", "x cos sin", "scale"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "batched"), [(name, batched) for name, of in AS_USED.items() for batched in of[2]]
+)
+@pytest.mark.usefixtures("call")
+def test_as_users_call_it(name, batched):
+    """Under vmap a scale belongs to groups of rows, and tables have an axis more."""
+    function, operands, _ = AS_USED[name]
+    axes = [0 if n in batched.split() else None for n in operands]
+    operands = [a if axis == 0 else a[0] for a, axis in zip(operands.values(), axes)]
+
+    def run(implementation):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(3 * function(*operands, implementation=implementation)))
+
+        count = 2 if name == "rope" else 3
+        return jax.vmap(jax.value_and_grad(loss, tuple(range(count))), axes)
+
+    assert_computes(run("triton")(*operands), run("xla"), *operands)
+
+
+# --------------------------------------------------------------------- the rotation after a norm
+
+# block, warps, rows of a tile, programs, stages
+OF_HEADS = {
+    "a row in a tile": (1, 1, 3, 1),
+    "rows share a tile": (2, 4, 2, 1),
+    "the next rows come meanwhile": (1, 2, 2, 3),
+}
+# Shape of x, columns that are rotated, axes of the tables before their columns
+SHAPES = {
+    "heads share a position": ((2, 3, 4, 16), 16, (1, 3, 1)),
+    "rows with tables of their own": ((9, 24), 24, (9,)),
+    "one row of tables": ((9, 16), 8, (1,)),
+    "tables of the first and the last axis": ((2, 3, 4, 20), 12, (2, 1, 4)),
+    "nothing is a power of two": ((3, 5, 13), 6, (1, 5)),
+    "one pair": ((2, 5, 2), 2, (1, 5)),
+    "long": ((3, 300), 300, (3,)),
+}
+# x, tables, scale, y
+OF_TABLES = [
+    (BF16, F32, F32, BF16),
+    (F32, F32, F32, F32),
+    (F16, F16, F32, F16),
+    (BF16, BF16, BF16, F32),
+    (F32, F32, BF16, BF16),
+    (F16, BF16, F16, F32),
+]
+each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+@pytest.fixture(params=[None, *OF_HEADS], ids=str)
+def rotate(request, call):
+    """``rotate(spec, *operands)`` runs that pass, by a schedule or that of the tables."""
+    return functools.partial(call, schedule=of_heads(request.param))
+
+
+def of_heads(name):
+    from jaxnorm_kernels.triton.schedule import Schedule
+
+    if name is None:
+        return None
+    warps, tile_rows, programs, stages = OF_HEADS[name]
+    return Schedule(512, warps, tile_rows, programs=programs, stages=stages)
+
+
+def spec_of(shape, mix=OF_TABLES[1], **changes):
+    """A forward pass of one of SHAPES."""
+    (*lead, cols), rotated, table = SHAPES[shape]
+    view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
+    x, tables, scale, y = mix
+    changes = {"scale_dtype": scale, **changes}
+    changes |= {"rotated": rotated, "table_rows": view.shared("table")}
+    return norms.make_spec("norm_rope", "fwd", math.prod(lead), cols, (x, tables, y), **changes)
+
+
+def check_rotated(rotate, spec, arrays=None):
+    """Both passes, the backward from what the forward has made; returns the gradients."""
+    arrays, *made = norms.check_forward(rotate, spec, arrays)
+    return norms.check_backward(
+        rotate, changed(spec, direction="bwd", want_stats=False), arrays, made
+    )
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@each_order
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape, interleaved, saved, rotate):
+    mix = OF_TABLES[[*SHAPES].index(shape) % 2]
+    check_rotated(rotate, spec_of(shape, mix, interleaved=interleaved, saved=saved))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@each_order
+@pytest.mark.parametrize("mix", OF_TABLES, ids=str)
+def test_dtypes(mix, interleaved, saved, call):
+    shape = "tables of the first and the last axis"
+    spec = spec_of(shape, mix, interleaved=interleaved, saved=saved)
+    check_rotated(functools.partial(call, schedule=of_heads("rows share a tile")), spec)
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize(
+    "change",
+    [{"scale_dtype": None}, {"scale_offset": 1.0}, {"scale_groups": 3}, {"scale_groups": 24}],
+    ids=str,
+)
+def test_scales(change, saved, rotate):
+    for shape in ("heads share a position", "tables of the first and the last axis"):
+        check_rotated(rotate, spec_of(shape, OF_TABLES[4], saved=saved, **change))
+
+
+def with_scale(spec, columns, value):
+    arrays = norms.make_operands(spec)
+    return arrays | {"scale": arrays["scale"].at[columns].set(value)}
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-30])
+def test_pairs_of_vanishing_scales(value, rotate):
+    """The floor carries x_hat of a pair whose scales both vanish."""
+    spec = spec_of("heads share a position", OF_TABLES[4])
+    gradients = check_rotated(rotate, spec, with_scale(spec, np.array([2, 5, 10, 13]), value))
+    assert np.all(exact(gradients["scale"])[2::8] != 0)
+
+
+@pytest.mark.parametrize("y_dtype", [BF16, F16], ids=str)
+def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
+    """What y tells of such a column is its partner's roundoff: x_hat is held to its true bound."""
+    spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
+    arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
+    dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
+    # No cotangent of a normalised column is larger than those of its pair, with their factor.
+    d = np.abs(exact(arrays["dy"]))
+    most = 1.2 * (d + np.roll(d, 8, 1)).sum(0) * math.sqrt(spec.cols)
+    assert np.all(np.abs(dscale) <= most)
+
+
+def gradients_of(rotate, spec, arrays):
+    """y, dx and dscale."""
+    y, stats = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])
+    backward = changed(spec, direction="bwd", want_stats=False)
+    *_, operands = norms.backward_operands(backward, arrays, ({"y": y}, stats))
+    return y, *rotate(backward, *operands)[:2]
+
+
+@each_order
+def test_tables_of_zero_tell_nothing(interleaved, rotate):
+    """Of such pairs x_hat is taken for 0; the others are as in plain JAX."""
+    spec = spec_of("rows with tables of their own", interleaved=interleaved)
+    arrays = norms.make_operands(spec)
+    arrays |= {name: arrays[name].at[:, 1::4].set(0) for name in ("cos", "sin")}
+    ours = gradients_of(rotate, spec, arrays)
+    plain = functools.partial(contract.call, xla)
+    assert_computes(ours, lambda: gradients_of(plain, spec, arrays))
+    firsts = np.arange(0, 24, 2) if interleaved else np.arange(12)
+    for a in ours:
+        assert np.all(exact(a)[..., firsts[1::4]] == 0)
+
+
+def test_an_output_that_overflows(rotate):
+    """float16 ends at 65504. Whatever is done with an infinity, its cotangent is 0 or no number."""
+    spec = spec_of("heads share a position", (F32, F32, F32, F16))
+    arrays = with_scale(spec, np.array([2, 10]), 1e6)
+    y, _ = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])
+    assert np.isinf(exact(y)).any()
+    arrays["dy"] = jnp.where(jnp.isinf(y), 0, arrays["dy"]).at[:, 2::8].set(0)
+    for gradient in gradients_of(rotate, spec, arrays)[1:]:
+        assert np.isfinite(exact(gradient)).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_rotated_row_of_nan_stays_alone(bad, rotate):
+    spec = spec_of("nothing is a power of two")
+    arrays = norms.make_operands(spec)
+    of_bad = arrays | {"x": arrays["x"].at[4, 7].set(bad)}
+    results = [gradients_of(rotate, spec, a)[:2] for a in (of_bad, arrays)]
+    for a, b in zip(*results):
+        assert np.isnan(exact(a)[4]).any()
+        np.testing.assert_array_equal(*(np.delete(exact(v), 4, 0) for v in (a, b)))
+
+
+def test_rotated_gradients_have_the_same_bits(rotate):
+    spec = spec_of("heads share a position", OF_TABLES[0], scale_groups=3, want_stats=True)
+    arrays = norms.make_operands(spec)
+    for a, b in zip(*(gradients_of(rotate, spec, arrays) for _ in range(2))):
+        np.testing.assert_array_equal(exact(a), exact(b))
+    spec = spec_of("one pair", want_stats=False)
+    arrays = norms.make_operands(spec)
+    assert rotate(spec, *[arrays[n] for n in norms.names_of(spec)])[-1] == ()
