@@ -230,6 +230,8 @@ def dtype_of(spec, name):
         return spec.norm.residual_dtype or spec.x_dtype
     if name in ("mask", "positions"):
         return np.dtype(bool) if spec.has(name) else None
+    if name == "logits_scale":
+        return spec.compute_dtype if spec.has(name) else None
     return spec.dtype(name)
 
 
