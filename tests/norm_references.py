@@ -54,7 +54,7 @@ class GatedNorm:
         self.dscale = self.norm.dscale
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of y, dx, dgate and dscale, this one's as a sum: before it is stored."""
+        """Return bounds for y, dx, dgate and dscale (as a sum, before it is stored)."""
         norm, u, few = self.norm, self.u, 8 * self.u
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
         if self.norm_before_gate:
@@ -87,7 +87,7 @@ class GatedNorm:
         return *rows, dscale
 
     def _of_cotangent(self, error: np.ndarray) -> np.ndarray:
-        """What an error of the norm's cotangent adds to that of its gradient of x."""
+        """Return the error of dx that an error of the norm's cotangent causes."""
         norm, error = self.norm, error * np.abs(self.gain)
         c2 = np.mean(error * np.abs(norm.xh), -1, keepdims=True)
         return norm.r * (error + np.abs(norm.xh) * c2) * (1 + SAFETY * self.u)
@@ -129,7 +129,7 @@ class ScaledSum:
         return total, error + rounding(np.abs(total) + error, self.dtypes[1])
 
     def bound(self) -> np.ndarray:
-        """Of dresidual, before it is stored."""
+        """The bound of dresidual, before it is stored."""
         few = 8 * self.u * (np.abs(self.dresidual) + np.abs(self.dh))
         return self.norm.gradient_bounds()[0] + few
 
@@ -187,14 +187,14 @@ class RotatedNorm(Norm):
         return np.abs(self.c * v) + np.abs(self.s * v[..., self.partner])
 
     def _normalised_error(self):
-        """Of n as the forward computes it."""
+        """Return the error of n as the forward computes it."""
         floor = 2.0**-60
         error = self._xh_error() * (np.abs(self.gain) + floor) + floor * np.abs(self.xh)
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Of y, beside what n's error makes of it: the rotation's roundings, and that of y."""
-        # A table of another dtype than the arithmetic's is rounded, too.
+        """Return y's error beside that caused by n's: the roundings of the rotation and of y."""
+        # A table is also rounded if its dtype differs from the arithmetic's.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
 
@@ -202,7 +202,7 @@ class RotatedNorm(Norm):
         return 1.01 * self._of_pairs(self._normalised_error()) + self._stored_error()
 
     def _undone_error(self):
-        """Of R' y / (cos^2 + sin^2), beside n's."""
+        """Return the error of R' y / (cos^2 + sin^2), beside n's."""
         error = self._of_pairs(self._stored_error()) + 8 * self.u * self._of_pairs(np.abs(self.y))
         square = self.c**2 + self.s**2
         return error / square + 8 * self.u * np.abs(self.normalised)
@@ -220,7 +220,10 @@ class RotatedNorm(Norm):
         return self._xh_error() + self._undone_error() / np.maximum(np.abs(self.gain), 2.0**-60)
 
     def gradient_bounds(self):
-        """Of dx and dscale; the cotangent of n is rounded in float32 before it is the norm's."""
+        """Return bounds of dx and dscale.
+
+        n's cotangent is rounded to float32 before the norm's backward.
+        """
         dx, dscale, _ = super().gradient_bounds()
         error = 4 * self.u * self._of_pairs(self.dy)
         c2_error = np.mean(error * np.abs(self.normalised), -1, keepdims=True)

@@ -245,7 +245,7 @@ def names_of(spec):
 
 
 def types_of(spec, labels=np.dtype("int32")):  # noqa: B008
-    """Of the operands of a pass."""
+    """Return the types of the operands of a pass."""
     number = jax.ShapeDtypeStruct((spec.rows,), np.dtype("float32"))
 
     def array(name):

@@ -133,7 +133,7 @@ def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implemen
 
 
 def test_groups_whose_rows_are_not_consecutive():
-    """What numpy broadcasts; XLA's code, whatever the platform."""
+    """Any parameter that numpy broadcasts is supported, by XLA's code on every platform."""
     x = normal((4, 3, 16), "float32", 0)
     scale = normal((3, 16), "float32", 1)
     expected = jaxnorm.rms_norm(x, jnp.broadcast_to(scale, x.shape))

@@ -108,7 +108,7 @@ def test_over_other_axes(x64):
 @pytest.mark.parametrize("groups", [1, 32])
 @each_function
 def test_a_block_is_a_kernel_each_way(name, groups):
-    """Whose backward writes the gradients of x and of the residual, and nothing of their size."""
+    """The backward stores the gradients of x and the residual, and nothing else of their size."""
     rows = jax.ShapeDtypeStruct((32, 1024, 1152), "bfloat16")
     vector = jax.ShapeDtypeStruct((groups, 1, 1152) if groups > 1 else (1152,), "float32")
 

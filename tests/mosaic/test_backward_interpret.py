@@ -145,7 +145,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Each schedule with one of two calls, in turn: each kind of schedule meets both.
+# Each schedule runs one of two calls, so that each kind of schedule meets both.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -267,7 +267,7 @@ def test_clip(name: str) -> None:
 
 
 def test_float16_has_no_floor() -> None:
-    """Where G is 0, or so small that 1 / G would be infinite, x_hat is 0."""
+    """If G is 0, or so small that 1 / G would be infinite, x_hat is 0."""
     case = BY_NAME["ring"]
     spec = make_spec("rms_norm", case.rows, case.cols, F16, F16)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -332,7 +332,7 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """Of h = x + residual: that of h, rounded to h's dtype, and that in x's."""
+    """For h = x + residual, check the gradient of h in h's dtype, and of x in x's dtype."""
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
     spec = changed(plain, op="add_norm", x_dtype=x, residual_dtype=residual)

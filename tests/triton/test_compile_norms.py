@@ -256,7 +256,7 @@ CALLS = {
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_lower_for_cuda(name):
-    """One kernel forward and one backward, of a batch with parameters of its own, too."""
+    """There is one kernel forward and one backward, also for a batch with its own parameters."""
     function, types = CALLS[name]
     own = [a for a in types if a is not TABLE]
 
@@ -304,7 +304,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 @pytest.mark.parametrize(("cols", "rotated"), HEADS)
 @pytest.mark.parametrize("direction", BOTH_WAYS)
 def test_heads_compile(direction, cols, rotated, interleaved, dtype):
-    # In turn, so that each size meets all: GPUs, and heads whose tiles share a position or do not.
+    # Alternate, so that each size meets all GPUs, and heads whose tiles share a position or do not.
     gpu = [*GPUS][(HEADS.index((cols, rotated)) + interleaved) % len(GPUS)]
     heads = 3 if interleaved else 32
     spec = of_heads(direction, cols, rotated, dtype, dtype, heads, interleaved=interleaved)

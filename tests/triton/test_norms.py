@@ -394,7 +394,7 @@ def test_pairs_of_vanishing_scales(value, rotate):
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16], ids=str)
 def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
-    """What y tells of such a column is its partner's roundoff: x_hat is held to its true bound."""
+    """y only has the partner's rounding error in such a column: x_hat is clipped to its bound."""
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
     dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
@@ -414,7 +414,7 @@ def gradients_of(rotate, spec, arrays):
 
 @each_order
 def test_tables_of_zero_tell_nothing(interleaved, rotate):
-    """Of such pairs x_hat is taken for 0; the others are as in plain JAX."""
+    """For pairs of zeros, x_hat is taken as 0; the others are as in plain JAX."""
     spec = spec_of("rows with tables of their own", interleaved=interleaved)
     arrays = norms.make_operands(spec)
     arrays |= {name: arrays[name].at[:, 1::4].set(0) for name in ("cos", "sin")}
