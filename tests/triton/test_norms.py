@@ -124,7 +124,7 @@ FAMILIES = {
 
 @pytest.fixture
 def call(monkeypatch):
-    """Return ``call(spec, *operands)``, which runs a pass; no name is the tables' schedule."""
+    """Return ``call(spec, *operands)``, which runs a pass, by default with the tables' schedule."""
     from jaxnorm_kernels import triton
 
     if INTERPRETED:
