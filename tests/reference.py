@@ -122,11 +122,11 @@ ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
 def activated(
     name: str, g: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The activation of g and its derivative, and what arithmetic of roundoff u errs of both by.
+    """Return the activation of g, its derivative, and the errors of both for a roundoff u.
 
-    s = 1 / (1 + exp(-z)), whose exponent is a product that is rounded: exp errs by a few u, and by
-    u for each unit of its exponent, of which s has a share of 1 - s. What is below the smallest
-    normal number may be 0. gelu by a tanh loses what is left of 1 + tanh, u of 1.
+    The exponent of s = 1 / (1 + exp(-z)) is a rounded product: exp errs by a few u, and by u for
+    each unit of its exponent. s has 1 - s times this relative error. Results below the smallest
+    normal number may be flushed to 0. 1 + tanh in gelu errs by u of 1.
     """
     few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
     if name in ("relu", "leaky_relu"):
@@ -267,7 +267,8 @@ class Norm:
             + rounding(self.dx, self.x_dtype)
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
-        # Of the cotangent behind an activation, of which the gradients are linear.
+        # The error of the cotangent after an activation; the gradients are linear in this
+        # cotangent.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)

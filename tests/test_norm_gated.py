@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """XLA's code, whatever the platform: rows for a kernel are many."""
+    """XLA's code runs on all platforms, because these rows are too few for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
@@ -124,7 +124,7 @@ def test_it_is_the_norm_and_its_gate(activation, before):
 
 
 def test_one_rounding():
-    """bfloat16 loses at most half a unit; the product of a rounded norm would lose more."""
+    """bfloat16 results err by at most half a unit, which is less than if the norm were rounded."""
     x, gate, scale = operands((64, 256), *["bfloat16"] * 2, "float32")
     for before in (True, False):
         given = {"norm_before_gate": before}
@@ -148,7 +148,7 @@ def test_gates_of_all_sizes(activation, before, implementation):
 
 
 def test_a_row_of_zeros(implementation):
-    """x, or its product with a gate of 0: nothing is NaN, and epsilon alone is the mean square."""
+    """x, or its product with a gate, is 0 in a row: nothing is NaN, because epsilon is added."""
     x, gate, scale = operands((70, 64), *["float32"] * 3)
     x, gate = x.at[3].set(0), gate.at[5].set(0)
     for before in (True, False):

@@ -28,7 +28,7 @@ MIXES = [
 ]
 # x, and r.
 SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
-# Of x (2, 8, 4, 64): which axes the tables have.
+# The axes of the tables, for an x of (2, 8, 4, 64).
 BROADCAST = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
 
 each_save = pytest.mark.parametrize("save", ["output", "input"])
@@ -137,7 +137,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """XLA's code, whatever the platform: rows for a kernel are many."""
+    """XLA's code runs on all platforms, because these rows are too few for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
@@ -177,7 +177,7 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """Beside the plain formula, and for one pair beside rms_norm and complex numbers."""
+    """Compare with the plain formula and, for one pair, with rms_norm and complex numbers."""
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     ours, theirs = (
@@ -301,7 +301,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
     assert np.all(np.isfinite(exact(dscale)))
     assert_within(exact(dx).reshape(-1, 64)[:, others], ref.dx[:, others], dx_bound[:, others])
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
-    # Where it is wrong it is bounded, as x_hat is: by sqrt(d).
+    # The wrong gradient is bounded by sqrt(d), as x_hat is.
     of_lost = np.abs(exact(dscale[lost]) - ref.dscale[lost])
     assert of_lost <= np.sum(np.abs(ref.d[:, lost])) * 2 * np.sqrt(64)
     assert relative_error(dscale[partner], ref.dscale[partner]) < 8 * unit_roundoff(dtype)

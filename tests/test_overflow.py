@@ -101,7 +101,7 @@ def test_tangents(name):
 
 
 def test_nan_stays_nan():
-    """Only what is infinite is taken for a number."""
+    """Only infinities count as the largest number."""
     x = normal((4, 64), "float32", 0).at[1, 2].set(np.nan)
     y, vjp = jax.vjp(lambda x: jaxnorm.rms_norm(x, jnp.ones(64), dtype="float16"), x)
     dx = exact(vjp(jnp.zeros_like(y))[0])

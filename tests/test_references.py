@@ -98,7 +98,7 @@ _LINEAR = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": LABELS}
 _SUM = {"x": X, "residual": X}
 _ROTATIONS = [{"cos": (ROWS, n // 2), "sin": (ROWS, n // 2)} for n in (COLS, COLS // 2)]
 
-#: By the name of a reference: what it is in jnp, the shapes of operands, and options.
+#: Name of a reference -> its formula in plain JAX, the shapes of operands, and options.
 CASES = [
     *(
         (name, functools.partial(softmax, log=name == "log_softmax"), {"x": X, **others}, options)

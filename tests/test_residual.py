@@ -81,7 +81,7 @@ def test_addition_between_two_norms(
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("shared", ["scale", "next_scale"])
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
-    """It is rounded once, in bfloat16, whatever the other one's groups of rows."""
+    """The gradient is rounded once, in bfloat16, for all groups of rows of the other scale."""
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))
     scale, next_scale = (

@@ -196,7 +196,7 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
         return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
 
     ours, theirs = (jax.jit(loss(norm)) for norm in (getattr(jaxnorm, name), plain))
-    # Also outside jit.
+    # The program runs outside of `jax.jit`, too.
     run = loss(getattr(jaxnorm, name)) if wrapped == "plain" else ours
     assert_computes(run(x, parameters), theirs, x, parameters, like=ours)
     additions = [additions_of(jax.make_jaxpr(f)(x, parameters), x.shape) for f in (ours, theirs)]
@@ -210,7 +210,7 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
 
     rules = row_operations._RULES
     monkeypatch.setattr(row_operations, "_accumulators", None)
-    # New primitives, of which none has the transpose that takes accumulators.
+    # New primitives are created without the transpose that takes accumulators.
     monkeypatch.setattr(rules, "primitive", functools.cache(rules.registered))
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 

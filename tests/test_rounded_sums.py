@@ -22,9 +22,9 @@ each_platform = pytest.mark.parametrize(
 
 
 def operands(name, dtype):
-    """Addends whose sum is h, of few bits, but for a rounding; the squares of h add up exactly.
+    """Return addends whose sum h has few bits before its rounding; its squares sum up exactly.
 
-    So y has the same bits in whatever order a program adds them.
+    So y has the same bits for every order of summation.
     """
     rng = np.random.default_rng(0)
     unit = jnp.finfo(dtype).eps
@@ -97,7 +97,7 @@ def test_the_rounding_is_in_the_program(name, roundings, dtype):
 
 @pytest.mark.parametrize(("wide", "narrow"), [("float32", "float16"), ("float64", "float32")])
 def test_small_sums_are_not_flushed(wide, narrow, x64):
-    """Numbers below the least normal one are ordinary: a sum keeps them, whatever rounds it."""
+    """Numbers below the smallest normal number are rounded like others, and not flushed to 0."""
     from jaxnorm_kernels.xla.norm import _rounded
 
     least = float(jnp.finfo(narrow).smallest_subnormal)

@@ -126,7 +126,7 @@ def test_a_block_is_a_kernel_each_way(name, groups):
 
 
 def test_where_the_norm_is_not_used_a_sum_is_left():
-    """Forward no norm is made; backward, of h's cotangent, the products alone."""
+    """If only h is used, the forward computes no norm."""
     operands = [jnp.asarray(a, jnp.float32) for a in ALL]
     forward = jax.jit(lambda *a: ours(*a)[1])
     assert forward.lower(*operands).as_text().count("rsqrt") == 0

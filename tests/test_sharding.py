@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-# Where the two axes of a mesh may split one of three axes, or one of one.
+# Shardings of an array with three axes, or with one, over the two axes of a mesh.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

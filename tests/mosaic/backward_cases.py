@@ -150,8 +150,8 @@ def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 
-# Of a given schedule the same each time, so that it compiles once; without one it depends on
-# tables, which a test may replace.
+# A given schedule has the same program each time, which compiles once. Without one, the program
+# depends on tables, which a test may replace.
 _program_once = functools.lru_cache(maxsize=64)(_program)
 
 

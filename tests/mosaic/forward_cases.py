@@ -24,7 +24,7 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A schedule with the number of rows and columns of which it makes something special.
+    """A schedule, with numbers of rows and columns for which it has a special case.
 
     `schedule` is for a vector of 8 elements (for 16 bits), or of 1.
     """
@@ -90,7 +90,7 @@ CASES = (
     ),
 )
 
-#: Rows that the blocks of a cluster share, of which the interpreter knows nothing.
+#: Rows that the blocks of a cluster share; the interpreter cannot run clusters.
 CLUSTERED = (
     Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
     Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),

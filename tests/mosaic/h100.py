@@ -105,8 +105,8 @@ class Compiler:
     def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
         """The kernels of ``function(*operands)``, in the order of their names."""
         with pytest.MonkeyPatch.context() as patch:
-            # And nowhere to: with a folder, it writes the kernel after each of its passes, which
-            # takes longer than they do.
+            # No folder is set: with one, the compiler writes the kernel after each pass, which
+            # takes longer than the pass.
             patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
             shapes = jax.tree.map(self._on_gpu, tuple(operands))
             with _printed_to(self.folder / "ptxas"):

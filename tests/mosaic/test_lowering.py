@@ -113,7 +113,7 @@ SHAPES = [
 ]
 
 
-#: Of rows with a residual: those above that are not refused, and widths that no table names.
+#: Rows with a residual: the supported shapes from above, and widths that no table names.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 
