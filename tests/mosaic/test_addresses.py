@@ -70,7 +70,7 @@ def computed(places: mgpu.Places) -> np.ndarray:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("row", [0, 24], ids=["dense", "part"])
 def test_each_thread_finds_its_elements(name, row):
-    """Also in a part of an array with longer rows."""
+    """The places are right for a whole array, and for a part of an array with longer rows."""
     layout, shape = LAYOUTS[name]
     whole = (*shape[:-1], shape[-1] + row)
     array = np.arange(math.prod(whole)).reshape(whole)

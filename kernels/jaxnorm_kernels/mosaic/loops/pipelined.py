@@ -234,7 +234,7 @@ class _PipelinedKernel:
                 unit.store(ref, block, value, self.ring.layout)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``.
+        """Reduce step `k`, finish step ``k - 1``, and load the statistics of ``k + 1``.
 
         Neither is peeled off the loop: the kernel would have twice the code to lower and compile.
         """
@@ -324,7 +324,7 @@ def pipelined_backward(
         raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
     sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
     whole = ring.cluster * ring.warpgroups == 1
-    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
+    sizes = operands.sizes  # JAX caches the traced body, which must not hold traced arrays.
 
     def body(*arguments: Ref) -> None:
         refs = BackwardRefs.of(arguments, sizes, len(results), formula.column_sums)
