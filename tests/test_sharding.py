@@ -40,7 +40,6 @@ pytestmark = [
 ]
 
 
-<<<<<<< HEAD
 class Kernels(StandIn):
     """The stand-in. It counts its launches, and refuses what a kernel would refuse."""
 
@@ -81,9 +80,6 @@ def moved(compiled):
 
 
 # Where the two axes of a mesh may split one of three axes, or one of one.
-=======
-# Shardings of an array with three axes, or with one, over the two axes of a mesh.
->>>>>>> prose2
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

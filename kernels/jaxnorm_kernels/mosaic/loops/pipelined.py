@@ -224,25 +224,26 @@ class _PipelinedKernel:
     columns: Sequence[Arrays]
 
     def run(self, block: Any) -> None:
-        """Process all steps, then store the column sums of the block."""
-        first = self.statistics(jnp.int32(0))
+        """Process all steps, then store the column sums of the block.
+
+        The first reduction is peeled off the loop. With a condition around `finish` instead, the
+        backward of RMSNorm over 4096 columns took 15 % more time (H100).
+        """
+        carried, steps = self.no_sums(), self.stages.steps
+        first, second = (self.statistics(jnp.int32(k)) for k in range(2))
         self.sums.ready()
-        carry = (first, first, self.no_sums())
-        *_, carried = lax.fori_loop(0, self.stages.steps + 1, self.step, carry)
+        pl.when(steps > 0)(functools.partial(self.reduce, jnp.int32(0), first))
+        *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
                 unit.store(ref, block, value, self.ring.layout)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduce step `k`, finish step ``k - 1``, and load the statistics of ``k + 1``.
-
-        Neither is peeled off the loop: the kernel would have twice the code to lower and compile.
-        """
+        """Reduce step `k`, finish step ``k - 1``, and load the statistics of ``k + 1``."""
         before, now, carried = carry
         ahead = self.statistics(k + 1)
         pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
-        finish = functools.partial(self.finish, k - 1, before, carried)
-        return now, ahead, lax.cond(k > 0, finish, lambda: carried)
+        return now, ahead, self.finish(k - 1, before, carried)
 
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Return the statistics of each row of step `k`."""
