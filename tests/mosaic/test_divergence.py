@@ -41,7 +41,7 @@ def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0
         **{**given, **options},
     ).with_stats()
     call = call.replaced(padding=padding)
-    return [c.as_seen_by("mosaic") for c in (call, call.backward(["x"], ["y"]))]
+    return [c.as_seen_by("mosaic") for c in (call, call.backward(("x",), ("y",)))]
 
 
 @functools.lru_cache(maxsize=8)
@@ -71,8 +71,8 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# Whole units and steps; a rest of a step; rows that begin between multiples of 16 bytes; rows
-# shorter than a unit of 16 bytes for each thread; two dtypes.
+# Whole units and steps; a partial step; rows that start between multiples of 16 bytes; rows shorter
+# than a 16-byte unit for each thread; two dtypes.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
@@ -87,7 +87,7 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
     ids=str,
 )
 def test_values(cols, dtype, teacher_dtype, schedule, reverse):
-    """More rows than there are places where one may begin."""
+    """There are more rows than places at which a row can start."""
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
     d = jnp.linspace(-1, 2, len(x))
     y, dx = run(mosaic, x, teacher, schedule=schedule, d=d, reverse=reverse)
@@ -98,7 +98,7 @@ def test_values(cols, dtype, teacher_dtype, schedule, reverse):
 
 @DIRECTIONS
 def test_caps_and_positions(reverse):
-    """The plain implementation's results; 0 in a row that does not count."""
+    """Results equal the plain implementation's, and are 0 in a row that does not count."""
     x, teacher = operands((4, 1000), "float32")
     positions = jnp.arange(4) != 1
     x = x.at[1].set(jnp.nan)
@@ -140,7 +140,7 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """As accurate as differences of exponentials are."""
+    """Errors are those of differences of exponentials."""
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)
@@ -150,7 +150,7 @@ def test_small_divergences(reverse):
 
 
 def test_padding():
-    """The last columns are no classes."""
+    """The last columns are not classes."""
     x, teacher = operands((3, 1008), "float32")
     big = np.finfo(np.float32).max
     padded = [a.at[:, 1001:].set(big) for a in (x, teacher)]
@@ -212,7 +212,7 @@ def test_lowers(rows, cols, dtype, teacher_dtype, reverse):
     ("cols", "dtype"), [*itertools.product((1000, 32768, 50257), (BF16, F32))], ids=str
 )
 def test_registers(cols, dtype, options, compiler):
-    """Nothing is spilled, and a block shares an SM with three others or more."""
+    """No registers are spilled, and at least four blocks share an SM."""
     specs = specs_of(8192, cols, dtype, dtype, **options)
     backward, forward = compiler.compile(
         forward_and_backward(mosaic, tuple(specs)), types(8192, cols, dtype, dtype)[:3]

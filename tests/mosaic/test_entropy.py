@@ -54,7 +54,7 @@ def check(x, labels, d, positions=None, *, schedule=None, padding=0, **options):
     rows, classes = x.shape
     has = {"has_positions": positions is not None}
     spec = make_spec(rows, classes + padding, x.dtype, padding=padding, **has, **options)
-    # Of which nothing may become a part of a sum.
+    # No padding may become a part of a sum.
     wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
     a, b = both_cotangents(d)
     arrays = [v for v in (wide, labels, a, b, positions) if v is not None]
