@@ -11,13 +11,13 @@ import pytest
 from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from reference import assert_within
-from test_cross_entropy import LossForwardSchedule
 from test_kl_divergence import SPECIAL, Divergence, operands
 
 import jaxnorm
 from jaxnorm.operations.kl_divergence import divergence_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
