@@ -432,6 +432,7 @@ VARIANTS = [
     "rms_norm_gated gate first",
     *OTHERS,
 ]
+IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
@@ -456,14 +457,17 @@ def test_derivatives(name, derivative, implementation):
 
 @pytest.mark.remat
 # Each function runs under each transformation, with alternating derivatives, so that both meet all
-# derivatives.
+# derivatives. Of variants each one under three transformations.
 @pytest.mark.parametrize(
     ("derivative", "transformation", "name"),
-    pairwise(
-        ["jvp", "forward over reverse", "reverse over reverse"],
-        [*TRANSFORMATIONS],
-        [*FUNCTIONS, *OTHERS],
-    ),
+    [
+        *pairwise(IN_TURN, [*TRANSFORMATIONS], [n for n in FUNCTIONS if n not in VARIANTS]),
+        *(
+            (derivative, [*TRANSFORMATIONS][(i + 2 * j + i // 5) % len(TRANSFORMATIONS)], name)
+            for i, name in enumerate(VARIANTS)
+            for j, derivative in enumerate(IN_TURN)
+        ),
+    ],
 )
 def test_under_transformations(name, transformation, derivative):
     check(name, DERIVATIVES[derivative], transformation, "xla")

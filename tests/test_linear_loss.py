@@ -1,104 +1,152 @@
-"""linear_softmax_cross_entropy: values and gradients against float64 numpy, and its programs."""
+"""Losses, log-probabilities and entropies of linear logits: values, gradients, and programs.
+
+Values are compared with float64 numpy. `FUNCTIONS` lists what the two functions do not share.
+"""
 
 import functools
 import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import linear_loss_cases
+import log_prob_cases
 import numpy as np
 import pytest
 import reference
-from linear_loss_cases import Linear, operands
+from linear_loss_cases import operands
+from pairs import pairwise
 from program_error import assert_computes
 from reference import assert_within, exact
 
+from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 from jaxnorm.operations.linear_loss_call import chunk_rows
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-NAME = "linear_softmax_cross_entropy"
 REDUCTIONS = ["mean", "sum", "none"]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 OPTIONS = [{}, SMOOTHED, {**SMOOTHED, "logits_scale": 1.5, "logit_softcap": 2.0}]
-ALL = (0, 1, 2)
 
 
-@functools.partial(jax.jit, static_argnames=("options",))
-def value_and_gradients(x, weight, bias, labels, where, d, options=()):
+class Of(NamedTuple):
+    """A function of linear logits, its reference, and options; matmuls of its gradients."""
+
+    function: Callable[..., Any]
+    reference: type[linear_loss_cases.Linear]
+    options: list[dict[str, Any]]
+    matmuls: int
+
+
+LOSS = Of(linear_loss, linear_loss_cases.Linear, OPTIONS, 3)
+LOG_PROB = Of(
+    linear_log_prob_and_entropy,
+    log_prob_cases.Linear,
+    [{}, {"logits_scale": 1.5}, {"logits_scale": 1.5, "logit_softcap": 2.0}],
+    4,
+)
+# The loss by each reduction, and the other function, which has none.
+FUNCTIONS = {**dict.fromkeys(REDUCTIONS, LOSS), "log_prob": LOG_PROB}
+each = pytest.mark.parametrize("of", FUNCTIONS)
+
+
+@functools.partial(jax.jit, static_argnames=("of", "options"))
+def values_and_gradients(of, x, weight, bias, labels, where, cotangents, options=()):
+    given = dict(options) | ({} if of == "log_prob" else {"reduction": of})
+
     def function(x, weight, bias):
-        return linear_loss(x, weight, labels, bias=bias, where=where, **dict(options))
+        results = FUNCTIONS[of].function(x, weight, labels, bias=bias, where=where, **given)
+        return results if isinstance(results, tuple) else (results,)
 
-    loss, vjp = jax.vjp(function, x, weight, bias)
-    return loss, vjp(d)
+    results, vjp = jax.vjp(function, x, weight, bias)
+    return results, vjp(cotangents)
 
 
-def check(x, weight, bias, labels, where=None, *, reduction, chunk=None, **options):
-    """The loss and its gradients, each within its bound; they are returned."""
+def cotangents_of(of, labels, dtype=np.float32):
+    along = jnp.arange(labels.size).reshape(labels.shape)
+    if of in ("mean", "sum"):
+        return (jnp.asarray(1.7, dtype),)
+    return (jnp.cos(along).astype(dtype), jnp.sin(3 * along + 1).astype(dtype))[
+        : 1 + (of == "log_prob")
+    ]
+
+
+def check(of, x, weight, bias, labels, where=None, *, chunk=None, **options):
+    """All results and gradients, each within its bound; they are returned."""
     weights = np.asarray(True if where is None else where, np.float64)
     weights = np.broadcast_to(weights, labels.shape)
-    expected = Linear(x, weight, bias, labels, None if where is None else weights != 0, **options)
-    count = (weights.sum() or 1) if reduction == "mean" else 1
-    wide = expected.losses.dtype if "float64" in expected.dtypes[:2] else np.float32
-    losses, bounds = expected.losses * weights, expected.losses_bound() * np.abs(weights)
-    bounds = bounds + expected.u * np.abs(losses)
-    if reduction == "none":
-        d = jnp.cos(jnp.arange(labels.size).reshape(labels.shape)).astype(wide)
-        loss, bound, rows = losses, bounds, exact(d) * weights
+    positions = None if where is None else weights != 0
+    expected = FUNCTIONS[of].reference(x, weight, bias, labels, positions, **options)
+    wide = "float64" if "float64" in expected.dtypes[:2] else "float32"
+    d = cotangents_of(of, labels, wide)
+    if of == "log_prob":
+        values, bounds, rows = expected.results, expected.bounds, d
     else:
-        d = jnp.asarray(1.7, wide)
-        loss, bound = losses.sum() / count, bounds.sum() / abs(count)
-        bound = bound + 4 * expected.u * np.abs(losses).sum() / abs(count)
-        # The weights have both signs.
-        bound = bound + 4 * expected.u * np.abs(weights).sum() * np.abs(loss / count)
-        rows = float(d) / count * weights
-    given = {**options, "reduction": reduction, "chunk": chunk}
-    results = value_and_gradients(x, weight, bias, labels, where, d, options=tuple(given.items()))
-    assert results[0].dtype == wide
-    assert_within(results[0], loss, bound)
+        values, bounds = expected.losses * weights, expected.losses_bound() * np.abs(weights)
+        bounds = bounds + expected.u * np.abs(values)
+        count = (weights.sum() or 1) if of == "mean" else 1
+        rows = (exact(d[0]) / count * weights,)
+        if of != "none":
+            terms = np.abs(values).sum()
+            values, bounds = values.sum() / count, bounds.sum() / abs(count)
+            # The second is a sum of weights of both signs.
+            for size in (terms, np.abs(weights).sum() * np.abs(values)):
+                bounds = bounds + 4 * expected.u * size / abs(count)
+        values, bounds = (values,), (bounds,)
+    given = tuple({**options, "chunk": chunk}.items())
+    results, gradients = values_and_gradients(of, x, weight, bias, labels, where, d, options=given)
+    for ours, value, bound in zip(results, values, bounds, strict=True):
+        assert ours.dtype == wide
+        assert_within(ours, value, bound)
+    assert not any(np.any(exact(entropy) < 0) for entropy in results[1:])
     for ours, (value, bound), operand in zip(
-        results[1], expected.gradients(rows), (x, weight, bias), strict=True
+        gradients, expected.gradients(*rows), (x, weight, bias), strict=True
     ):
         assert ours.dtype == operand.dtype
         assert_within(ours, value, bound)
-    return results
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_values_and_gradients(dtype, reduction, options):
-    check(*operands(7, 48, 300, dtype, lead=(3,)), reduction=reduction, chunk=8, **options)
+    return results, gradients
 
 
 @pytest.mark.parametrize(
-    "dtypes",
-    [
-        ("bfloat16", "float32", "float32"),
-        ("float32", "bfloat16", "bfloat16"),
-        ("bfloat16", "bfloat16", "float32"),
-        ("float16", "bfloat16", "float16"),
-    ],
+    ("of", "options"), [(of, o) for of in FUNCTIONS for o in FUNCTIONS[of].options], ids=str
+)
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_values_and_gradients(dtype, of, options):
+    check(of, *operands(7, 48, 300, dtype, lead=(3,)), chunk=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dtype", "of"),
+    pairwise(
+        [
+            ("bfloat16", "float32", "float32"),
+            ("float32", "bfloat16", "bfloat16"),
+            ("bfloat16", "bfloat16", "float32"),
+            ("bfloat16",) * 3,
+            ("float16", "bfloat16", "float16"),
+        ],
+        [None, "bfloat16", "float16", "float32"],
+        ["mean", "log_prob"],
+    ),
     ids=str,
 )
-def test_dtypes_promote_as_in_a_product(dtypes):
-    check(*operands(9, 32, 70, dtypes), reduction="mean", chunk=4)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float32", "float32"), ("bfloat16",) * 3], ids=str)
-def test_the_dtype_of_products(dtypes, dtype):
-    """A dtype that is wider than the operands' promoted one is the logits' only."""
+def test_dtypes_of_products(dtypes, dtype, of):
+    """Of what operands promote to, or are asked for; a wider one is the logits' alone."""
     x, weight, bias, labels = operands(9, 32, 70, dtypes)
-    check(x, weight, bias, labels, reduction="mean", chunk=4, dtype=dtype)
-    step = jax.grad(lambda *a: linear_loss(*a, labels, dtype=dtype), (0, 1))
+    options = {} if dtype is None else {"dtype": dtype}
+    check(of, x, weight, bias, labels, chunk=4, **options)
     products = re.findall(
-        r"stablehlo.dot_general.*\(tensor<[\dx]+(\w+)>, tensor<[\dx]+(\w+)>\)",
-        jax.jit(step).lower(x, weight).as_text(),
+        r"stablehlo.dot_general.*\(tensor<[\dx]+(\w+)>, tensor<[\dx]+(\w+)>\) -> "
+        r"tensor<[\dx]+(\w+)>",
+        step_of(labels, of=of, chunk=4, **options).lower(x, weight).as_text(),
     )
-    narrow = min(jnp.promote_types(*dtypes[:2]), jnp.dtype(dtype), key=lambda d: d.itemsize)
+    promoted = jnp.promote_types(*dtypes[:2])
+    narrow = min(promoted, jnp.dtype(dtype or promoted), key=lambda d: d.itemsize)
     name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[narrow.name]
-    assert products == [(name, name)] * 3
+    assert [p[:2] for p in products] == [(name, name)] * FUNCTIONS[of].matmuls
+    assert of != "log_prob" or products[0][2] == "f32"
 
 
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
@@ -109,7 +157,7 @@ def test_weights(reduction, dtype, options):
     x, weight, bias, labels = operands(7, 16, 40, dtype)
     weights = jnp.array([0.3, 0, -2, 1, 1e-6, 4, 0])
     x, labels = x.at[1].set(jnp.nan).at[6, 2].set(jnp.inf), labels.at[1].set(-100)
-    _, (dx, *_) = check(x, weight, bias, labels, weights, reduction=reduction, chunk=3, **options)
+    _, (dx, *_) = check(reduction, x, weight, bias, labels, weights, chunk=3, **options)
     assert not dx[weights == 0].any()
     x, labels = jnp.nan_to_num(x, posinf=0), jnp.abs(labels) % 40
     of_weights = jax.grad(lambda w: jnp.sum(linear_loss(x, weight, labels, where=w)))(weights)
@@ -122,11 +170,11 @@ def test_weights(reduction, dtype, options):
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@each
 @pytest.mark.usefixtures("x64")
-def test_float64(reduction):
-    check(*operands(9, 8, 30, "float64"), reduction=reduction, chunk=4, **OPTIONS[1])
-    check(*operands(9, 8, 30, ("float32", "float64", "float32")), reduction=reduction)
+def test_float64(of):
+    check(of, *operands(9, 8, 30, "float64"), chunk=4, **FUNCTIONS[of].options[-1])
+    check(of, *operands(9, 8, 30, ("float32", "float64", "float32")))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 21, 64, None])
@@ -134,8 +182,8 @@ def test_chunks(chunk):
     """Chunks may have any size: one that does not divide the rows, one row, or more than all."""
     arrays = operands(21, 16, 40)
     where = arrays[-1] % 3 > 0
-    for reduction in ("mean", "none"):
-        check(*arrays, where, reduction=reduction, chunk=chunk)
+    for of in ("mean", "none", "log_prob"):
+        check(of, *arrays, where, chunk=chunk)
 
 
 def test_chunks_by_default():
@@ -157,24 +205,23 @@ def test_chunks_by_default():
         assert chunk_rows(chunk, rows, weight, dtype, dtype) == expected
     # Logits of float32, whose products are of 16 bits.
     assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
-    check(*operands(3000, 2, 3), reduction="mean")
+    check("mean", *operands(3000, 2, 3))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_positions_that_do_not_count(reduction):
+@each
+def test_positions_that_do_not_count(of):
     """Labels and x of these positions do not matter: no NaN of them reaches weight's gradient."""
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
     where = jnp.arange(7) % 2 == 0
-    _, (dx, *_) = check(x, weight, bias, labels, where, reduction=reduction, chunk=3)
-    np.testing.assert_array_equal(dx[1::2], 0)
-    loss, gradients = value_and_gradients(
-        *(x, weight, bias, labels, jnp.zeros(7, bool)),
-        jnp.ones((7,) if reduction == "none" else ()),
-        options=(("reduction", reduction),),
-    )
-    for a in (loss, *gradients):
+    results, (dx, *_) = check(of, x, weight, bias, labels, where, chunk=3)
+    for a in (dx, *(results if of in ("none", "log_prob") else ())):
+        np.testing.assert_array_equal(a[1::2], 0)
+    d = cotangents_of(of, labels)
+    for a in jax.tree.leaves(
+        values_and_gradients(of, x, weight, bias, labels, jnp.zeros(7, bool), d)
+    ):
         np.testing.assert_array_equal(a, 0)
 
 
@@ -185,41 +232,81 @@ def test_masks_broadcast():
     assert_computes(ours, linear_loss, x[:, :4], weight, labels[:, :4])
 
 
-def test_labels_outside():
-    """The row's loss, its gradient of x, and weight's whole gradient are NaN."""
+@pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
+def test_masks_of_classes(shape):
+    """Results match those of the logits, for masks that broadcast and an incomplete last chunk."""
+    x, weight, bias, labels = operands(7, 16, 40)
+    where = jnp.asarray(np.random.default_rng(3).random(shape) < 0.6)
+    d = cotangents_of("log_prob", labels)
+
+    def of_logits(x, weight, bias):
+        return log_prob_and_entropy(
+            x @ weight + bias, labels, where=jnp.broadcast_to(where, (7, 40))
+        )
+
+    def both(x, weight, bias):
+        results, vjp = jax.vjp(of_logits, x, weight, bias)
+        return results, vjp(d)
+
+    def in_chunks(x, weight, bias):
+        return values_and_gradients(
+            "log_prob", x, weight, bias, labels, where, d, options=(("chunk", 3),)
+        )
+
+    assert_computes(in_chunks(x, weight, bias), both, x, weight, bias, like=in_chunks)
+
+
+@pytest.mark.parametrize("of", ["none", "log_prob"])
+def test_labels_outside(of):
+    """NaN in the results of the row, and in x's gradient there; in all of weight's."""
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
-    d = jnp.ones(5)
-    loss, (dx, dw, _) = value_and_gradients(
-        x, weight, bias, labels, None, d, options=(("reduction", "none"), ("chunk", 2))
+    d = cotangents_of(of, labels)
+    results, (dx, dw, _) = values_and_gradients(
+        of, x, weight, bias, labels, None, d, options=(("chunk", 2),)
     )
     bad = np.isin(np.arange(5), [1, 3])
-    np.testing.assert_array_equal(np.isnan(loss), bad)
+    for a in results:
+        np.testing.assert_array_equal(np.isnan(a), bad)
     np.testing.assert_array_equal(np.isnan(dx), bad[:, None] & np.ones((5, 16), bool))
     assert np.isnan(dw).all()
     assert np.isnan(linear_loss(x, weight, labels))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_shapes(reduction):
+@pytest.mark.parametrize("of", ["mean", "none", "log_prob"])
+def test_shapes(of):
     """Arrays without rows, with one class, with one axis of x, and without a bias."""
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
-
-        def function(x, weight, labels=labels):
-            return jnp.sum(linear_loss(x, weight, labels, reduction=reduction, chunk=2))
-
-        loss = linear_loss(x, weight, labels, reduction=reduction)
-        assert loss.shape == (lead if reduction == "none" else ())
-        value, (dx, dw) = jax.value_and_grad(function, (0, 1))(x, weight)
-        assert (dx.shape, dw.shape) == (x.shape, weight.shape)
+        given = {} if of == "log_prob" else {"reduction": of}
+        program = functools.partial(FUNCTIONS[of].function, labels=labels, chunk=2, **given)
+        results = program(x, weight)
+        assert {a.shape for a in jax.tree.leaves(results)} == {() if of == "mean" else lead}
+        gradients = step_of(labels, of=of, chunk=2)(x, weight)
+        assert [g.shape for g in gradients] == [x.shape, weight.shape]
         if 0 in lead or classes == 1:
-            for a in (value, dx, dw):
+            for a in (*jax.tree.leaves(results), *gradients):
                 np.testing.assert_array_equal(a, 0)
         else:
-            count = np.prod(lead) if reduction == "none" else 1
-            assert_computes(value, function, x, weight, expected=np.log(5) * count)
+            even = np.log(classes)
+            expected = (-even, even) if of == "log_prob" else even
+            assert_computes(results, program, x, weight, expected=expected)
+
+
+def test_logits_are_never_rounded():
+    """Results of 16-bit operands are within float32's bounds, which rounded logits would exceed."""
+    x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
+    weight = 4 * weight  # logits of a trained model's size
+    log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
+        x, weight, labels
+    )
+    zero = np.zeros(4096)
+    of_exact = LOG_PROB.reference(x, weight, jnp.asarray(zero, jnp.float32), labels)
+    for ours, wanted, bound in zip((log_prob, entropy), of_exact.results, of_exact.bounds):
+        assert_within(ours, wanted, bound)
+    rounded, _ = log_prob_and_entropy(x @ weight, labels)
+    assert np.abs(exact(rounded) - of_exact.results[0]).max() > np.max(of_exact.bounds[0])
 
 
 def test_small_gradients_in_float16():
@@ -256,7 +343,7 @@ def test_small_gradients_in_float16():
 
 def check_gradients(function, arrays, d, **options):
     """Check every gradient of sum(d * losses), with the bound of its row or sum over rows."""
-    expected = Linear(*arrays, **options)
+    expected = LOSS.reference(*arrays, **options)
     gradients = jax.jit(jax.grad(function, (0, 1, 2)))(*arrays[:3])
     for gradient, (value, bound) in zip(gradients, expected.gradients(np.float64(d)), strict=True):
         reference.assert_within(gradient, value, bound)
@@ -306,3 +393,60 @@ def test_logits_scale_of_any_size(dtype, scale, reduction):
         return d * jnp.sum(linear_loss(x, weight, labels, bias=bias, **options))
 
     check_gradients(function, arrays, np.full(7, d), logits_scale=scale)
+
+
+# ------------------------------------- programs of log-probabilities; others: *_programs
+
+ROWS, WIDTH, CLASSES, CHUNK = 512, 32, 1000, 96
+GIVEN = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((ROWS, WIDTH), (WIDTH, CLASSES))]
+
+
+def step_of(labels, *, of="log_prob", wrt=(0, 1), **options):
+    given = options | ({} if of == "log_prob" else {"reduction": of})
+
+    def total(x, weight):
+        results = FUNCTIONS[of].function(x, weight, labels, **given)
+        if of != "log_prob":
+            return jnp.sum(results)
+        log_prob, entropy = results
+        return jnp.sum(jnp.sin(log_prob) - entropy**2)
+
+    return jax.jit(jax.grad(total, wrt) if wrt else total)
+
+
+# The arguments to differentiate, and the numbers of matmuls and loops.
+@pytest.mark.parametrize(
+    ("wrt", "products", "loops"), [((), 1, 1), ((0, 1), 4, 2), ((0,), 3, 2), ((1,), 3, 2)], ids=str
+)
+def test_products_and_loops(wrt, products, loops):
+    step = step_of(jnp.zeros(ROWS, jnp.int32), wrt=wrt, chunk=CHUNK)
+    text = step.trace(*GIVEN).lower(lowering_platforms=("cpu",)).as_text()
+    assert text.count("stablehlo.dot_general") == products
+    assert text.count("stablehlo.while") == loops
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's program")
+def test_memory():
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
+    compiled = step_of(jnp.zeros(ROWS, jnp.int32), chunk=CHUNK).lower(*GIVEN).compile()
+    accumulator, chunk = 4 * WIDTH * CLASSES, 4 * CHUNK * CLASSES
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
+    sizes = {
+        np.prod([int(n) for n in shape.split(",") if n])
+        for shape in re.findall(r"\w+\[([\d,]*)\]", compiled.as_text())
+    }
+    assert max(sizes) == CHUNK * CLASSES
+
+
+def test_three_numbers_for_each_row_are_kept():
+    """Beside the operands, only three numbers for each row are saved."""
+    x, weight, bias, labels = operands(6, 4, 9, "bfloat16")
+
+    def function(x, w, b):
+        return linear_log_prob_and_entropy(x, w, labels, bias=b, chunk=2)
+
+    vjp = jax.vjp(function, x, weight, bias)[1]
+    kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp))
+    of_rows = [((6,), "float32")] * 3 + [((6,), "int32")]
+    of_operands = [((4, 9), "bfloat16"), ((6, 4), "bfloat16"), ((9,), "bfloat16")]
+    assert kept == sorted(of_rows + of_operands)

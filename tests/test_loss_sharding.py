@@ -12,7 +12,7 @@ from log_prob_cases import mixture
 from loss_cases import operands
 from meshes import Case, collectives, in_shards, mesh_of
 from program_error import analyse, assert_analysed, assert_computes
-from sharding_cases import Kernels, which_kernels  # noqa: F401
+from test_sharding import which_kernels  # noqa: F401
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 

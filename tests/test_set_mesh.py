@@ -239,15 +239,13 @@ def of_whole_arrays(function, batch):
     return analyse(transform(function), x, w)
 
 
-# Losses and log-probabilities are one primitive with one batching rule. So the other functions meet
-# each batch with one layout of the weight, alternating.
+# Any two of a function, a batch and a layout of the weight meet.
 WEIGHTS_OVER = [P("data"), P("data", None, "model"), P("data", "model")]
 IN_SHARDS = [
     pytest.param(function, batch, over, id=f"{function.__name__}-{batch}-{over}")
-    for k, function in enumerate([linear_loss, linear_layer, linear_losses, linear_log_prob])
-    for i, batch in enumerate(BATCHES)
-    for j, over in enumerate(WEIGHTS_OVER)
-    if function in (linear_loss, linear_layer) or (i + k - j) % 3 == 0
+    for function, batch, over in pairwise(
+        [linear_loss, linear_layer, linear_losses, linear_log_prob], [*BATCHES], WEIGHTS_OVER
+    )
 ]
 
 

@@ -1,16 +1,18 @@
-"""On a mesh: values, shardings and collectives, for every kind of mesh axis.
+"""On a mesh: values, shardings and collectives; training steps, exports, caches; some axes manual.
 
 Eight virtual CPU devices. What runs on a shard is xla, or a stand-in for a kernel: xla's functions
-on two-dimensional arrays, which the partitioner cannot look into.
+on two-dimensional arrays, which the partitioner cannot look into. `test_meshes` has every function.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
     KINDS,
@@ -25,16 +27,56 @@ from meshes import (
     specs_of,
     step,
 )
-from program_error import assert_computes
-from sharding_cases import CASES, moved, which_kernels  # noqa: F401
+from program_error import analyse, assert_analysed, assert_computes
+from stand_in import StandIn, as_default
 
 import jaxnorm
+from jaxnorm_kernels import xla
 
 pytestmark = [
     pytest.mark.oldest_jax,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
     pytest.mark.usefixtures("quick_to_compile"),
 ]
+
+
+class Kernels(StandIn):
+    """The stand-in. It counts its launches, and refuses what a kernel would refuse."""
+
+    def __getattr__(self, name):
+        function = getattr(xla, name)
+
+        def launch(operands, *rest):
+            (x, *_), spec = operands, rest[-1]
+            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
+            assert spec.axes == (-1,)
+            assert not spec.cols_over
+            self.shapes.append(x.shape)
+            return function(operands, *rest)
+
+        return launch
+
+    def why_unsupported(self, spec):
+        return "it has no masked kernel" if spec.logits.has_mask else None
+
+
+@pytest.fixture(name="kernels", params=["xla", "kernel"])
+def which_kernels(request):
+    """Set the default implementation: XLA's code (None), or the stand-in for a kernel."""
+    if request.param == "xla":
+        yield None
+        return
+    with as_default(Kernels()) as module:
+        yield module
+
+
+DATA = Case("data", {"data": 8}, P("data"))
+
+
+def moved(compiled):
+    """Return the shapes of collectives with arrays at least as large as a shard of x."""
+    found = collectives(compiled)
+    return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
 
 
 # Shardings of an array with three axes, or with one, over the two axes of a mesh.
@@ -94,7 +136,7 @@ def test_other_axes(kernels, axis, kind):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("mask_shape", [SHAPE, (1, 16, 64), (8, 1, 1), (64,)])
 def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
-    mesh = mesh_of(CASES[0], kind)
+    mesh = mesh_of(DATA, kind)
     x = operands("softmax")[1]
     mask = jnp.asarray(np.random.default_rng(1).random(mask_shape) < 0.7)
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
@@ -106,3 +148,183 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
     compiled = jax.jit(masked).lower(sharded, where).compile()
     assert not moved(compiled)
     assert_computes(compiled(sharded, where), masked, x, mask)
+
+
+def loss(transform, x, params, **options):
+    """Return the loss of a few pre-norm layers in a scan."""
+
+    def layer(x, p):
+        scale, w = p
+        return x + jnp.tanh(jaxnorm.rms_norm(x, scale, **options) @ w), None
+
+    return jnp.sum(jax.lax.scan(transform(layer), x, params)[0] ** 2)
+
+
+def gradient_of(transform, **options):
+    return jax.jit(jax.grad(functools.partial(loss, transform, **options), argnums=(0, 1)))
+
+
+def training_operands():
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=SHAPE), jnp.float32), (
+        jnp.asarray(1 + 0.1 * rng.normal(size=(3, 64)), jnp.float32),
+        jnp.asarray(0.1 * rng.normal(size=(3, 64, 64)), jnp.float32),
+    )
+
+
+@functools.cache
+def trained_on_one_device():
+    return analyse(gradient_of(lambda f: f), *training_operands())
+
+
+@pytest.mark.remat
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.checkpoint, functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)],
+    ids=["scan", "checkpoint", "save_policy"],
+)
+def test_training_through_scanned_layers(kernels, transform, kind):
+    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
+    x, params = training_operands()
+    gradient = gradient_of(transform)
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data", "seq")))
+    replicated = jax.device_put(params, NamedSharding(mesh, P()))
+    compiled = gradient.lower(put(x), replicated).compile()
+    found = collectives(compiled)
+    assert set(found) <= {"all-reduce"}
+    assert_analysed(compiled(put(x), replicated), trained_on_one_device())
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_vmap_of_a_sharded_call(kernels, kind):
+    """The batch axis becomes another axis of rows; each device has one launch for its share."""
+    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
+    _, x, scale = operands("rms_norm")
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
+    function = jax.vmap(jaxnorm.rms_norm, (0, None))
+    compiled = jax.jit(function).lower(sharded, scale).compile()
+    assert not collectives(compiled)
+    assert_computes(compiled(sharded, scale), jaxnorm.rms_norm, x, scale)
+    assert kernels is None or kernels.shapes == [(16, 64)]
+
+
+def test_donated_shards(kernels):
+    mesh = mesh_of(DATA, "auto")
+    _, x, scale = operands("rms_norm")
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    y = jax.jit(jaxnorm.rms_norm, donate_argnums=0)(sharded, scale)
+    assert_computes(y, jaxnorm.rms_norm, x, scale)
+
+
+def test_manual_axes_without_checks(kernels):
+    """With check_vma=False the caller sums the gradients of parameters, as for all functions."""
+    mesh = mesh_of(DATA, "manual")
+    arrays = operands("layer_norm")
+
+    def local(*arrays):
+        y, dx, *dparams = step("layer_norm")(*arrays)
+        return y, dx, *(jax.lax.psum(g, "data") for g in dparams)
+
+    spec = P("data")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spec, spec, P(), P()),
+        out_specs=(spec, spec, P(), P()),
+        check_vma=False,
+    )
+    assert_computes(jax.jit(mapped)(*arrays), step("layer_norm"), *arrays)
+
+
+def test_some_axes_manual_and_others_not(kernels):
+    """XLA's partitioner handles the other axes, so XLA's own code runs."""
+    mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    _, x, scale = operands("rms_norm")
+    mapped = jax.shard_map(
+        jaxnorm.rms_norm,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
+    compiled = jax.jit(mapped).lower(sharded, scale).compile()
+    assert not moved(compiled)
+    assert_computes(compiled(sharded, scale), jaxnorm.rms_norm, x, scale)
+
+
+def test_shards_of_unequal_size(kernels):
+    """XLA pads unequal shards; a kernel would treat the padding as rows."""
+    mesh = mesh_of(DATA, "auto")
+    x = jnp.ones((10, 64))
+
+    @jax.jit
+    def run(x):
+        spread = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
+        return jaxnorm.softmax(spread)
+
+    if kernels is None:
+        assert_computes(run(x), jaxnorm.softmax, x)
+        return
+    with pytest.raises(Exception, match=r"\(10, 64\).*10 is no multiple of the 8 shards.*pad x"):
+        run(x)
+
+
+@pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
+def test_a_forced_kernel_never_gathers(kernels):
+    x = operands("softmax")[1]
+    features = jax.device_put(x, NamedSharding(mesh_of(DATA, "explicit"), P(None, None, "data")))
+    with pytest.raises(ValueError, match=r"^softmax: .* over an axis that is sharded.*leave"):
+        jaxnorm.softmax(features, implementation="stand_in")
+    rows = jax.device_put(x, NamedSharding(mesh_of(DATA, "auto"), P("data")))
+    compiled = (
+        jax.jit(functools.partial(jaxnorm.softmax, implementation="stand_in")).lower(rows).compile()
+    )
+    assert not collectives(compiled)
+
+
+def test_an_export_for_a_mesh_holds_no_kernel(kernels):
+    mesh = mesh_of(DATA, "auto")
+    x, sharding = operands("softmax")[1], NamedSharding(mesh, P("data"))
+    exported = jax.export.export(jax.jit(jaxnorm.softmax, in_shardings=sharding))(x)
+    assert exported.nr_devices == 8
+    restored = jax.export.deserialize(exported.serialize())
+    y = jax.jit(restored.call)(jax.device_put(x, sharding))
+    assert_computes(y, jaxnorm.softmax, x)
+    assert kernels is None or not kernels.shapes
+
+
+@pytest.mark.parametrize("without_address", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
+    """The cache is hit, except by kernels on Auto axes, which hold a Python function's address."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_remove_custom_partitioning_ptr_from_cache_key": without_address,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            jax.clear_caches()
+            on_mesh(step("rms_norm"), operands("rms_norm"), DATA, kind)
+        entries = list(tmp_path.glob("jit_*run*-cache"))
+        misses = kernels is not None and kind == "auto" and not without_address
+        assert len(entries) == (2 if misses else 1)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_a_mesh_without_devices():
+    """A program without kernels can be lowered for a mesh that is only a shape."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))
+    assert "mosaic" not in lowered.as_text()

@@ -1,5 +1,6 @@
 """XLA's programs of blocks that use the kernels, compiled for an H100 that need not be present."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -104,3 +105,17 @@ def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
         )
     ]
     assert others == ["fusion"] * additions
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add_rms_norm"])
+def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:
+    """Of XLA's own code, in each of two passes; and which platform it is for costs no branch."""
+    x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=compiler.sharding)
+    function: Any = functools.partial(getattr(jaxnorm, name), implementation="xla")
+    text = jax.jit(function).lower(x, x).compile().as_text()
+    entry = text.partition("ENTRY")[2]
+    assert entry.count(" fusion(") == 2
+    assert text.count(" reduce-precision(") == 2
+    assert "conditional" not in text

@@ -201,7 +201,7 @@ def _load_wide(
     )
     def read(context: Any, *refs: Any) -> Any:
         arrays = addresses.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
-        return [_widen(array) for array in arrays]
+        return [in_float32(array) for array in arrays]
 
     return list(read(*refs))
 
@@ -220,7 +220,8 @@ def store(ref: Ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def _widen(value: Any) -> Any:
+def in_float32(value: Any) -> Any:
+    """Return the same for an array of Mosaic; see `widen`."""
     if isinstance(value.mlir_dtype, ir.BF16Type):
         return with_registers(value, [_widen_register(r) for r in value.registers.flat])
     return value.astype(ir.F32Type.get())

@@ -5,7 +5,7 @@ columns and masks, stores to global memory, elements at the edges of rows, pairs
 rows of a table. The interpreter has no registers and uses JAX's operations instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     flat_index,
+    in_float32,
     load,
     store,
     with_registers,
@@ -323,43 +324,46 @@ def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) 
 
 
 def load_each_row(
-    ref: Ref,
+    refs: Sequence[Ref],
     row_of: Callable[[Shared, Any], Any],
     shared: Shared,
     first: Any,
     layout: Layout,
     shape: tuple[int, int],
-) -> jax.Array:
-    """Load, for each row of x from `first` on, the row of an operand that it shares with others.
+) -> list[jax.Array]:
+    """Load, for each row of x from `first` on, the rows of operands that it shares with others.
 
-    `row_of(shared, row)` maps a row of x to the row of the operand, a ``(n, cols)`` ref in global
-    memory. The result has the shape ``(rows, cols)``.
+    `row_of(shared, row)` maps a row of x to the row of the operands, ``(n, cols)`` refs in global
+    memory. The results are float32, and have the shape ``(rows, cols)``.
     """
     if is_interpreted():
-        return load(ref, None)[row_of(shared, first + lax.iota(jnp.int32, shape[0]))]
+        rows = row_of(shared, first + lax.iota(jnp.int32, shape[0]))
+        return [load(ref, None)[rows].astype(jnp.float32) for ref in refs]
     index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
-    rows = row_of(shared, first + index)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout),
+        arg_types=(layout, *[plgpu.RefType() for _ in refs]),
+        return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout) for _ in refs),
     )
-    def read(context: Any, ref: Any, rows: Any) -> Any:
-        kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
+    def read(context: Any, rows: Any, *refs: Any) -> Any:
         columns = addresses.indices(rows.layout, shape, (0, 1))
 
-        def loaded(rows: Any, columns: Any) -> Any:
-            (elements,) = ir.VectorType(columns.type).shape
-            row, column = (mgpu.elements_of(register)[0] for register in (rows, columns))
-            at = mgpu.Word(row) * shape[1] + mgpu.Word(column)
-            return llvm.load(
-                ir.VectorType.get((elements,), kind), utils.getelementptr(base, [at.value], kind)
-            )
+        def loaded(ref: Any) -> Any:
+            kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
 
-        return _mapped(loaded, layout.to_mgpu(), rows, columns)
+            def register(rows: Any, columns: Any) -> Any:
+                (elements,) = ir.VectorType(columns.type).shape
+                row, column = (mgpu.elements_of(register)[0] for register in (rows, columns))
+                at = utils.getelementptr(
+                    base, [(mgpu.Word(row) * shape[1] + mgpu.Word(column)).value], kind
+                )
+                return llvm.load(ir.VectorType.get((elements,), kind), at)
 
-    loaded: jax.Array = read(ref, rows)
-    return loaded
+            return in_float32(_mapped(register, layout.to_mgpu(), rows, columns))
+
+        return [loaded(ref) for ref in refs]
+
+    return list(read(row_of(shared, first + index), *refs))
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:

@@ -29,6 +29,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_wide,
     load_wide_columns,
     store,
 )
@@ -141,7 +142,7 @@ def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
 
     def add(i: Any, total: jax.Array) -> jax.Array:
         first = i * together
-        parts = [load(ref.at[first + row], layout) for row in range(together)]
+        parts = load_wide([ref.at[first + row] for row in range(together)], layout, ref.shape[1:])
         return functools.reduce(jnp.add, parts, total)
 
     zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)

@@ -33,7 +33,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     load,
     load_wide,
-    store,
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
@@ -114,7 +113,7 @@ class _PipelinedKernel:
         *_, carried = lax.fori_loop(0, self.stages.steps + 1, self.step, carry)
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
-                store(ref.at[block, unit.columns()], value)
+                unit.store(ref, block, value, self.ring.layout)
 
     def step(self, k: Any, carry: Any) -> Any:
         """Reduce step `k`, finish step ``k - 1``, and load the statistics of ``k + 1``.

@@ -1,0 +1,428 @@
+"""The kernels of functions of logits and labels: interpreted, lowered, and compiled for an H100."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import norms
+import numpy as np
+import pytest
+from forward_cases import BF16, F16, F32
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from log_prob_cases import LogProbs
+from loss_cases import CrossEntropy, operands
+from reference import assert_within, exact
+from specs import build_spec, changed
+
+import jaxnorm
+from benchmarks import contract, hlo
+from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule as Parts
+from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule, choose
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER
+from jaxnorm_kernels.mosaic.rows.units import Units
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+PARTS = Parts(2)
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+CAP = {"logits_scale": 0.7, "logit_softcap": 8.0}
+CAPPED = {**CAP, **SMOOTHED}
+
+
+class Loss(NamedTuple):
+    """A function of the table, its reference, and options that it has."""
+
+    function: str
+    reference: type
+    options: dict
+    results: int = 1
+
+
+CE, LP = "cross_entropy", "log_prob_and_entropy"
+LOSSES = {
+    CE: Loss("softmax_cross_entropy_with_integer_labels", CrossEntropy, CAPPED),
+    LP: Loss("log_prob_and_entropy", LogProbs, CAP, 2),
+}
+each_loss = pytest.mark.parametrize("op", LOSSES)
+
+
+def make_spec(op, rows, cols, dtype, **options):
+    return build_spec(op, "fwd", rows, cols, np.dtype(dtype), F32, want_stats=True, **options)
+
+
+@functools.lru_cache(maxsize=8)
+def forward_and_backward(spec, schedule=None, parts=PARTS, overwrites=False):
+    """A function of logits, labels, cotangents and, if there are any, positions.
+
+    The same one for the same arguments, so that it compiles once.
+    """
+    backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
+    count = LOSSES[spec.op].results
+
+    def both(x, labels, *others):
+        d, positions = others[:count], others[count] if len(others) > count else None
+        call = functools.partial(contract.call, mosaic)
+        *results, stats = call(spec, x, labels, None, positions, schedule=schedule)
+        (dx,) = call(backward, x, stats, labels, None, *results[1:], *d, schedule=parts)
+        return *results, dx
+
+    return jax.jit(both)
+
+
+def cotangents(op, d):
+    return (d, jnp.flip(d) - 0.3)[: LOSSES[op].results]
+
+
+def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **options):
+    """Both passes in the interpreter, within the bounds of the reference in float64."""
+    rows, classes = x.shape
+    has = {"has_positions": positions is not None, "padding": padding}
+    spec = make_spec(op, rows, classes + padding, x.dtype, **has, **options)
+    # The padding must not enter a sum, and its gradient must not be NaN in the matmuls that follow.
+    wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
+    d = cotangents(op, d)
+    arrays = [a for a in (wide, labels, *d, positions) if a is not None]
+    with mosaic.interpreted():
+        *results, dx = forward_and_backward(spec, schedule)(*arrays)
+    assert not dx[:, classes:].any()
+    given = {"positions": positions, "dtype": x.dtype.name}
+    expected = LOSSES[op].reference(x, labels, **given, **options)
+    for ours, wanted, bound in zip(results, expected.results, expected.bounds, strict=True):
+        assert_within(ours, wanted, bound)
+    assert not any(np.any(exact(entropy) < 0) for entropy in results[1:])
+    assert_within(dx[:, :classes], expected.gradient(*d), expected.gradient_bound(*d))
+
+
+# Whole units and steps; a rest of a step; rows that begin between multiples of 16 bytes; rows
+# shorter than a unit of 16 bytes for each thread.
+@pytest.mark.parametrize(
+    ("op", "cols", "dtype", "schedule", "options"),
+    [
+        (CE, 4096, "bfloat16", LossForwardSchedule(2), {}),
+        (CE, 4096, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
+        (CE, 2056, "float16", LossForwardSchedule(1, warpgroups=2), {"z_loss": 0.1}),
+        (CE, 3000, "float32", LossForwardSchedule(2), SMOOTHED),
+        (CE, 3001, "float32", LossForwardSchedule(2), {}),
+        (CE, 5003, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
+        (CE, 131, "float32", None, {}),
+        (CE, 516, "bfloat16", None, {"label_smoothing": 1.0}),
+        (CE, 1031, "bfloat16", None, {}),
+        (CE, 2056, "bfloat16", LossForwardSchedule(1, warpgroups=2), {"logit_softcap": 5.0}),
+        (CE, 301, "float32", None, CAPPED),
+        (CE, 515, "bfloat16", None, {"logits_scale": 1.5, "z_loss": 1e-2}),
+        (LP, 4096, "bfloat16", LossForwardSchedule(2), {}),
+        (LP, 2056, "float16", LossForwardSchedule(1, warpgroups=2), {"logits_scale": 1.5}),
+        (LP, 3001, "float32", LossForwardSchedule(2), {}),
+        (LP, 5003, "bfloat16", LossForwardSchedule(1, warpgroups=2), CAP),
+        (LP, 301, "float32", None, CAP),
+        (LP, 516, "bfloat16", None, {}),
+    ],
+    ids=str,
+)
+def test_values(op, cols, dtype, schedule, options):
+    """More rows than there are places where one may begin."""
+    check(op, *operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_vocabulary(dtype):
+    check(LP, *operands((2, 50257), dtype))
+
+
+@each_loss
+def test_rows_of_all_kinds(op):
+    """Bad labels, logits that are no numbers, and positions that do not count."""
+    x, labels, d = operands((9, 515), "float32")
+    labels = labels.at[0].set(-1).at[1].set(515).at[2].set(-100)
+    x = x.at[2].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf)
+    x = x.at[5, :-3].set(-jnp.inf).at[5, labels[5]].set(1).at[6].set(1e4).at[6, labels[6]].add(14)
+    x = x.at[7].set(0).at[7, (labels[7] + 1) % 515].set(1e4).at[8].set(-jnp.inf)
+    x = x.at[8, labels[8]].set(2)
+    positions = jnp.arange(9) != 2
+    spec = make_spec(op, 9, 515, "float32", has_positions=True)
+    of_nan = [a.at[2].set(jnp.nan) for a in cotangents(op, d)]
+    with mosaic.interpreted():
+        *results, dx = forward_and_backward(spec)(x, labels, *of_nan, positions)
+    for a in (*results, dx.sum(-1)):
+        assert np.isnan(a).tolist() == [True, True, False, True, True, *[False] * 4]
+    assert np.isnan(dx).all(-1).tolist() == np.isnan(results[0]).tolist()
+    for a in (*results, np.abs(dx).max(-1)):
+        assert (a[2], a[8]) == (0, 0)
+    assert not any(entropy[7] for entropy in results[1:])
+    check(op, x[5:], labels[5:], 3 * d[5:])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
+def test_labels(dtype):
+    """Labels may have other dtypes, and be inside or outside the classes."""
+    values = [0, 5, 127, 2**15, 2**31 + 5, 2**32 + 5, -(2**33) + 5]
+    info = np.iinfo(dtype)
+    x, _, d = operands((3, 256), "bfloat16")
+    labels = np.array([v for v in values if info.min <= v <= info.max][-3:], dtype)
+    with jax.enable_x64(True):
+        check(CE, x, jnp.asarray(labels), d)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_classes_that_are_masked_by_the_lowest_number(dtype):
+    """A mask of the lowest number may cover everything that a thread reads first, or at all."""
+    x, labels, d = operands((3, 2056), dtype)
+    lowest = jnp.finfo(dtype).min
+    x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
+    check(LP, x, labels.at[:2].set(jnp.array([2040, 3])), 3 * d, schedule=LossForwardSchedule(1))
+
+
+@pytest.mark.parametrize(
+    ("op", "classes", "padding", "dtype", "options"),
+    [
+        (CE, 4089, 7, "bfloat16", {}),
+        (CE, 2047, 1, "float32", SMOOTHED),
+        (CE, 127, 1, "float32", {}),
+        (CE, 1001, 30, "bfloat16", SMOOTHED),
+        (CE, 301, 3, "float32", CAPPED),
+        (LP, 4089, 7, "bfloat16", {}),
+        (LP, 301, 3, "float32", CAP),
+        (LP, 1001, 30, "bfloat16", {}),
+        (LP, 50257, 7, "float32", {}),
+    ],
+    ids=str,
+)
+def test_padding(op, classes, padding, dtype, options):
+    """The last columns are no classes, and no label is one of them."""
+    x, labels, d = operands((3, classes), dtype)
+    labels = labels.at[0].set(classes - 1)
+    check(op, x, labels, d, padding=padding, **options)
+    if op == LP:
+        return
+    with mosaic.interpreted():
+        spec = make_spec(op, 3, classes + padding, dtype, padding=padding, **options)
+        wide = jnp.concatenate([x, x[:, :padding]], 1)
+        loss, dx = forward_and_backward(spec)(wide, labels.at[1].set(classes), d)
+    assert np.isnan(loss).tolist() == [False, True, False]
+    assert np.isnan(dx).any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("op", "cols", "dtype"),
+    [
+        *((CE, *of) for of in ((5003, "bfloat16"), (3000, "float32"), (131, "float32"))),
+        *((LP, *of) for of in ((5003, "bfloat16"), (131, "float32"))),
+    ],
+)
+def test_gradient_in_the_logits_place(op, cols, dtype):
+    """Results have the same bits if dx overwrites x, including overlapping units and edges."""
+    x, labels, d = operands((9, cols), dtype)
+    spec = make_spec(op, 9, cols, dtype, **(SMOOTHED if op == CE else {}))
+    forward = jax.jit(functools.partial(contract.call, xla, spec))
+    *results, stats = forward(x, labels, None, None)
+    found = []
+    for overwrites in (False, True):
+        backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
+        call = jax.jit(functools.partial(contract.call, mosaic, backward, schedule=PARTS))
+        with mosaic.interpreted():
+            (dx,) = call(x, stats, labels, None, *results[1:], *cotangents(op, d))
+        found.append(np.asarray(dx).view(np.uint8))
+    np.testing.assert_array_equal(*found)
+
+
+@each_loss
+def test_no_races(op):
+    for cols, dtype in ((2048, "bfloat16"), (1031, "float32")):
+        x, labels, d = operands((2, cols), dtype)
+        with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+            forward_and_backward(make_spec(op, 2, cols, dtype))(x, labels, *cotangents(op, d))
+        assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("cols", [128, 131, 1000, 4099, 32768, 50257, 128256])
+@pytest.mark.parametrize("vector", [4, 8])
+def test_units_cover_a_row(cols, vector):
+    units = Units.of(cols, vector)
+    for row in range(vector + 1):
+        first = int(units.first(jnp.int32(row)))
+        assert (row * cols + first) % units.vector == 0
+        assert 0 <= first <= first + units.body <= cols
+        assert units.body >= units.width
+        # The edges have what the body has not.
+        assert units.has_edges == (units.body < cols)
+        assert first < 128
+        assert cols - first - units.body < 128
+
+
+def test_schedules():
+    for dtype in (BF16, F32):
+        for cols in (131, 1000, 32768, 50257, 128256, 262144):
+            for rows in (1, 5, 66, 8192):
+                schedule = choose(make_spec(CE, rows, cols, dtype), HOPPER)
+                units = Units.of(cols, 16 // dtype.itemsize)
+                assert schedule.warpgroups * schedule.units <= max(units.count, 1)
+    assert choose(make_spec(CE, 5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4)
+
+
+@each_loss
+def test_what_the_kernels_refuse(op):
+    refusals = {
+        "128 columns": make_spec(op, 8, 127, BF16),
+        "mask of classes": make_spec(op, 8, 1000, BF16, has_mask=True),
+        "float64": make_spec(op, 8, 1000, np.float64),
+        "size 0": make_spec(op, 0, 1000, BF16),
+        "number blocks": changed(make_spec(op, 2**26, 2**18, BF16), direction="bwd"),
+    }
+    for words, spec in refusals.items():
+        assert words in mosaic.why_unsupported(spec)
+    assert mosaic.why_unsupported(make_spec(op, 8, 1000, BF16)) is None
+    for dtype in ("bfloat16", "float32"):
+        function = LOSSES[op].function
+        plan = jaxnorm.implementation_for(function, (8192, 50257), dtype, platform="cuda")
+        assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
+
+
+# ------------------------------------------------------------------------ lowered and compiled
+
+
+def types_of(spec, label_dtype="int32"):
+    """Of logits, labels, cotangents and, if there are any, positions."""
+    x, labels, _, positions = norms.types_of(spec, np.dtype(label_dtype))
+    d = jax.ShapeDtypeStruct(labels.shape, F32)
+    arrays = (x, labels, *[d] * LOSSES[spec.op].results, positions)
+    return [a for a in arrays if a is not None]
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize(
+    ("op", "rows", "cols", "dtype", "label_dtype"),
+    [
+        (CE, 5, 128256, BF16, "int32"),
+        (CE, 512, 50257, F32, "int8"),
+        (CE, 512, 4096, F16, "uint64"),
+        (CE, 5, 50257, F16, "uint8"),
+        (CE, 512, 50257, BF16, "int64"),
+        (LP, 5, 128256, BF16, "int32"),
+        (LP, 512, 50257, F32, "uint8"),
+        (LP, 512, 4096, F16, "int64"),
+    ],
+    ids=str,
+)
+def test_lowers(op, rows, cols, dtype, label_dtype):
+    with jax.enable_x64(True):
+        options = SMOOTHED if op == CE else CAP
+        spec = make_spec(op, rows, cols, dtype, has_positions=True, **options)
+        traced = forward_and_backward(spec).trace(*types_of(spec, label_dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+def test_programs():
+    """There is one kernel each way, also under `jax.vmap` and with `save_policy`."""
+    types = [((8, 512, 32768), BF16), ((8, 512), "int32"), ((8, 512), bool)]
+    x, labels, where = (jax.ShapeDtypeStruct(*of) for of in types)
+
+    def loss(x, labels, where):
+        function = jaxnorm.softmax_cross_entropy_with_integer_labels
+        return jnp.sum(function(x, labels, where=where, implementation="mosaic"))
+
+    for function in (
+        loss,
+        lambda *arrays: jnp.sum(jax.vmap(loss)(*arrays)),
+        jax.checkpoint(loss, policy=jaxnorm.save_policy),
+    ):
+        lowered = jax.jit(jax.grad(function)).trace(x, labels, where)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+# With smoothed labels, a cap or a third sum a block shares an SM with one other or more; else with
+# three.
+@pytest.mark.parametrize(
+    ("op", "options", "registers"),
+    [
+        (CE, {}, 64),
+        (CE, SMOOTHED, 96),
+        (CE, {"logit_softcap": 30.0}, 80),
+        (CE, CAPPED, 96),
+        (LP, {}, 96),
+        (LP, CAP, 96),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [*itertools.product((1000, 50257, 128256), (BF16, F32)), (50257, F16), (262144, F32)],
+    ids=str,
+)
+def test_registers(cols, dtype, op, options, registers, compiler):
+    spec = make_spec(op, 8192, cols, dtype, has_positions=bool(options), **options)
+    backward, forward = compiler.compile(forward_and_backward(spec, parts=Parts(4)), types_of(spec))
+    assert (forward.spilled, backward.spilled) == (0, 0)
+    assert forward.registers <= registers
+    assert backward.registers <= 96
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@each_loss
+def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
+    """Results and gradient on a GPU: by default two kernels; no array is made but the gradient."""
+    options = SMOOTHED if op == CE else {}
+    function = functools.partial(
+        getattr(jaxnorm, LOSSES[op].function), implementation=implementation, **options
+    )
+
+    def step(x, labels, *d):
+        results, vjp = jax.vjp(lambda x: function(x, labels), x)
+        return results, *vjp(d if op == LP else d[0])
+
+    shapes = [((8, 512, 50257), dtype), ((8, 512), np.int32)]
+    shapes += [((8, 512), F32)] * LOSSES[op].results
+    arrays = [jax.ShapeDtypeStruct(s, t, sharding=compiler.sharding) for s, t in shapes]
+    text = jax.jit(step).lower(*arrays).compile().as_text()
+    made = hlo.made(text, 8 * 512 * 50257)
+    assert made == (["custom-call"] if implementation is None else ["fusion"])
+
+
+@pytest.mark.compiles
+def test_a_slice_that_begins_anywhere_is_copied(compiler):
+    """The kernels take arrays to begin with 16 bytes; XLA hands them no others."""
+    rows, cols = 255, 50257
+    x = jax.ShapeDtypeStruct((3, rows, cols), BF16, sharding=compiler.sharding)
+    labels = jax.ShapeDtypeStruct((rows,), np.int32, sharding=compiler.sharding)
+    cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
+
+    def static(x, labels):
+        return cross_entropy(x[1], labels)
+
+    def scanned(x, labels):
+        return jax.lax.map(lambda x: cross_entropy(x, labels), x)
+
+    for function in (static, scanned):
+        text = jax.jit(function).lower(x, labels).compile().as_text()
+        assert "mosaic_gpu" in text
+        assert "dynamic-slice-fusion" not in text
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), [(512, 50257), (2048, 128256), (300, 131)])
+@each_loss
+def test_gradient_in_the_logits_place_on_a_gpu(op, rows, cols, dtype, label_dtype):
+    with jax.enable_x64(True):
+        x, labels, d = operands((rows, cols), dtype)
+        spec = make_spec(op, rows, cols, dtype)
+        results = [
+            forward_and_backward(spec, overwrites=overwrites)(
+                x, labels.astype(label_dtype), *cotangents(op, d)
+            )
+            for overwrites in (False, True)
+        ]
+        for a, b in zip(*results, strict=True):
+            assert jnp.array_equal(a, b)
+            assert not jnp.isnan(a).any()
