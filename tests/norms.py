@@ -228,8 +228,12 @@ def dtype_of(spec, name):
         return spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     if name in ("h", "dh"):
         return spec.norm.residual_dtype or spec.x_dtype
+    if name == "logits_scale":
+        return np.dtype("float32") if spec.has(name) else None
     if name in ("mask", "positions"):
         return np.dtype(bool) if spec.has(name) else None
+    if name == "logits_scale":
+        return spec.compute_dtype if spec.has(name) else None
     return spec.dtype(name)
 
 

@@ -59,7 +59,7 @@ FORWARD = [
         ("log_softmax", 8192, 16384, F32, F32),  # pipelined_row that rereads
         ("softmax", 8192, 32768, BF16, BF16),  # split_row
         ("softmax", 1024, 2**18, BF16, BF16),  # the same, of half a MiB
-        # In windows.
+        # Unaligned.
         ("softmax", 8, 8199, BF16, BF16),
         ("softmax", 8192, 4095, F32, F32),
         ("softmax", 8192, 50257, BF16, BF16),

@@ -41,7 +41,7 @@ def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0
         **{**given, **options},
     ).with_stats()
     call = call.replaced(padding=padding)
-    return [c.as_seen_by("mosaic") for c in (call, call.backward(["x"], ["y"]))]
+    return [c.as_seen_by("mosaic") for c in (call, call.backward(("x",), ("y",)))]
 
 
 @functools.lru_cache(maxsize=8)

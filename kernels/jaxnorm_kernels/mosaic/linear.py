@@ -42,9 +42,14 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
+from jaxnorm_kernels.mosaic.device.launch import (
+    BLOCK,
+    WARPGROUP,
+    is_interpreted,
+    launch,
+    release_used,
+)
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
 from jaxnorm_kernels.specs import LinearActivation

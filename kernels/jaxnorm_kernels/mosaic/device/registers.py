@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import addresses, mgpu
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
@@ -52,7 +52,7 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
+        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
         return loaded
 
     return read(ref)
@@ -80,7 +80,7 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
+        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
         return loaded
 
     return read(ref)
@@ -153,7 +153,7 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the registers of arrays of one layout, and with them their address in global memory."""
     first, *_ = values
-    at = addresses.addresses(ref, first.layout, first.shape)
+    at = mgpu.addresses(ref, first.layout, first.shape)
     return zip(*(value.registers.flat for value in values), at)
 
 
@@ -346,7 +346,7 @@ def load_each_row(
         return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout) for _ in refs),
     )
     def read(context: Any, rows: Any, *refs: Any) -> Any:
-        columns = addresses.indices(rows.layout, shape, (0, 1))
+        columns = mgpu.indices(rows.layout, shape, (0, 1))
 
         def loaded(ref: Any) -> Any:
             kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))

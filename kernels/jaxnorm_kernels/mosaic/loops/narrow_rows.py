@@ -21,8 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, split
+from jaxnorm_kernels.mosaic.device.launch import (
+    BLOCK,
+    in_plain_order,
+    launch,
+    split,
+    warpgroup_barrier,
+)
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -40,7 +45,7 @@ from jaxnorm_kernels.mosaic.loops.formulas import (
     RowOperands,
     prepare,
 )
-from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
+from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 

@@ -17,7 +17,7 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
 from jaxnorm_kernels.mosaic.loops.formulas import BackwardRefs, RowOperands
 from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
-from jaxnorm_kernels.mosaic.loops.persistent import Share
+from jaxnorm_kernels.mosaic.loops.pipelined import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_back
 from jaxnorm_kernels.mosaic.schedules import heads
