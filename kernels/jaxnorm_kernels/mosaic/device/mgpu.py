@@ -120,10 +120,10 @@ def in_shared(address: Word) -> Any:
 # -------------------------------------------------------------------------------------------------
 # The addresses that a thread loads and stores, in few operations.
 #
-# Mosaic's own loads and stores are more general. They compute a thread's number and its place in
-# the layout anew each time, in some 30 operations. The compiler merges these, but lowering is
-# Python and takes time for each operation. Here, a load takes some 12 operations, and several loads
-# in one inline function share the thread's place.
+# Mosaic's own loads and stores are more general. Each of them computes a thread's number and its
+# place in the layout, in about 30 operations. The compiler merges repeated operations, but lowering
+# is Python and takes time for each of them. Here, a load takes about 12 operations, and several
+# loads in one inline function share the thread's place.
 
 
 class Places(NamedTuple):
