@@ -236,10 +236,13 @@ def dtype_of(spec, name):
 
 
 def names_of(spec):
-    """Return the names of the arrays that a pass takes, in the order of `contract.call`."""
+    """Return the names of the arrays that a pass takes, in the order of `contract.call`.
+
+    A scale of each row's logits, which no kernel takes, is left out, as it is there.
+    """
     operation = spec.operation
     if spec.direction == "fwd":
-        return list(operation.operands)
+        return [name for name in operation.operands if name != "logits_scale"]
     x, stats = ["x"] * operation.starts_from_x, ["stats"] * bool(operation.statistics)
     others = [f"d{name}" for name in (*operation.results, "h") if name not in ("y", "h")]
     dh = ["dh"] * ("h" in spec.outputs)
