@@ -51,9 +51,9 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture
 def quick_to_compile() -> Iterator[None]:
-    """LLVM optimises nothing, for tests of many programs that look at no speed.
+    """Compile tests of many programs without LLVM's optimisations: they do not look at speed.
 
-    XLA's own passes run as ever: what is fused, shared and moved is what users get.
+    XLA's own passes run as ever, so fusion, sharing and copies are what users get.
     """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
@@ -123,7 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen, others = [], []
         for item in items:
             test = item.nodeid.partition("[")[0]
-            # By a hash: a stride could meet the same value of a parameter each time.
+            # The choice uses a hash, because a stride could select one value of a parameter each
+            # time.
             at = zlib.crc32(item.nodeid.encode()) % every
             is_chosen = test not in seen or at == config.getoption("--offset") % every
             (chosen if is_chosen else others).append(item)
@@ -228,5 +229,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether this is one process of several, which has seen a part of the run."""
+    """Return True in one of several processes, which has seen only a part of the run."""
     return hasattr(config, "workerinput")

@@ -144,9 +144,12 @@ def scales_of(labels):
     return 1 / (1 + jnp.asarray(labels % 3, jnp.float32))
 
 
-def layer_of_a_teacher(x, weight):
-    """Constants, made of a student's."""
-    return jax.lax.stop_gradient((jnp.cos(3 * x), jnp.sin(2 * weight)))
+def layer_of_a_teacher(labels, weight):
+    """Hidden states of positions, and a weight: constants."""
+    features = jnp.arange(5, dtype=weight.dtype)
+    classes = jnp.arange(weight.shape[1], dtype=weight.dtype)
+    x = jnp.cos(jnp.asarray(labels, weight.dtype)[..., None] + features)
+    return x, jnp.sin(features[:, None] * classes)
 
 
 def teacher_of(logits):
@@ -369,17 +372,17 @@ FUNCTIONS = {
     ),
     "linear_kl_divergence": Function(
         lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(
-            x, w, *layer_of_a_teacher(x, w), bias=b, where=counts, chunk=3, **o
+            x, w, *layer_of_a_teacher(labels, w), bias=b, where=counts, chunk=3, **o
         ),
         lambda x, w, b, labels, counts: (
-            divergences(x @ w + b, jnp.matmul(*layer_of_a_teacher(x, w)), counts).sum()
+            divergences(x @ w + b, jnp.matmul(*layer_of_a_teacher(labels, w)), counts).sum()
             / counts.sum()
         ),
         "x weight feature_bias labels counts",
     ),
     "linear_kl_divergence of rows": Function(
         lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(
-            *(x, w, *layer_of_a_teacher(x, w)),
+            *(x, w, *layer_of_a_teacher(labels, w)),
             bias=b,
             where=counts,
             chunk=3,
@@ -391,7 +394,7 @@ FUNCTIONS = {
         lambda x, w, b, labels, counts: divergences(
             *(
                 scales_of(labels)[..., None].astype(x.dtype) * z
-                for z in (x @ w + b, jnp.matmul(*layer_of_a_teacher(x, w)))
+                for z in (x @ w + b, jnp.matmul(*layer_of_a_teacher(labels, w)))
             ),
             counts,
             reverse=True,

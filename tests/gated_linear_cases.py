@@ -16,7 +16,7 @@ BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Dtypes: of operands, then what becomes of them."""
+    """Dtypes of the operands, and of what is computed from them."""
 
     gate: str
     up: str
@@ -91,7 +91,7 @@ class Expected:
         elementwise = arithmetic(mix.gate, mix.up)
         self.u = arithmetic(mix.product, mix.y)
 
-        # Of gelu, 1 + tanh(...) is rounded where it is small, and then multiplied by x.
+        # In gelu, 1 + tanh(...) is rounded where it is small, and then multiplied by x.
         of_gate_error = 8 * elementwise * (np.abs(gate) + np.abs(of_gate))
         slope_error = 16 * elementwise * (1 + np.abs(gate))
         h = of_gate * up

@@ -27,10 +27,10 @@ def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
 
 @dataclasses.dataclass
 class Linear:
-    """The losses of rows of ``x @ weight + bias``, and gradients of sum(d * losses).
+    """The losses of rows of ``x @ weight + bias``, and the gradients of sum(d * losses).
 
-    Logits are wrong by the sums in a product, and by being rounded to its dtype; the derivative of
-    a loss along them has elements whose magnitudes add up to 2 at most.
+    Errors of logits come from the matmul's sums, and from the rounding to its dtype. The magnitudes
+    of a loss's derivatives along its logits sum to 2 at most.
     """
 
     x: np.ndarray
@@ -76,7 +76,7 @@ class Linear:
         sums = SAFETY * self.u * math.sqrt(self.x.shape[-1] + 1)
         error = sums * (np.abs(self.x) @ np.abs(self.weight))
         error = error + self.v * (np.abs(product) + np.abs(logits) + np.abs(self.bias))
-        # Of a row; to be roundings of first order, it has to be small.
+        # The error of a row's logits must be small, because only roundings of first order count.
         self.error = 1.1 * error.max(-1)
 
     @staticmethod

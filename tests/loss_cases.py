@@ -130,7 +130,7 @@ class CrossEntropy:
         dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(*d), self._of_x(*d)))
         bound, few = self._of_x_bound(*d), SAFETY * self.u
         if self.logit_softcap is not None:
-            # Of 1 - t^2, where t is wrong by x_error over the cap.
+            # The error of 1 - t^2 if t has an error of x_error / cap.
             wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
             bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
         elif self.logits_scale != 1:

@@ -156,7 +156,7 @@ def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[
 
 
 def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Norms and the products after them, and the operands' types; parts of tiles on all sides."""
+    """Yield norms with their matmuls, and the operands' types; all sides have partial tiles."""
     for rows, cols, features in [(72, 8, 8), (136, 72, 264), (200, 1000, 520)]:
 
         def call(x: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:

@@ -21,10 +21,10 @@ import pytest
 from benchmarks import triton_programs
 from jaxnorm.calls import backends
 
-# Whether Triton interprets its kernels on the CPU: it then cannot compile them.
+# True if Triton interprets its kernels on the CPU. It then cannot compile them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-#: Of what is left out: how many for each reason.
+#: The number of left-out cases for each reason.
 LEFT_OUT = pytest.StashKey[collections.Counter[str]]()
 
 
@@ -129,7 +129,7 @@ NEEDS = (
     Need(triton_for_cuda, marks=["cuda_plugin"]),
 )
 
-# Of whole files, which import what they need.
+# Needs of whole files, which import what they need.
 FILES = {"triton/test_compile*.py": triton_compiler}
 
 

@@ -11,8 +11,9 @@ from reference import SAFETY, Norm, arithmetic, exact, rounding, unit_roundoff
 
 from jaxnorm import rms_norm_linear
 
-# Of each activation: the largest slope, the largest change of it for a step of 1 in z, and its jump
-# at z = 0. gelu' is 1.13 at most and gelu'' 0.8 (at 0); silu' is 1.1 at most and silu'' 0.5 (at 0).
+# For each activation: the largest slope, the largest change of the slope for a step of 1 in z, and
+# the slope's jump at z = 0. gelu' is at most 1.13, gelu'' at most 0.8 (at 0); silu' is at most 1.1,
+# silu'' at most 0.5 (at 0).
 SLOPES = {
     None: (1.0, 0.0, 0.0),
     "relu": (1.0, 0.0, 1.0),
@@ -59,8 +60,8 @@ class _Norm(Norm):
 class NormLinear:
     """y = activation(rms_norm(x) weight + bias) of rows, its gradients, and the bounds of both.
 
-    From exact inputs; of a sum h, x is h as it was stored. A kernel may round the normalised x to
-    the product's dtype, or the product of scale and weight.
+    Inputs are exact. If x is a sum h, it is the stored h. A kernel may round the normalised x, or
+    scale times weight, to the matmul's dtype.
     """
 
     x: np.ndarray

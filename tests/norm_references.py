@@ -1,4 +1,4 @@
-"""Norms and what is fused with them in float64: results, gradients, and bounds of their errors.
+"""Norms, and operations that are fused with them, in float64: results, gradients and error bounds.
 
 Each class has rows (..., N) and parameters that broadcast to them, from exact float64 inputs.
 `expected` covers every operation of the family.
@@ -16,7 +16,7 @@ from jaxnorm.tools import references
 
 @dataclasses.dataclass
 class GatedNorm:
-    """A norm with a gate after or before it: rows (..., N), and parameters that broadcast."""
+    """A norm with a gate after or before it. Rows are (..., N); parameters broadcast to them."""
 
     x: np.ndarray
     gate: np.ndarray
@@ -54,12 +54,12 @@ class GatedNorm:
         self.dscale = self.norm.dscale
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of y, dx, dgate and dscale, this one's as a sum: before it is stored."""
+        """Return bounds for y, dx, dgate and dscale (as a sum, before it is stored)."""
         norm, u, few = self.norm, self.u, 8 * self.u
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
         if self.norm_before_gate:
             y = np.abs(self.a) * n + (np.abs(norm.y) + n) * self.a_error
-            # The norm's cotangent is dy a, of which its gradients are linear.
+            # The norm's cotangent is dy a, and its gradients are linear in it.
             error = np.abs(self.d) * self.a_error + u * np.abs(norm.d)
             dx = dt + self._of_cotangent(error)
             dscale = dscale + np.sum(error * np.abs(norm.xh), 0)
@@ -67,7 +67,7 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # xh = t r, and r errs by the mean of xh r times t's error, as a part of it.
+            # xh = t r. The relative error of r is the mean of xh r times the error of t.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -87,7 +87,7 @@ class GatedNorm:
         return *rows, dscale
 
     def _of_cotangent(self, error: np.ndarray) -> np.ndarray:
-        """What an error of the norm's cotangent adds to that of its gradient of x."""
+        """Return the error of dx that an error of the norm's cotangent causes."""
         norm, error = self.norm, error * np.abs(self.gain)
         c2 = np.mean(error * np.abs(norm.xh), -1, keepdims=True)
         return norm.r * (error + np.abs(norm.xh) * c2) * (1 + SAFETY * self.u)
@@ -112,7 +112,8 @@ class ScaledSum:
 
     def __post_init__(self) -> None:
         self.u = arithmetic(*self.dtypes)
-        # The norm's gradient is rounded where it is stored: in what becomes of it.
+        # The norm's gradient is rounded when it is stored, which affects everything computed from
+        # it.
         wide = "float64" if "float64" in self.dtypes else "float32"
         options = self.subtract_mean, self.epsilon, self.saved, wide, self.dtypes[2]
         self.norm = Norm(self.h, self.gain, self.bias, self.dy, *options)
@@ -122,19 +123,19 @@ class ScaledSum:
         self.dbranch_scale = np.sum(self.dresidual * self.x, 0)
 
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
-        """h: a product, where there is one, and a sum, then it is stored."""
+        """Return h and its bound: a product, if there is a scale, then a sum, then the rounding."""
         product = self.branch_scale * self.x
         total = self.residual + product
         error = 2 * self.u * (np.abs(product) * (self.branch_scale != 1) + np.abs(total))
         return total, error + rounding(np.abs(total) + error, self.dtypes[1])
 
     def bound(self) -> np.ndarray:
-        """Of dresidual, before it is stored."""
+        """The bound of dresidual before it is stored."""
         few = 8 * self.u * (np.abs(self.dresidual) + np.abs(self.dh))
         return self.norm.gradient_bounds()[0] + few
 
     def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Gradients and bounds; those of parameters are sums, before they are stored."""
+        """Return gradients and bounds; those of parameters are sums that are not stored yet."""
         bound, (_, dscale, dbias) = self.bound(), self.norm.gradient_bounds()
         of_x = np.abs(self.branch_scale) * bound + 2 * self.u * np.abs(self.dx)
         rows = {"x": (self.dx, of_x), "residual": (self.dresidual, bound)}
@@ -169,7 +170,7 @@ class RotatedNorm(Norm):
             self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
         )
         self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
-        # Of each column: y = c n + s (n of its partner).
+        # In each column, y = c n + s (n of its partner).
         self.c, self.s = rotation.cos, rotation.sin
         self.dy = self.d
         self.d = rotation.transposed(self.dy)
@@ -183,18 +184,18 @@ class RotatedNorm(Norm):
         return v[..., self.first], v[..., self.second]
 
     def _of_pairs(self, v):
-        """The sum of magnitudes in what a rotation, or its transpose, makes of v."""
+        """Return the sum of the magnitudes of all terms in a rotation of v, or in its transpose."""
         return np.abs(self.c * v) + np.abs(self.s * v[..., self.partner])
 
     def _normalised_error(self):
-        """Of n as the forward computes it."""
+        """Return the error of n as the forward computes it."""
         floor = 2.0**-60
         error = self._xh_error() * (np.abs(self.gain) + floor) + floor * np.abs(self.xh)
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Of y, beside what n's error makes of it: the rotation's roundings, and that of y."""
-        # A table of another dtype than the arithmetic's is rounded, too.
+        """Return y's error beside that caused by n's: the roundings of the rotation and of y."""
+        # A table is also rounded if its dtype differs from the arithmetic's.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
 
@@ -202,7 +203,7 @@ class RotatedNorm(Norm):
         return 1.01 * self._of_pairs(self._normalised_error()) + self._stored_error()
 
     def _undone_error(self):
-        """Of R' y / (cos^2 + sin^2), beside n's."""
+        """Return the error of R' y / (cos^2 + sin^2), without the part that n's error causes."""
         error = self._of_pairs(self._stored_error()) + 8 * self.u * self._of_pairs(np.abs(self.y))
         square = self.c**2 + self.s**2
         return error / square + 8 * self.u * np.abs(self.normalised)
@@ -220,7 +221,10 @@ class RotatedNorm(Norm):
         return self._xh_error() + self._undone_error() / np.maximum(np.abs(self.gain), 2.0**-60)
 
     def gradient_bounds(self):
-        """Of dx and dscale; the cotangent of n is rounded in float32 before it is the norm's."""
+        """Return bounds of dx and dscale.
+
+        n's cotangent is rounded to float32 before the norm's backward.
+        """
         dx, dscale, _ = super().gradient_bounds()
         error = 4 * self.u * self._of_pairs(self.dy)
         c2_error = np.mean(error * np.abs(self.normalised), -1, keepdims=True)
@@ -228,7 +232,7 @@ class RotatedNorm(Norm):
         return dx, dscale + 1.01 * np.sum(error * np.abs(self.xh), 0)
 
     def table_terms(self):
-        """Each row's term of dcos and of dsin, its bound, and the sum of its magnitudes."""
+        """Return each row's terms of dcos and dsin, with their bounds and sums of magnitudes."""
         error = self._normalised_error()
         error = error + (self._undone_error() if self.saved == "output" else 0)
         (da, db), (na, nb), (ea, eb) = (
@@ -241,13 +245,13 @@ class RotatedNorm(Norm):
 
 
 class Expected(NamedTuple):
-    """Values, each with a bound of its error, by the names of results and of operands.
+    """Values with bounds of their errors, by the names of results and of operands.
 
     Attributes:
-      rows: results, and gradients of arrays of rows, with the rounding to their dtypes.
+      rows: results, and gradients of arrays of rows; bounds include the rounding to their dtypes.
       stats: statistics of rows.
-      terms: for each element, what it adds to the gradient of a parameter or a table, the bound of
-        that, and its magnitude.
+      terms: for each element, its term in the gradient of a parameter or a table, with the term's
+        bound and magnitude.
     """
 
     rows: dict[str, tuple[Any, Any]]
@@ -259,14 +263,14 @@ def expected(
     op, given, h, dtypes, *, saved, subtract_mean=False, epsilon=1e-6, activation=None,
     norm_before_gate=True, interleaved=False,
 ):  # fmt: skip
-    """What is expected of a call, of rows (M, N).
+    """Return the expected values of a call on rows (M, N).
 
     Args:
-      given: float64 operands, and the cotangents dy and dh, all of them for each element.
-      h: the sum as it was stored.
-      dtypes: of x, of the residual or the gate, and of y.
+      given: float64 operands, and the cotangents dy and dh, with a value for each element.
+      h: the stored sum.
+      dtypes: the dtypes of x, of the residual or the gate, and of y.
     """
-    # Rows beside each other: sums over the first axis are those of one row.
+    # Rows become separate calls: a sum over the first axis is that of one row.
     a = {name: array[None] for name, array in given.items()}
     x, scale, bias, dy, dh = (a[name] for name in ("x", "scale", "bias", "dy", "dh"))
     of_x, of_second, of_y = dtypes
@@ -345,7 +349,7 @@ def expected(
     stats = []
     for i, norm in enumerate(norms):
         walk = SAFETY * norm.u * (math.sqrt(x.shape[-1]) + 4)
-        # A mean that is off adds its square to the variance.
+        # The mean's error adds its square to the variance.
         mean = np.max(np.abs(norm.x), -1, keepdims=True) * walk * norm.subtract_mean
         stats.append((norm.r, norm.r * (walk + (mean * norm.r) ** 2)))
         if i == len(norms) - 1 and subtract_mean and saved == "input":

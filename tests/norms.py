@@ -26,13 +26,13 @@ def normal(shape, dtype, seed, scale=1.0, shift=0.0):
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
-    """cos and sin of any angles, times a factor, as YaRN's are."""
+    """Return cos and sin of arbitrary angles, times a factor, as in YaRN."""
     angle = np.random.default_rng(seed).uniform(-np.pi, np.pi, size=shape)
     return jnp.asarray(factor * np.cos(angle), dtype), jnp.asarray(factor * np.sin(angle), dtype)
 
 
 def assert_sums(gradient, like, index, terms):
-    """A gradient is the sum of terms over the elements that share each of its elements."""
+    """Assert that a gradient is the sum of terms over all elements that share an element of it."""
     assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
     value, error, magnitude = (
         np.bincount(index.ravel(), weights=np.broadcast_to(a, index.shape).ravel(),
@@ -53,9 +53,9 @@ def _numbers(shape):
 
 
 def _spread(shape, of_x, axes):
-    """For each element of (rows, cols), which element of a parameter it has.
+    """Return, for each element of (rows, cols), the index of its element in a parameter.
 
-    A parameter broadcasts to the other axes of x, followed by the normalised ones.
+    A parameter broadcasts to the other axes of x, followed by the normalised axes.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -63,13 +63,13 @@ def _spread(shape, of_x, axes):
 
 
 def to_rows(array, axes):
-    """An independent path to (rows, cols): numpy moves the axes one call at a time."""
+    """Return an array as (rows, cols). Unlike the library, numpy moves one axis at a time."""
     array = np.moveaxis(np.asarray(array), axes, range(-len(axes), 0))
     return array.reshape(-1, int(np.prod(array.shape[array.ndim - len(axes) :])))
 
 
 def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bias=None, **given):
-    """Results and all gradients of a public function.
+    """Check results and all gradients of a public function.
 
     Args:
       given: the other operands, and options. None for an operand that is absent.
@@ -93,7 +93,7 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
         named.setdefault("scale", None)
         return jax.tree.leaves(getattr(jaxnorm, name)(**named, **options))
 
-    # Gradients of tables apart from the others: kernels have none of them.
+    # Gradients of tables are tested separately, because kernels do not return them.
     of_tables = {n: a for n, a in operands.items() if OPERANDS[n] == "table"}
     others = {n: a for n, a in operands.items() if n not in of_tables}
     results, vjp = jax.vjp(lambda others: call(others | of_tables), others)
@@ -123,7 +123,7 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
     saves |= {n: given[n] for n in taken if n in given}
     if op == "norm_gated":
         saves |= {"activation": given.get("activation", "silu")}
-    # The forward raises a scale of 0, where the output's dtype has room for it.
+    # The forward raises a scale of 0 if the output's dtype has room for it.
     lifts = saves["saved"] == "output" and found["y"].dtype.name in ("bfloat16", "float32")
     given = _given(
         operands,
@@ -143,7 +143,7 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
 
 
 def _given(operands, index, offset, rows, floor=None):
-    """Float64 operands of each element; what is absent has the values of none."""
+    """Return float64 operands for each element; absent operands have their neutral values."""
     given = {}
     for name, array in operands.items():
         value = exact(array)
@@ -159,7 +159,7 @@ def _given(operands, index, offset, rows, floor=None):
 
 
 def assert_expected(reference, found, operands, index, rows):
-    """Hold results, and gradients ``d`` of operands, against what is expected of them."""
+    """Check results, and the gradients ``d`` of operands, against the expected values."""
     for name, (value, bound) in reference.rows.items():
         result = found.get(name if name in ("y", "h") else f"d{name}")
         if result is not None:
@@ -176,10 +176,10 @@ def assert_expected(reference, found, operands, index, rows):
 
 
 def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
-    """A pass of an operation of norms, with all of its parameters.
+    """Return a pass of an operation of norms, with all of its parameters.
 
     Args:
-      mix: dtypes of x, of the residual, the gate or the tables, if there are any, and of y.
+      mix: dtypes of x, of the second operand (residual, gate or tables), if there is one, and of y.
       kind: "layer_norm" or "rms_norm".
       given: other fields of a `Spec`, or flags of `build_spec`.
     """
@@ -201,7 +201,7 @@ def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
 
 
 def grouped(n, kind="layer_norm"):
-    """Fields for parameters of which each belongs to one of n groups of rows."""
+    """Return the fields for parameters that belong to n groups of rows."""
     names = ("scale", "bias", "branch_scale") if kind == "layer_norm" else ("scale", "branch_scale")
     return {f"{name}_groups": n for name in names}
 
@@ -223,18 +223,22 @@ def shape_of(spec, name):
 
 
 def dtype_of(spec, name):
-    """Of an operand, a result, or a cotangent of a result; None for what there is not."""
+    """Return the dtype of an operand, a result or a result's cotangent, or None if it is absent."""
     if name in ("y", "dy"):
         return spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     if name in ("h", "dh"):
         return spec.norm.residual_dtype or spec.x_dtype
+    if name == "logits_scale":
+        return np.dtype("float32") if spec.has(name) else None
     if name in ("mask", "positions"):
         return np.dtype(bool) if spec.has(name) else None
+    if name == "logits_scale":
+        return spec.compute_dtype if spec.has(name) else None
     return spec.dtype(name)
 
 
 def names_of(spec):
-    """The arrays that a pass takes, in the order of `contract.call`."""
+    """Return the names of the arrays that a pass takes, in the order of `contract.call`."""
     operation = spec.operation
     if spec.direction == "fwd":
         return list(operation.operands)
@@ -245,7 +249,7 @@ def names_of(spec):
 
 
 def types_of(spec, labels=np.dtype("int32")):  # noqa: B008
-    """Of the operands of a pass."""
+    """Return the types of the operands of a pass."""
     number = jax.ShapeDtypeStruct((spec.rows,), np.dtype("float32"))
 
     def array(name):
@@ -261,7 +265,7 @@ def types_of(spec, labels=np.dtype("int32")):  # noqa: B008
 
 
 def make_operands(spec):
-    """Arrays by the names of the operands, and the cotangents; None for what there is not."""
+    """Return arrays by the names of operands and cotangents, with None for absent ones."""
     centres = {"x": (0.3, 1), "residual": (0, 2), "gate": (0, 2), "bias": (0, 0.3)}
     centres |= {"scale": (1, 0.3), "next_scale": (1, 0.3), "branch_scale": (0.5, 0.3)}
     found = {}
@@ -289,7 +293,7 @@ def _index(spec, name):
 
 
 def expected_of(spec, arrays, h):
-    """What is expected of the passes of `spec`, and which elements share a parameter's."""
+    """Return the expected values of the passes of `spec`, and how elements share parameters."""
     operands = {n: arrays[n] for n in spec.operation.operands if arrays[n] is not None}
     index = {n: _index(spec, n) for n in operands if OPERANDS[n] != "array"}
     given = _given(operands, index, spec.norm.scale_offset, lambda a: a, spec.scale_floor)
@@ -314,7 +318,7 @@ def expected_of(spec, arrays, h):
 
 
 def check_forward(call, spec, arrays=None):
-    """``call(spec, *operands)`` is a forward: returns the operands, results and statistics."""
+    """Check the forward ``call(spec, *operands)``; return its operands, results and statistics."""
     arrays = make_operands(spec) if arrays is None else arrays
     *results, stats = call(spec, *(arrays[name] for name in names_of(spec)))
     found = dict(zip(spec.operation.results, results))
@@ -330,14 +334,14 @@ def check_forward(call, spec, arrays=None):
 
 
 def backward_operands(spec, arrays=None, made=None):
-    """Arrays, by their names, and what a backward takes of them, as plain JAX's forward saves it.
+    """Return arrays by name, and the operands of a backward, with what plain JAX's forward saves.
 
-    `made`: results and statistics of another forward.
+    `made` replaces the results and statistics of that forward.
     """
     arrays = make_operands(spec) if arrays is None else arrays
     forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)
     if made is None:
-        # Plain JAX takes tables that have a row for each of x's.
+        # Plain JAX needs tables with a row for each row of x.
         operands = [
             arrays[name][_index(spec, name)[:, 0] // arrays[name].shape[1]]
             if OPERANDS[name] == "table"
@@ -353,7 +357,7 @@ def backward_operands(spec, arrays=None, made=None):
 
 
 def check_backward(call, spec, arrays=None, made=None):
-    """``call(spec, *operands)`` is a backward: returns the gradients by the operands' names."""
+    """Check the backward ``call(spec, *operands)``; return its gradients by the operands' names."""
     arrays, results, taken = backward_operands(spec, arrays, made)
     if "h" not in spec.outputs:
         arrays = arrays | {"dh": jnp.zeros_like(arrays["dh"])}

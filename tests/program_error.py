@@ -187,7 +187,7 @@ def _iota(*, shape: Any, dimension: int, **_: Any) -> np.ndarray:
     return np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)
 
 
-# Of integers and booleans, or from or to them. JAX would compile each of these by itself.
+# Operations on integers and booleans, or conversions of them. JAX would compile each separately.
 _EXACT: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast,
     "iota": _iota,
@@ -402,7 +402,7 @@ def _convolved(b: np.ndarray, params: dict[str, Any]) -> float:
 
 def _convert(operands, new_dtype, **_):
     (x,) = operands
-    # What the new dtype represents is not rounded.
+    # Values that the new dtype can represent are not rounded.
     is_rounded = (x.error > 0) | (x.value.astype(new_dtype).astype(np.float64) != x.value)
     return Value(x.value, x.error), np.abs(x.value) * is_rounded
 
@@ -564,7 +564,7 @@ _RULES: dict[str, Callable] = {
     "scatter_add": _by_jax(jax.lax.scatter_add_p, adds=True),
 }
 
-# What an equation calls: the names that JAX's call-like primitives have for it.
+# The jaxpr that an equation calls, by the names that JAX's call-like primitives use.
 _INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
 _IDENTITIES = {
     "mesh_cast",

@@ -1,10 +1,10 @@
-"""Bounds for what rounding may add to the functions and their gradients, derived by hand.
+"""Bounds for the rounding errors of the functions and their gradients, derived by hand.
 
 The float64 values are those of `jaxnorm.tools.references`. Inputs are taken at their exact values,
-so a bound speaks of arithmetic and storage alone. In the bounds, u is the unit roundoff of float32
-arithmetic, v that of the stored output. A sum of n rounded terms errs by at most about
-``sqrt(n) u`` of the sum of magnitudes (random walk); the factor ``SAFETY`` covers the tail of that
-walk over all the elements that a test looks at.
+so a bound only covers arithmetic and storage. In the bounds, u is the unit roundoff of float32
+arithmetic, and v that of the stored output. A sum of n rounded terms has an error of at most about
+``sqrt(n) u`` times the sum of magnitudes (random walk). The factor ``SAFETY`` covers the tail of
+that walk over all elements that a test checks.
 """
 
 import dataclasses
@@ -122,11 +122,11 @@ ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
 def activated(
     name: str, g: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The activation of g and its derivative, and what arithmetic of roundoff u errs of both by.
+    """Return the activation of g, its derivative, and the errors of both for a roundoff u.
 
-    s = 1 / (1 + exp(-z)), whose exponent is a product that is rounded: exp errs by a few u, and by
-    u for each unit of its exponent, of which s has a share of 1 - s. What is below the smallest
-    normal number may be 0. gelu by a tanh loses what is left of 1 + tanh, u of 1.
+    The exponent of s = 1 / (1 + exp(-z)) is a rounded product: exp errs by a few u, and by u for
+    each unit of its exponent. s has 1 - s times this relative error. Results below the smallest
+    normal number may be flushed to 0. 1 + tanh in gelu errs by u of 1.
     """
     few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
     if name in ("relu", "leaky_relu"):
@@ -146,7 +146,7 @@ def activated(
     a, a_error = g * s, np.abs(g) * s_error + few * np.abs(g * s)
     product = np.abs(a) * other * dz
     error = s_error + dz * (a_error * other + np.abs(a) * (s_error + u)) + few * (s + product)
-    # Of a tanh, 1 - tanh^2 errs by u of 1, too.
+    # 1 - tanh^2 of a tanh also has an error of u of 1.
     return a, s + a * other * dz, a_error, error + lost * np.abs(g) * dz
 
 
@@ -201,7 +201,7 @@ class Norm:
         return SAFETY * self.u * (math.sqrt(self.n) + 4)
 
     def _xh_error(self) -> np.ndarray:
-        """Of x_hat as the forward computes it: the mean's error, the subtraction's, r's."""
+        """Return the error of the forward's x_hat: those of the mean, the subtraction and r."""
         biggest = np.max(np.abs(self.x), -1, keepdims=True) if self.subtract_mean else 0.0
         mean_error = self._walk * biggest
         # A shift by mean_error moves the variance by its square, relative to the variance.
@@ -209,7 +209,7 @@ class Norm:
         return mean_error * self.r + np.abs(self.xh) * variance_error
 
     def _normal_error(self) -> np.ndarray:
-        """Of the norm before it is stored, and before an activation."""
+        """Return the error of the norm before it is stored, and before an activation."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
         floor = 2.0**-60  # what a floored gain may add
@@ -228,7 +228,7 @@ class Norm:
         return error + rounding(self.y, self.y_dtype)
 
     def _recovered_error(self) -> np.ndarray:
-        """Of x_hat as the backward has it: recomputed from x, or recovered from the stored y."""
+        """Return the error of the backward's x_hat, recomputed from x or recovered from y."""
         if self.saved == "input":
             return self._xh_error()
         gain = np.maximum(np.abs(self.gain), 2.0**-60)
@@ -238,7 +238,7 @@ class Norm:
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
-        """Of z / G in c2 = mean(d z): from the output z = y - bias never passes x_hat's clip."""
+        """Return the error of z / G in c2 = mean(d z); unlike x_hat, z is not clipped."""
         if self.saved == "input":
             return self._recovered_error()
         stored = np.abs(self.xh * self.gain) + np.abs(self.bias)
@@ -267,7 +267,8 @@ class Norm:
             + rounding(self.dx, self.x_dtype)
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
-        # Of the cotangent behind an activation, of which the gradients are linear.
+        # The error of the cotangent after an activation; the gradients are linear in this
+        # cotangent.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)
@@ -313,7 +314,7 @@ class TwoNorms:
         self.first.u = self.last.u = arithmetic(self.arithmetic)
 
     def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of dx, dresidual, dscale and dnext_scale."""
+        """Return bounds of dx, dresidual, dscale and dnext_scale."""
         first, last = self.first, self.last
         of_last, dnext_scale, _ = last.gradient_bounds()
         few = 8 * last.u  # a few operations
@@ -355,10 +356,10 @@ def relative_error(actual, expected: np.ndarray) -> float:
 
 
 def assert_as_accurate(ours, theirs, expected) -> None:
-    """`ours` is as near to `expected`, the same in float64, as `theirs` is: each of their leaves.
+    """Assert that each leaf of `ours` is as close to float64's `expected` as `theirs` is.
 
-    Both round at the same places, but not alike: their errors are two draws of one size. Where one
-    happens to be exact, it is the roundoff of its own dtype.
+    Both round at the same places but differently, so their errors are two samples of one size. If
+    one of them is exact, the roundoff of its dtype is used as its error.
     """
     structure = jax.tree.structure(ours)
     assert structure == jax.tree.structure(theirs) == jax.tree.structure(expected)

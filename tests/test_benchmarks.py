@@ -275,7 +275,7 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
     del sys.modules[adapter]  # it was made with the stand-ins
 
 
-#: Of blocks, by their number of axes.
+#: Shapes of blocks, by their number of axes.
 SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
 
 
@@ -315,7 +315,7 @@ def test_gradients_that_are_arrays_of_their_own_are_returned():
         assert len(of_parameters) == len(BLOCKS[op].parameters)
 
 
-# What a compiled program does besides.
+# Additional operations of a compiled program.
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={(bf16[8,4]{1,0})->f32[8,4]{1,0}}
 

@@ -180,7 +180,7 @@ def test_a_run(tmp_path, monkeypatch):
     )
 
 
-# What the report makes of rows: time of the product alone, and of a norm and the product.
+# The report's results for rows: the times of a matmul alone, and of a norm and a matmul.
 
 
 def written(folder, rows):

@@ -27,7 +27,7 @@ has_rope = pytest.mark.skipif(
 )
 
 
-# Variant, remat, layers and dtype: each once, and with what products keep all of them.
+# Variant, remat, layers and dtype. The variant with linear layers has all values of the others.
 CASES = [
     ("jaxnorm-norms", "none", "scan", "float32"),
     ("jaxnorm-everything", "dots", "scan", "float32"),
@@ -139,7 +139,7 @@ def test_a_training_step(cell):
     tokens = np.asarray(small.batch(0))
     assert tokens.min() == 0
     assert 60 < tokens.max() < 97
-    # As many of token 0 as of 1 and 2 together, but for chance.
+    # Token 0 is about as frequent as 1 and 2 together.
     assert np.mean(np.concatenate([small.batch(i) for i in range(20)]) == 0) == pytest.approx(
         math.log(2) / math.log(98), rel=0.1
     )

@@ -22,7 +22,7 @@ KERNELS = SUITES["kernels"]
 CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
 
 
-# What a worker says.
+# The output of a worker.
 
 
 class Side:
@@ -146,7 +146,7 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         assert [a["status"] for a in got[1:-1]] == ["ok", "ok"]
 
 
-# What the processes of a side do together. The provider of a cell is what happens to it.
+# What the processes of a side do together. A cell's provider names what happens to the cell.
 
 WORKER = """
 import os, sys, time

@@ -70,7 +70,7 @@ def summed(name, x, *parameters, scale_offset=1.0, **given):
     ("name", "save"), [(name, ("output", "input")[i % 2]) for i, name in enumerate(FUNCTIONS)]
 )
 def test_whole_parameters_give_the_same(name, save):
-    """Forward mode, too: whatever an operation does with a parameter, it does with these."""
+    """Broadcast parameters give the same results as whole ones, also in forward mode."""
     given = {} if name == "rms_norm_add" else {"save": save}
 
     def whole(x, *parameters):

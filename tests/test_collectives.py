@@ -254,11 +254,11 @@ EXCEPTIONS = {
     # x is replicated over the axes that split the head. Plain JAX has all their devices compute the
     # loss of the same rows; here they share the rows out and exchange gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
-    # Plain JAX sums logits, which here have no more rows than the head: 128. The exchange of x is
-    # what is added. Heads are smaller than logits in training.
+    # Plain JAX sums logits, which have no more rows than the head here: 128. The additional bytes
+    # are those of x. In training, heads are smaller than logits.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
-    # Losses save no statistics of rows, so that the backward exchanges them again: 12 bytes a row,
-    # of which plain JAX under `jax.checkpoint` saves 4.
+    # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes for each
+    # row. Plain JAX under `jax.checkpoint` saves 4 of them.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
     # XLA has each device normalise a part of x, which is replicated; a kernel has whole rows.
     ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
@@ -320,5 +320,5 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
 
 
 def large(collective: hlo.Collective) -> bool:
-    """Whether it exchanges arrays of more than one axis."""
+    """Return True if the collective exchanges arrays of more than one axis."""
     return "," in collective.array

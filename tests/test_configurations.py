@@ -44,7 +44,7 @@ FUNCTIONS = {
     "layer_norm silu": lambda *a, **o: jaxnorm.layer_norm(*a, activation="silu", **o),
     "rms_norm_gated": lambda x, scale, bias, **o: jaxnorm.rms_norm_gated(x, x, scale, **o),
 }
-# Of rows that are too long for their kernels, or too short.
+# Functions whose rows are too long or too short for their kernels.
 OTHERS = {
     "log_prob_and_entropy": lambda x, scale, bias, **o: jaxnorm.log_prob_and_entropy(
         x, jnp.arange(len(x)), **o

@@ -140,7 +140,7 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
     with jaxnorm.linen.converted():
         y, variables = Several().init_with_output(jax.random.key(0), x)
     size = float(jnp.abs(y).max())
-    # Six norms, each of sums of 16 terms or 4 x 16, of which the last is of complex numbers.
+    # Six norms with sums of 16 or 4 x 16 terms; the last norm is of complex numbers.
     error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
     assert np.abs(y - Several().apply(variables, x)).max() <= error
     norms = [
@@ -219,7 +219,7 @@ def in_double(function, *arguments):
 
 @pytest.mark.parametrize("given", ["variables", "params", "boxed"])
 def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
-    """Scanned and compiled layers: theirs are tracers wherever they are called."""
+    """Parameters of scanned and compiled layers are tracers, so other values are judged."""
     model, x = LinenModel(), normal((3, 5, 16))
     variables = model.init(jax.random.key(0), x)
     variables = lost(variables, "params", "layers", "LayerNorm_0")

@@ -38,7 +38,7 @@ SLOWER_ON_H100 = {
 
 
 def replaced(device, workload):
-    """Whether the figures there are of a kernel that has gone: of long rows of odd lengths."""
+    """Return True if the committed figures are of an older kernel: long rows of odd length."""
     return device == H200 and (workload.direction, workload.cols) == ("bwd", 50257)
 
 
@@ -78,7 +78,7 @@ def test_no_call_as_in_training_is_slower_than_plain_jax():
 
 
 def test_a_call_that_is_left_has_a_reason(support):
-    """Alone; what is left for the sake of the program that it is in has other figures, below."""
+    """Calls for which XLA's fusions are better are left out here; the tests below check them."""
     name, support = support
     left = [
         (support.why_not_default(w.spec), ours > theirs)

@@ -41,7 +41,7 @@ OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--layers=1", "--mesh", "data=
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_short_run(options, main, tmp_path, monkeypatch, capsys):
-    """On a tenth of the text: what is held out of it is the longest part of a short run."""
+    """The text is a tenth of the demo's, because evaluation takes most of a short run."""
     topics = pydoc_data.topics.topics
     monkeypatch.setattr(pydoc_data.topics, "topics", dict([*topics.items()][::10]))
     assert main([*SMALL, *options, "--markdown", "table.md"]) == 0

@@ -19,7 +19,7 @@ NAMES = sorted(public_functions() - OTHERS)
 SOFTMAXES, CAUSED = ("softmax", "log_softmax"), (TypeError, ValueError)
 T = jnp.ones
 
-# Option -> values that no function takes, and what is said of them.
+# Option -> values that no function accepts, and the error message.
 OPTIONS = {
     "epsilon": [
         (-1.0, "epsilon=-1.0; expected a finite number of at least 0"),
@@ -261,7 +261,7 @@ OF_POSITIONS = [
     ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
 ]
 
-# Function -> its arguments, and for each change of them what is said.
+# Function -> its arguments, and the message for each change of them.
 ARGUMENTS = {
     **dict.fromkeys(SOFTMAXES, ({"x": T((2, 3))}, OF_SOFTMAX)),
     **dict.fromkeys(("layer_norm", "rms_norm"), ({"x": T((2, 3, 4))}, OF_NORM)),

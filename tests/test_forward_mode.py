@@ -321,7 +321,7 @@ def reverse_over_reverse(f):
     return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in gradient(f)(*a)), (0, 1, 2))
 
 
-# What is done with a function of x, scale and bias.
+# Derivatives of a function of x, scale and bias.
 DERIVATIVES = {
     "jvp": jvp,
     "jvp along scale": lambda f: lambda x, s, b: jax.jvp(lambda s: f(x, s, b), (s,), along((s,))),

@@ -148,7 +148,7 @@ def test_an_activation_closes_over_arrays(around):
 
 
 def test_experts():
-    """`jax.lax.ragged_dot` in place of the product, which gets both factors in its dtype."""
+    """`jax.lax.ragged_dot` replaces the matmul, and gets both factors in the matmul's dtype."""
     rng = np.random.default_rng(0)
     gate, up = (jnp.asarray(rng.normal(size=(12, 8)), BF16) for _ in range(2))
     weight = jnp.asarray(rng.normal(size=(3, 8, 6)), F32)
@@ -179,7 +179,10 @@ def test_experts():
 
 
 def test_a_product_of_a_tree():
-    """Integers as they are, floats in the product's dtype; with dropout of h, by a traced key."""
+    """A custom matmul gets integers as they are, and floats in its dtype. h has dropout.
+
+    The key of the dropout is traced.
+    """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 8)), BF16)
     weight = {

@@ -67,7 +67,7 @@ def test_operands_alone_are_kept(function, options):
     function = functools.partial(function, options)
     assert made(function, *arrays_of()) == []
     assert made(jax.jit(function), *arrays_of()) == []
-    # Of operands that are computed, those themselves.
+    # Computed operands are saved themselves.
     of_sines = made(lambda g, u, w, b: function(3 * g, 3 * u, w, b), *arrays_of())
     assert of_sines == [(4, INNER)] * (2 if function.func is gated else 1)
 
@@ -76,7 +76,7 @@ def test_operands_alone_are_kept(function, options):
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_blocks(function, around):
-    """Beside products' inputs, what the policy says: never the elementwise result."""
+    """The inputs of matmuls are saved, and a policy's arrays, but not the elementwise result."""
 
     def block(x, w_gate, w_up, weight, bias):
         gate, up = checkpoint_name(x @ w_gate, "gate"), checkpoint_name(x @ w_up, "up")
@@ -166,13 +166,13 @@ def test_products_behind_a_product_of_16_bits(function, has_bias):
     half = "bfloat16"
     assert forward == (half, half, "float32" if has_bias else half)
     assert backward == [(half,) * 3] * 2
-    # Nor along tangents.
+    # Tangents do not need float32 matmuls either.
     tangents = products_of(lambda *a: jax.jvp(loss, a, a), *arrays)
     assert [types[:2] for types in tangents] == [(half, half)] * 3
 
 
 def test_no_product_runs_twice():
-    """Nor without a derivative: then it is one, without a barrier."""
+    """A call that is not differentiated has one matmul, and no barrier."""
     arrays = arrays_of()
 
     def loss(*arrays):

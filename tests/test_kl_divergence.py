@@ -99,7 +99,7 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 @each_direction
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
 def test_small_divergences(x64, reverse, gap):
-    """Relative to the differences of logits, of which a small divergence is half the square."""
+    """Errors are relative to the differences of logits; divergences are about half their square."""
     x, noise = operands((4, 30000), "float32")
     teacher = x + gap * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)

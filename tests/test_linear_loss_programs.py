@@ -189,7 +189,7 @@ def test_settings_of_jax(function):
         def first(*a):
             return jax.tree.leaves(function(*a[:2], labels, bias=a[2]))[0].sum()
 
-        # Of several dtypes, which promote by the function's own rule, and with a bias.
+        # Several dtypes, which promote by the function's own rule, and a bias.
         of_all = jax.grad(first, (0, 1, 2))
         gradients = of_all(x, weight.astype("float32"), bias)
         assert [g.dtype.name for g in gradients] == ["bfloat16", "float32", "float16"]

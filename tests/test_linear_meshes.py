@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import layer_of_a_teacher, scales_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import linear_mixture
@@ -59,8 +60,25 @@ LABELS[0] = -100
 
 
 def loss_of_rows(x, weight, bias, labels, *, reduction):
-    """A mean, a sum, losses of rows ("none"); or of rows log-probabilities and entropies."""
+    """Return a number made of a mean, a sum, losses of rows ("none"), or other results of rows.
+
+    These are log-probabilities and entropies, those of several labels, and a mean divergence.
+    """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
+    if reduction == "divergence":
+        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
+        teacher = layer_of_a_teacher(labels, weight)
+        scale = scales_of(labels)
+        return jnp.sin(
+            jaxnorm.linear_kl_divergence(
+                x, weight, *teacher, where=weights, logits_scale=scale, **options
+            )
+        )
+    if reduction == "several":
+        several = jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
+        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
+        results = jaxnorm.linear_log_prob_and_entropy(x, weight, several, where=weights, **options)
+        return sum(jnp.sum(jnp.sin(result)) for result in results)
     if reduction == "log_prob":
         result = linear_mixture(x, weight, labels, where=labels >= 0, **options)
     else:
@@ -100,7 +118,7 @@ LAYERS = {
             lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
             "float32",
         )
-        for reduction in ("mean", "sum", "none", "log_prob")
+        for reduction in ("mean", "sum", "none", "log_prob", "several", "divergence")
     },
 }
 
@@ -213,6 +231,7 @@ LOSS = {
     "d of x and of weight": Layout(P("data", None, "model"), P("model"), FSDP | {"all-to-all"}),
 }
 LAYOUTS = {"gated_linear": GATED, "rms_norm_linear": NORM, "mean": LOSS, "log_prob": LOSS}
+LAYOUTS |= {"several": LOSS, "divergence": LOSS}
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
@@ -241,8 +260,9 @@ def test_layouts(name, layout, kind):
 def check_loop(text, layout):
     """The loop over chunks moves only statistics; nothing else that moves is larger than weight."""
     found = exchanged(text.splitlines())
-    # Results of rows are gathered if x's rows are whole.
-    names = {name for name, size in found if (name, size) != ("all-gather", 8 * 12)}
+    # Results of rows, with two labels or one, are gathered if x's rows are whole.
+    of_rows = [("all-gather", 8 * 12), ("all-gather", 8 * 12 * 2)]
+    names = {name for name, size in found if (name, size) not in of_rows}
     assert names == layout.exchanges
     shards = math.prod(MESH[name] for name in jax.tree.leaves(tuple(layout.weight)))
     most = D * max(V // shards, 96 // MESH["data"])
@@ -271,7 +291,7 @@ def exchanged(lines):
     [
         *(("gated_linear", layout) for layout in ("f", "f, and FSDP over n")),
         *(("rms_norm_linear", layout) for layout in ("FSDP over d, and n", "x over d")),
-        *((name, "rows and V") for name in ("mean", "log_prob")),
+        *((name, "rows and V") for name in ("mean", "log_prob", "divergence")),
     ],
 )
 def test_second_order(name, layout):
@@ -399,7 +419,7 @@ def test_the_kernel_of_norm_and_product_is_not_partitioned(product_kernel, kind)
     assert not product_kernel
 
 
-@pytest.mark.parametrize("name", ["none", "log_prob"])
+@pytest.mark.parametrize("name", ["none", "log_prob", "several", "divergence"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_of_rows(kind, name):
     its, mesh = (

@@ -184,7 +184,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
             assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
 
 
-# Of a function of floats, and its primals.
+# Derivatives of a function of floats, at its operands.
 DERIVATIVES = {
     "jvp": lambda f, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
     "forward over reverse": lambda f, *a: jax.jvp(

@@ -71,7 +71,7 @@ def test_float64(name, activation):
 
 
 def test_one_rounding():
-    """Of bfloat16 no more than half a unit is lost, of a rounded norm's activation more."""
+    """bfloat16 loses at most half a unit; the activation of a rounded norm would lose more."""
     x = normal((64, 256), "bfloat16", 0)
     plain = np.ones(256), np.zeros(256), exact(x), True, 1e-6, "input", "float32", "float32"
     ref = Norm(exact(x), *plain, activation="silu")
@@ -83,7 +83,7 @@ def test_one_rounding():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_norms_of_all_sizes(activation, implementation):
-    """Where exponentials overflow or vanish; and 0."""
+    """Norms include 0, and values whose exponentials overflow or vanish."""
     scale = jnp.asarray(np.append(np.geomspace(1e-20, 1e4, 63), 0), "float32")
     given = {"scale": scale, "activation": activation, "implementation": implementation}
     check("rms_norm", normal((70, 64), "float32", 0), **given)

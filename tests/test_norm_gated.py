@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """XLA's code, whatever the platform: rows for a kernel are many."""
+    """XLA's code runs on all platforms, because these rows are too few for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
@@ -124,7 +124,7 @@ def test_it_is_the_norm_and_its_gate(activation, before):
 
 
 def test_one_rounding():
-    """Of bfloat16 no more than half a unit is lost, where a rounded norm's product loses more."""
+    """bfloat16 results err by at most half a unit, which is less than if the norm were rounded."""
     x, gate, scale = operands((64, 256), *["bfloat16"] * 2, "float32")
     for before in (True, False):
         given = {"norm_before_gate": before}
@@ -140,7 +140,7 @@ def test_one_rounding():
 @each_order
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation, before, implementation):
-    """Where exponentials overflow or vanish; and 0."""
+    """Gates include 0, and values whose exponentials overflow or vanish."""
     sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
     x, _, scale = operands((70, 64), *["float32"] * 3)
     gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")
@@ -148,7 +148,7 @@ def test_gates_of_all_sizes(activation, before, implementation):
 
 
 def test_a_row_of_zeros(implementation):
-    """x, or its product with a gate of 0: nothing is NaN, and epsilon alone is the mean square."""
+    """x, or its product with a gate, is 0 in a row: nothing is NaN, because epsilon is added."""
     x, gate, scale = operands((70, 64), *["float32"] * 3)
     x, gate = x.at[3].set(0), gate.at[5].set(0)
     for before in (True, False):
@@ -179,7 +179,7 @@ def test_scales_of_zero(dtype, before):
 @pytest.mark.remat
 @each_order
 def test_what_the_policy_keeps_for_the_next_product(before):
-    """y, so that a block which is made again makes the products before the gate, and no norm."""
+    """y is saved, so a rematerialised block recomputes the matmuls before the gate but no norm."""
     weight = jnp.eye(16)
 
     gated = functools.partial(jaxnorm.rms_norm_gated, norm_before_gate=before)

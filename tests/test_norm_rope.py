@@ -28,7 +28,7 @@ MIXES = [
 ]
 # x, and r.
 SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
-# Of x (2, 8, 4, 64): which axes the tables have.
+# The axes of the tables, for an x of (2, 8, 4, 64).
 BROADCAST = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
 
 each_save = pytest.mark.parametrize("save", ["output", "input"])
@@ -41,7 +41,7 @@ def checked(x, scale, cos, sin, *, save, **options):
 
 
 def reference_of(x, scale, cos, sin, d, *, save, y_dtype, interleaved=False):
-    """Of arrays as `jaxnorm.rms_norm_rope` takes them."""
+    """Return the reference of the arguments of `jaxnorm.rms_norm_rope`."""
     cols = x.shape[-1]
 
     def of_rows(table):
@@ -137,7 +137,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """XLA's code, whatever the platform: rows for a kernel are many."""
+    """XLA's code runs on all platforms, because these rows are too few for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
@@ -177,7 +177,7 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """Beside the plain formula, and for one pair beside rms_norm and complex numbers."""
+    """Compare with the plain formula and, for one pair, with rms_norm and complex numbers."""
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     ours, theirs = (
@@ -232,9 +232,9 @@ def test_a_pair_whose_tables_are_zero(dtype):
     ("dtype", "ratio"), [("bfloat16", 8.0), ("float16", 32.0), ("float32", 2.0**10)]
 )
 def test_the_law(ratio, dtype, interleaved):
-    """What the output carries of a column errs by its roundoff times the ratio of the scales.
+    """The relative error of a column is the output's roundoff times the ratio of the scales.
 
-    With a rotation by c and s, y's two roundings become u^2 (c^2 y_i^2 + s^2 y_j^2) of n_i, whose
+    With a rotation by c and s, y's two roundings become u^2 (c^2 y_i^2 + s^2 y_j^2) in n_i, whose
     mean over all angles is u^2 (3 g_i^2 + g_j^2) / 4; u is the mean roundoff, 0.83 of a half.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
@@ -258,11 +258,12 @@ def test_the_law(ratio, dtype, interleaved):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rotated", [64, 32])
 def test_check_params_predicts_the_error(rotated, dtype):
-    """Of each column, from scales of all sizes, within a factor.
+    """check_params predicts each column's error within a factor, for scales of all sizes.
 
-    Its law takes a rotation by 45 degrees, where both columns of a pair err alike. Over all angles
-    their mean squares are 3/4 and 1/4 of the two scales', and not 1/2 and 1/2: the prediction is
-    off by up to a factor of sqrt(2) either way, and some 1000 rows add as much as in rms_norm.
+    Its law assumes a rotation by 45 degrees, where both columns of a pair have the same error. Over
+    all angles, the mean squares are 3/4 and 1/4 of the two scales' instead of 1/2 and 1/2. The
+    prediction is therefore off by up to a factor of sqrt(2) either way, and some 1000 rows add as
+    much as in rms_norm.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -300,7 +301,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
     assert np.all(np.isfinite(exact(dscale)))
     assert_within(exact(dx).reshape(-1, 64)[:, others], ref.dx[:, others], dx_bound[:, others])
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
-    # Where it is wrong it is bounded, as x_hat is: by sqrt(d).
+    # The wrong gradient is bounded by sqrt(d), as x_hat is.
     of_lost = np.abs(exact(dscale[lost]) - ref.dscale[lost])
     assert of_lost <= np.sum(np.abs(ref.d[:, lost])) * 2 * np.sqrt(64)
     assert relative_error(dscale[partner], ref.dscale[partner]) < 8 * unit_roundoff(dtype)
@@ -309,7 +310,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_of_a_pair_zero(dtype):
-    """As in rms_norm: the forward raises both scales to 2^-60, and y carries them."""
+    """As in rms_norm, the forward raises both scales to 2^-60, and y contains them."""
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))
     )
@@ -325,7 +326,7 @@ def test_both_of_a_pair_zero(dtype):
 
 
 def dscale_walk(ref, column, dtype):
-    """What y's roundings add up to in the gradient of a column's scale, of a pair alike."""
+    """Return the sum of y's roundings in dscale of a column, equal for both columns of a pair."""
     magnitude = np.abs(ref.d[:, column]) * np.hypot(
         ref.xh[:, column], ref.xh[:, ref.partner[column]]
     )
@@ -333,10 +334,10 @@ def dscale_walk(ref, column, dtype):
 
 
 def test_outputs_beyond_float16():
-    """A y of infinity, behind what is bounded, is the largest number to the backward.
+    """The backward treats an infinite y, before a bounded function, as the largest number.
 
-    Its cotangent is 0 there, and sum(dn n) is that of d y, whatever the rotation: so the other
-    columns of its row see nothing of it, but its partner does.
+    The cotangent is 0 there, and sum(dn n) equals that of d y for any rotation. So the other
+    columns of its row are unaffected, but its partner is not.
     """
     scale = parameter(64, "float32").at[5].set(5e4)
     cos, sin = tables((8, 1, 32))

@@ -1,4 +1,4 @@
-"""What programs of rms_norm_rope save of its tables."""
+"""The residuals of rms_norm_rope's programs, in particular its tables."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ ALL = X, SCALE, COS, SIN
 
 
 def test_scan_keeps_the_tables_once():
-    """What is shared by all layers: no array of layers and positions."""
+    """The layers share the tables: no array of layers and positions is saved."""
     layers = 3
 
     def residuals(x, scales, cos, sin):
@@ -55,9 +55,10 @@ WRAPPED = {
     [*((around, "output") for around in WRAPPED), ("plain", "input"), ("jit", "input")],
 )
 def test_what_is_kept(around, save):
-    """From the output y and a number of each row, and no array of x's size beside it.
+    """y and a number per row are saved, and no other array of x's size.
 
-    x is 3 u, so that it is none of the arguments. Beside those it keeps tables with x's axes.
+    x = 3 u is computed inside the function, so it cannot be an argument. Tables with x's axes are
+    saved too.
     """
     block = WRAPPED[around](lambda u, *others: jaxnorm.rms_norm_rope(3 * u, *others, save=save))
 
@@ -70,7 +71,7 @@ def test_what_is_kept(around, save):
     residuals = {id(v): v for v in residuals if isinstance(v, jax.extend.core.Var)}
     shapes = sorted(v.aval.shape for v in residuals.values() if v not in jaxpr.invars)
     if around == "remat":
-        assert shapes == []  # All is made again, from the arguments.
+        assert shapes == []  # All of it is recomputed from the arguments.
         return
     # `jax.checkpoint` makes those again, from the arguments.
     views = [] if around == "save_policy" else [(1, *COS.shape)] * 2

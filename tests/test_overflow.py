@@ -16,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 LARGEST = 65504.0
 FUNCTIONS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"]
-# The columns that overflow, and of an axis that is not the last, too.
+# The columns that overflow; also along an axis that is not the last.
 WIDE = [3, 40]
 
 
 def parameters(name, cols):
-    """Of the norm whose output is returned: scale, and LayerNorm's bias."""
+    """Return the parameters of the norm whose output is returned: scale, and LayerNorm's bias."""
     scale = normal((cols,), "float32", 2, 0.3, 1.0).at[jnp.array(WIDE)].set(5e4)
     return (scale, normal((cols,), "float32", 3)) if "layer" in name else (scale,)
 
@@ -39,7 +39,7 @@ def call(name, x, *parameters, **options):
 @pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_bounded_consumer(name, cols, axis, implementation):
-    """Its cotangent is 0 there. What is left of x_hat is that y is the largest number, or more."""
+    """The cotangent of an infinite y is 0, and x_hat is taken from the largest number."""
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)
     function = functools.partial(
@@ -66,7 +66,7 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
         h = exact(x) * (1 + name.startswith("add"))
         ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
     dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # c2 sees nothing of what is infinite, and neither does another element of its row,
+    # c2 and the other elements of the row do not depend on infinite elements,
     x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
     lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
     expected, bound = ref.dx, dx_bound + lost
@@ -83,7 +83,7 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tangents(name):
-    """Those that start from an infinite y are as those from the input."""
+    """Tangents from an infinite y equal those from the input."""
     x, t = normal((130, 256), "float32", 0), normal((130, 256), "float32", 1)
     t = t.at[:, jnp.array(WIDE)].set(0)
     given = parameters(name, 256)
@@ -101,7 +101,7 @@ def test_tangents(name):
 
 
 def test_nan_stays_nan():
-    """Only what is infinite is taken for a number."""
+    """Only infinities count as the largest number."""
     x = normal((4, 64), "float32", 0).at[1, 2].set(np.nan)
     y, vjp = jax.vjp(lambda x: jaxnorm.rms_norm(x, jnp.ones(64), dtype="float16"), x)
     dx = exact(vjp(jnp.zeros_like(y))[0])

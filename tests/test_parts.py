@@ -108,8 +108,8 @@ with_own_rule.defvjp(
 
 checkpointed = jax.checkpoint(rms_norm)
 
-#: By name: a function, and what makes its arguments. Without copies, most of them would pass an
-#: unaligned address to a kernel.
+#: Name -> a function, and a function that creates its arguments. Without copies, most of these
+#: programs would pass an unaligned address to a kernel.
 PATTERNS = {
     "labels tokens[1:]": (
         lambda x, t: loss(x, t[1:]),

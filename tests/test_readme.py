@@ -17,7 +17,7 @@ BLOCK = re.compile(
     r"(?P<indent> *)```python\n(?P<code>.*?)\n *```",
     re.DOTALL,
 )
-# What a block may need that is not everywhere. One that needs anything else is an error.
+# Modules that a block may need and that are not always installed. Other needs are errors.
 OPTIONAL = {"jaxnorm.equinox", "jaxnorm.linen.converted", "jaxnorm.nnx.convert"}
 
 

@@ -98,7 +98,7 @@ _LINEAR = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": LABELS}
 _SUM = {"x": X, "residual": X}
 _ROTATIONS = [{"cos": (ROWS, n // 2), "sin": (ROWS, n // 2)} for n in (COLS, COLS // 2)]
 
-#: By the name of a reference: what it is in jnp, the shapes of operands, and options.
+#: Name of a reference -> its formula in plain JAX, the shapes of operands, and options.
 CASES = [
     *(
         (name, functools.partial(softmax, log=name == "log_softmax"), {"x": X, **others}, options)
@@ -224,7 +224,7 @@ def test_results_and_gradients(name, plain, shapes, options, x64):
     constants = {n: a for n, a in given.items() if n not in gradients}
     arrays = {n: jnp.asarray(given[n]) for n in gradients}
     expected, pullback = jax.vjp(lambda arrays: function(**arrays, **constants), arrays)
-    # Where an entry is left out, the logarithm is -inf and its cotangent takes no part.
+    # Where an entry is masked, the logarithm is -inf and its cotangent is ignored.
     expected, tree = jax.tree.flatten(expected)
     along = [np.where(np.isinf(y), 0, d) for y, d in zip(expected, along, strict=True)]
     (wanted,) = pullback(jax.tree.unflatten(tree, map(jnp.asarray, along)))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import teacher_of
 from jax._src.ad_checkpoint import saved_residuals
 from programs import equations, names
 from reference import assert_within, exact
@@ -148,6 +149,15 @@ FUNCTIONS = {
         lambda x, s, w: jaxnorm.log_prob_and_entropy(x, LABELS)[1],
         saved(1, 0, 3),
     ),
+    "log_prob_and_entropy of several": (
+        lambda x, s, w: jaxnorm.log_prob_and_entropy(x, LABELS[:, None])[1],
+        saved(1, 0, 3),
+    ),
+    "kl_divergence": (lambda x, s, w: jaxnorm.kl_divergence(x, teacher_of(x)), saved(2, 0, 5)),
+    "kl_divergence reverse": (
+        lambda x, s, w: jaxnorm.kl_divergence(x, teacher_of(x), reverse=True),
+        saved(2, 0, 5),
+    ),
     "linear_softmax_cross_entropy": (
         lambda x, s, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS),
         dict.fromkeys(("plain", "names", "all but out"), (1, 0, 1)) | {"save_policy": (0, 0, 0)},
@@ -170,6 +180,9 @@ NAMES = {
     "softmax": {"jaxnorm_softmax_out"},
     "softmax_cross_entropy_with_integer_labels": {"jaxnorm_lse"},
     "log_prob_and_entropy": {"jaxnorm_lse"},
+    "log_prob_and_entropy of several": {"jaxnorm_lse"},
+    "kl_divergence": {"jaxnorm_lse"},
+    "kl_divergence reverse": {"jaxnorm_lse"},
     "linear_softmax_cross_entropy": {"jaxnorm_linear_gradient"},
     "rms_norm_linear": {"jaxnorm_rstd"},
     "rms_norm_linear silu": {"jaxnorm_rstd", "jaxnorm_preactivation"},

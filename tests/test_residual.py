@@ -81,7 +81,7 @@ def test_addition_between_two_norms(
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("shared", ["scale", "next_scale"])
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
-    """It is rounded once, in bfloat16, whatever the other one's groups of rows."""
+    """The gradient is rounded once, in bfloat16, for all groups of rows of the other scale."""
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))
     scale, next_scale = (
@@ -133,7 +133,7 @@ def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implemen
 
 
 def test_groups_whose_rows_are_not_consecutive():
-    """What numpy broadcasts; XLA's code, whatever the platform."""
+    """Any parameter that numpy broadcasts is supported, by XLA's code on every platform."""
     x = normal((4, 3, 16), "float32", 0)
     scale = normal((3, 16), "float32", 1)
     expected = jaxnorm.rms_norm(x, jnp.broadcast_to(scale, x.shape))

@@ -51,7 +51,7 @@ def ours(name, save, y_dtype, x, residual, scale, next_scale):
 
 
 def derivatives(function, operands, along):
-    """Of first and second order, forward and reverse, along every operand."""
+    """Return derivatives of first and second order, forward and reverse, along every operand."""
 
     def loss(*operands):
         y, h = (a.astype("float64") for a in function(*operands))
@@ -109,7 +109,7 @@ ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in 
     ],
 )
 def test_derivatives(name, mix, save):
-    """As near to those of exact arithmetic as plain JAX's, which rounds at the same places."""
+    """Derivatives are as accurate as plain JAX's, which rounds at the same places."""
     _, r_dtype, y_dtype = mix
     arrays = operands(mix)
     if name == "add_rms_norm":
@@ -123,7 +123,7 @@ def test_derivatives(name, mix, save):
 
 
 def test_no_kernel_takes_a_norm_of_such_a_call():
-    """Its own arrays may be float32, but its statistics are not."""
+    """Its arrays may be float32, but its statistics are not."""
     float32, float64 = np.dtype("float32"), np.dtype("float64")
     spec = build_spec("norm_add_norm", "bwd", 256, 1024, float32, float64, residual_dtype=float32)
     assert spec.first.x_dtype == spec.first.y_dtype == float32

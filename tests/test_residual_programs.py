@@ -1,4 +1,4 @@
-"""What the programs of residual norms hold: kernels, passes over the rows, and what is kept."""
+"""Programs of residual norms: kernels, passes over the rows, and residuals."""
 
 import functools
 import re
@@ -29,9 +29,9 @@ WRAPPED = {
     [("bfloat16", "bfloat16", 1), ("bfloat16", "float32", 2), ("float32", "bfloat16", 1)],
 )
 def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
-    """Whose backward writes one gradient for both operands where their dtypes agree.
+    """The backward stores one gradient for both operands if their dtypes agree.
 
-    And where it is rounded before it is x's.
+    It also does so if the gradient is rounded before it is x's.
     """
     shape = (8192, 4096)
     x, residual = jax.ShapeDtypeStruct(shape, x_dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -68,7 +68,7 @@ def test_an_unused_result_costs_no_pass_backward(used):
 
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
 def test_an_unused_sum_is_not_written(name):
-    """Forward, with gradients, and in a scan's body, which is traced by itself."""
+    """This holds for a forward, for gradients, and in a scan's body, which is traced separately."""
     shape = (8192, 4096)
     x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:], "float32")
 
@@ -169,7 +169,7 @@ def scanned(block, x, parameters):
 
 
 def additions_of(jaxpr, shape):
-    """Of arrays of this shape, among cotangents: in all that a jaxpr holds."""
+    """Return the additions of cotangents of this shape, anywhere in a jaxpr."""
     found = [e for e in equations(jaxpr) if e.primitive.name == "add_any"]
     return sum(e.outvars[0].aval.shape == shape for e in found)
 
@@ -196,7 +196,7 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
         return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
 
     ours, theirs = (jax.jit(loss(norm)) for norm in (getattr(jaxnorm, name), plain))
-    # Also outside jit.
+    # The program runs outside of `jax.jit`, too.
     run = loss(getattr(jaxnorm, name)) if wrapped == "plain" else ours
     assert_computes(run(x, parameters), theirs, x, parameters, like=ours)
     additions = [additions_of(jax.make_jaxpr(f)(x, parameters), x.shape) for f in (ours, theirs)]
@@ -205,12 +205,12 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
 
 
 def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
-    """On a version of jax that has none: the ordinary transpose."""
+    """A JAX version without accumulators uses the ordinary transpose."""
     from jaxnorm.primitives import row_operations
 
     rules = row_operations._RULES
     monkeypatch.setattr(row_operations, "_accumulators", None)
-    # New primitives, of which none has the transpose that takes accumulators.
+    # New primitives are created without the transpose that takes accumulators.
     monkeypatch.setattr(rules, "primitive", functools.cache(rules.registered))
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 

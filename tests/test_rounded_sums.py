@@ -22,9 +22,9 @@ each_platform = pytest.mark.parametrize(
 
 
 def operands(name, dtype):
-    """Addends whose sum is h, of few bits, but for a rounding; the squares of h add up exactly.
+    """Return addends whose sum h has few bits before its rounding; its squares sum up exactly.
 
-    So y has the same bits in whatever order a program adds them.
+    So y has the same bits for every order of summation.
     """
     rng = np.random.default_rng(0)
     unit = jnp.finfo(dtype).eps
@@ -49,7 +49,7 @@ def test_y_is_the_norm_of_h(name, dtype, platform):
         rms_norm = jax.jit(functools.partial(jaxnorm.rms_norm, implementation="xla"))
         np.testing.assert_array_equal(h, residual)
         np.testing.assert_array_equal(y, rms_norm(h))
-        # That of the sum before it is rounded is another one.
+        # The norm of the unrounded sum differs.
         addend = x.astype("float32") * (1 if scale is None else scale)
         other = rms_norm(residual.astype("float32") + addend).astype(dtype)
         assert np.mean(np.asarray(y != other)) > 0.05
@@ -78,7 +78,7 @@ def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
     ("name", "roundings"), [("add_rms_norm", (1, 2)), ("rms_norm_add_rms_norm", (1, 1))]
 )
 def test_the_rounding_is_in_the_program(name, roundings, dtype):
-    """Where XLA may drop casts. It keeps them on a CPU, where they are the faster code."""
+    """The rounding is explicit where XLA may drop casts. On a CPU, casts are faster and stay."""
     x, narrow = (jax.ShapeDtypeStruct(SHAPE, each) for each in ("float32", dtype))
     function = functools.partial(getattr(jaxnorm, name), dtype=dtype, implementation="xla")
 
@@ -97,7 +97,7 @@ def test_the_rounding_is_in_the_program(name, roundings, dtype):
 
 @pytest.mark.parametrize(("wide", "narrow"), [("float32", "float16"), ("float64", "float32")])
 def test_small_sums_are_not_flushed(wide, narrow, x64):
-    """Numbers below the least normal one are ordinary: a sum keeps them, whatever rounds it."""
+    """Numbers below the smallest normal number are rounded like others, and not flushed to 0."""
     from jaxnorm_kernels.xla.norm import _rounded
 
     least = float(jnp.finfo(narrow).smallest_subnormal)

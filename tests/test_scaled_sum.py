@@ -108,7 +108,7 @@ def test_over_other_axes(x64):
 @pytest.mark.parametrize("groups", [1, 32])
 @each_function
 def test_a_block_is_a_kernel_each_way(name, groups):
-    """Whose backward writes the gradients of x and of the residual, and nothing of their size."""
+    """The backward stores the gradients of x and the residual, and nothing else of their size."""
     rows = jax.ShapeDtypeStruct((32, 1024, 1152), "bfloat16")
     vector = jax.ShapeDtypeStruct((groups, 1, 1152) if groups > 1 else (1152,), "float32")
 
@@ -126,7 +126,7 @@ def test_a_block_is_a_kernel_each_way(name, groups):
 
 
 def test_where_the_norm_is_not_used_a_sum_is_left():
-    """Forward no norm is made; backward, of h's cotangent, the products alone."""
+    """If only h is used, the forward computes no norm."""
     operands = [jnp.asarray(a, jnp.float32) for a in ALL]
     forward = jax.jit(lambda *a: ours(*a)[1])
     assert forward.lower(*operands).as_text().count("rsqrt") == 0

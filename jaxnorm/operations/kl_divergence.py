@@ -92,7 +92,7 @@ def kl_divergence(
     logits = checks.float_array(NAME, "logits", logits)
     teacher = checks.float_array(NAME, "teacher_logits", teacher_logits)
     checks.same_shape(NAME, "teacher_logits", teacher.shape, logits.shape, of="logits")
-    view = RowView(logits.shape, checks.axes(NAME, axis, logits.shape, of="logits"))
+    view = RowView.of(logits.shape, checks.axes(NAME, axis, logits.shape, of="logits"))
     dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
     mask = weights = None
     if where is not None:
@@ -137,7 +137,7 @@ def divergence_call(
     implementation: Name | None,
 ) -> Call:
     """Check the options and return the forward call; `mask` is a shape."""
-    view = RowView(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
+    view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)
     op = FUNCTIONS[NAME].op
     spec = Spec(

@@ -281,7 +281,7 @@ def call_of(
     if of_logits == "kl_divergence":
         assert teacher_dtype is not None
         call = divergence_call(
-            of_logits,
+            head.function,
             shape,
             np.dtype(dtype),
             teacher_dtype,
@@ -295,7 +295,7 @@ def call_of(
             teacher_logit_softcap=head.teacher_softcap,
             implementation=head.implementation,
         )
-        return call.replaced(function=head.function, primitives=call.function)
+        return call.replaced(primitives=of_logits)
     call = loss_call(
         of_logits,
         shape,

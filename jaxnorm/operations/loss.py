@@ -142,7 +142,7 @@ def of_rows(
     checks.not_one_hot(function, labels, shape, axes)
     labels = checks.integer_array(function, "labels", labels)
     mask = weights = None
-    dtype, view = checks.arithmetic_dtype(logits.dtype), RowView(shape, axes)
+    dtype, view = checks.arithmetic_dtype(logits.dtype), RowView.of(shape, axes)
     scale = scales.of_logits(function, logits_scale, view.shape_of("label"), dtype)
     if where is not None:
         array = checks.weights(function, "where", where, dtype)

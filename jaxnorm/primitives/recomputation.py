@@ -57,6 +57,40 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
     return _recomputed(closed, len(rows), *rows, *traced.consts, *arrays)
 
 
+def _of_program(
+    name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
+) -> Primitive:
+    """Return a primitive that runs a program, its parameter `jaxpr`, with these rules."""
+    primitive = Primitive(name)
+
+    def batch(
+        axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, jaxpr: ClosedJaxpr, **params: Any
+    ) -> tuple[list[jax.Array], Sequence[int]]:
+        batched = jax.vmap(
+            jaxpr_as_fun(jaxpr),
+            in_axes=tuple(dims),
+            axis_size=axis.size,
+            axis_name=axis.name,
+            spmd_axis_name=axis.spmd_name,
+        )
+        traced = jax.make_jaxpr(batched)(*arrays)
+        return primitive.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
+
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    primitive.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
+    mlir.register_lowering(primitive, mlir.lower_fun(lower))
+    ad.primitive_jvps[primitive] = with_wide_types(jvp)
+    ad.primitive_transposes[primitive] = with_wide_types(transpose)
+    batching.fancy_primitive_batchers[primitive] = with_wide_types(batch)
+    return primitive
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
+    """The JVP of plain JAX, which saves more residuals: it is only for second derivatives."""
+    return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _recomputed(f: Function, rows: int, *arrays: jax.Array) -> jax.Array:
     return f(*arrays)
@@ -137,48 +171,10 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-def _batch_recomputed(
-    axis: Any,
-    arrays: Sequence[jax.Array],
-    dims: Sequence[Any],
-    *,
-    jaxpr: ClosedJaxpr,
-    **params: Any,
-) -> tuple[list[jax.Array], Sequence[int]]:
-    traced = _batched(axis, arrays, dims, jaxpr)
-    return _recomputed_p.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
-
-
-def _batched(
-    axis: Any, arrays: Sequence[jax.Array], dims: Sequence[Any], jaxpr: ClosedJaxpr
-) -> Any:
-    """Return the program of a batch; results have the batch first."""
-    batched = jax.vmap(
-        jaxpr_as_fun(jaxpr),
-        in_axes=tuple(dims),
-        axis_size=axis.size,
-        axis_name=axis.name,
-        spmd_axis_name=axis.spmd_name,
-    )
-    return jax.make_jaxpr(batched)(*arrays)
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
-    """The JVP of plain JAX, which saves more residuals: it is only for second derivatives."""
-    return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
-
-
 # A linear function (true, true, *arrays, *tangents) -> tangent, or its transpose
 # (true, true, *arrays, cotangent) -> cotangents, in which the bools wait for the cotangent
 # (`awaits`). groups: for each tangent, the index of the bool on which its cotangent depends.
-_recomputed_p = Primitive("jaxnorm.recomputed")
-_recomputed_p.multiple_results = True
-_recomputed_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-_recomputed_p.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
-mlir.register_lowering(_recomputed_p, mlir.lower_fun(_lower_recomputed))
-ad.primitive_jvps[_recomputed_p] = with_wide_types(_jvp)
-ad.primitive_transposes[_recomputed_p] = with_wide_types(_transpose_recomputed)
-batching.fancy_primitive_batchers[_recomputed_p] = with_wide_types(_batch_recomputed)
+_recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 
 def _jvp_along(
@@ -280,26 +276,6 @@ def _jvp_linear(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) 
     return _linear_p.bind(*primals, **static), _linear_p.bind(*of, **static)
 
 
-def _batch_linear(
-    axis: Any,
-    arrays: Sequence[jax.Array],
-    dims: Sequence[Any],
-    *,
-    jaxpr: ClosedJaxpr,
-    **static: Any,
-) -> tuple[list[jax.Array], list[int]]:
-    traced = _batched(axis, arrays, dims, jaxpr)
-    operands = (*traced.consts, *arrays)
-    return _linear_p.bind(*operands, jaxpr=_without_constants(traced), **static), [0]
-
-
 # (*residuals, tangent) -> result, or, `transposed`, (*residuals, cotangent) -> the tangent's
 # cotangent.
-_linear_p = Primitive("jaxnorm.linear")
-_linear_p.multiple_results = True
-_linear_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-_linear_p.def_impl(_run_linear)
-mlir.register_lowering(_linear_p, mlir.lower_fun(_run_linear))
-ad.primitive_jvps[_linear_p] = _jvp_linear
-ad.primitive_transposes[_linear_p] = _transpose_linear
-batching.fancy_primitive_batchers[_linear_p] = _batch_linear
+_linear_p = _of_program("jaxnorm.linear", _run_linear, _jvp_linear, _transpose_linear)

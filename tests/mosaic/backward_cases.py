@@ -1,4 +1,4 @@
-"""What the tests of the backward kernels share: schedules, calls, and references in float64."""
+"""Schedules, calls and float64 references for the tests of the backward kernels."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ SOFTMAX_CASES = (
     Case("split_row_tail", 2, 2571, InRegisters(1, 4)),
 )
 
-#: Rows over several blocks: these lower, but the interpreter knows no clusters.
+#: Rows over several blocks. These are only lowered, because the interpreter has no clusters.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, PipelinedRows(8, 2, stages=3, cluster=2)),
     Case("cluster_of_2_rows", 9, 8192, PipelinedRows(8, 2, stages=3, rows=2, cluster=2)),
@@ -133,7 +133,8 @@ def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
     if spec.is_norm:
         return contract.call(mosaic, spec, *operands, schedule=schedule)
     y, dy = operands
-    return contract.call(mosaic, spec, y, None, dy, schedule=schedule)[:1]
+    kept = [None] * len(spec.operation.keeps)
+    return contract.call(mosaic, spec, y, *kept, dy, schedule=schedule)[:1]
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:
@@ -150,17 +151,17 @@ def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 
-# Of a given schedule the same each time, so that it compiles once; without one it depends on
-# tables, which a test may replace.
+# A given schedule has the same program each time, which compiles once. Without one, the program
+# depends on tables, which a test may replace.
 _program_once = functools.lru_cache(maxsize=64)(_program)
 
 
-# -------------------------------------------------------------------- references and error bounds
+# References and error bounds.
 #
-# From the very arrays that the kernel gets, statistics among them, and so by formulas of their own
-# where `reference` starts from x. u = 2^-24 is the unit roundoff of float32. A sum of n
-# terms is one of at most _TERMS in sequence and then a tree, so its relative error (against the sum
-# of magnitudes) is below _TERMS u. Everything else adds a few roundings.
+# They start from the arrays that the kernel gets, including statistics, so they need separate
+# formulas: `reference` starts from x. u = 2^-24 is the unit roundoff of float32. A sum of n terms
+# adds at most _TERMS in sequence and then a tree, so its relative error (against the sum of
+# magnitudes) is below _TERMS u. Everything else adds a few roundings.
 
 _U = 2.0**-24
 _TERMS = 128

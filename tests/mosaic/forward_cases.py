@@ -1,4 +1,4 @@
-"""What the tests of the forward kernels share: schedules, calls, and references in float64."""
+"""Schedules, calls and float64 references for the tests of the forward kernels."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A schedule with the number of rows and columns of which it makes something special.
+    """A schedule, with numbers of rows and columns for which it has a special case.
 
     `schedule` is for a vector of 8 elements (for 16 bits), or of 1.
     """
@@ -90,7 +90,7 @@ CASES = (
     ),
 )
 
-#: Rows that the blocks of a cluster share, of which the interpreter knows nothing.
+#: Rows that the blocks of a cluster share; the interpreter cannot run clusters.
 CLUSTERED = (
     Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
     Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
@@ -197,8 +197,8 @@ def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """y in float64, and the error that a kernel may make."""
     x = exact(x)
     shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
-    # Of exp(t): the rounding of t and, for 16 bits, of t log2(e); 4 u for the function itself.
-    # Parts of a row have maxima of their own, which double the first.
+    # The error of exp(t): the rounding of t and, for 16 bits, of t log2(e); 4 u for the function
+    # itself. Parts of a row have their own maxima, which doubles the first.
     exp_error = (4 * np.abs(shifted) + 4) * _U
     total_error = (p * exp_error).sum(axis=1, keepdims=True) + (_TERMS + 8) * _U
     if spec.op == "softmax":
@@ -250,7 +250,7 @@ def norm_reference(
 def residual_reference(
     spec: Spec, outputs: Sequence[np.ndarray], x: Any, residual: Any, *params: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What `norm_reference` gives, of all outputs; y is held against the norm of the h given."""
+    """Return `norm_reference` for all outputs; y is compared with the norm of the given h."""
     if spec.op == "add_norm":
         h = (x.astype(F32) + residual.astype(F32)).astype(spec.norm.residual_dtype)
         (y, *stats), (error, *stat_errors) = norm_reference(spec.last, outputs[1], *params)

@@ -1,6 +1,6 @@
-"""Compiles kernels for a GPU that need not be here, an H100, and reads what the compiler says.
+"""Compile kernels for an H100 that need not be present, and read the compiler's messages.
 
-JAX compiles for a topology that its CUDA plugin is told of; Mosaic then prints the messages of
+JAX compiles for a topology that is described to its CUDA plugin, and Mosaic prints the messages of
 ptxas. `make compile` installs both.
 """
 
@@ -56,7 +56,7 @@ device_description_str: "{name}"
 
 
 def _config(name: str, major: int, gpu: Gpu, memory: int, threads: int = 2048) -> str:
-    """Of `gpu`; bytes of memory, and threads of a multiprocessor."""
+    """Return the description of `gpu`, with its bytes of memory and threads per multiprocessor."""
     optin, shared = gpu.smem, gpu.shared_bytes
     return _CONFIG.format(
         name=name,
@@ -78,9 +78,9 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What ptxas says of a kernel: registers of a thread, and bytes of it that did not fit.
+    """The report of ptxas on a kernel: registers per thread, and bytes that were spilled.
 
-    `serialised`: that it has matrix products wait for each other.
+    `serialised`: ptxas serialises its matrix instructions.
     """
 
     name: str
@@ -105,8 +105,8 @@ class Compiler:
     def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
         """The kernels of ``function(*operands)``, in the order of their names."""
         with pytest.MonkeyPatch.context() as patch:
-            # And nowhere to: with a folder, it writes the kernel after each of its passes, which
-            # takes longer than they do.
+            # No folder is set: with one, the compiler writes the kernel after each pass, which
+            # takes longer than the pass.
             patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
             shapes = jax.tree.map(self._on_gpu, tuple(operands))
             with _printed_to(self.folder / "ptxas"):
@@ -119,7 +119,7 @@ class Compiler:
 
 @contextlib.contextmanager
 def _printed_to(file: Path) -> Iterator[None]:
-    """What this process prints, its C++ too, is in `file` and not on its standard output."""
+    """Redirect the output of this process, including its C++ code, to `file`."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxnorm_kernels.mosaic.device import addresses
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -60,7 +60,7 @@ def held(layout: Any, array: np.ndarray) -> np.ndarray:
     return np.stack(elements)
 
 
-def computed(places: addresses.Places) -> np.ndarray:
+def computed(places: mgpu.Places) -> np.ndarray:
     thread = np.arange(WARPGROUP_THREADS)[:, None, None]
     first = sum(thread // divisor % size * stride for divisor, size, stride in places.terms)
     registers = np.asarray(places.registers)[:, None]
@@ -70,12 +70,12 @@ def computed(places: addresses.Places) -> np.ndarray:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("row", [0, 24], ids=["dense", "part"])
 def test_each_thread_finds_its_elements(name, row):
-    """Also in a part of an array with longer rows."""
+    """The places are right for a whole array, and for a part of an array with longer rows."""
     layout, shape = LAYOUTS[name]
     whole = (*shape[:-1], shape[-1] + row)
     array = np.arange(math.prod(whole)).reshape(whole)
     strides = tuple(stride // array.itemsize for stride in array.strides)
-    places = addresses.places(layout.to_mgpu(), shape, strides)
+    places = mgpu.places(layout.to_mgpu(), shape, strides)
     expected = held(layout.to_mgpu(), array[..., : shape[-1]])
     assert np.array_equal(computed(places), expected)
 
@@ -84,12 +84,12 @@ def test_axes_that_are_not_counted():
     """The place among the first axes alone: the last axis has a stride of 0."""
     layout = strip_layout(8, 8).to_mgpu()
     numbers = np.broadcast_to(np.arange(32).reshape(4, 8, 1), (4, 8, 128))
-    places = addresses.places(layout, (4, 8, 128), (8, 1, 0))
+    places = mgpu.places(layout, (4, 8, 128), (8, 1, 0))
     assert np.array_equal(computed(places), held(layout, numbers))
 
 
 def test_threads_side_by_side_take_one_term():
     """Few operations: a vector for each thread of a warpgroup is at ``thread % 128 * vector``."""
-    places = addresses.places(warps_layout(8).to_mgpu(), (4, 256), (256, 1))
+    places = mgpu.places(warps_layout(8).to_mgpu(), (4, 256), (256, 1))
     assert places.terms == ((1, 128, 8),)
     assert places.registers == (0,)

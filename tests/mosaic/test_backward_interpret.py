@@ -86,7 +86,7 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     ids=str,
 )
 def test_with_64_bit_types(op: str, case: Case) -> None:
-    """Kernels count in 32 bits, whatever a Python integer is traced as."""
+    """Kernels count in 32 bits, even if a Python integer is traced as 64 bits."""
     spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -145,7 +145,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Each schedule with one of two calls, in turn: each kind of schedule meets both.
+# Each schedule runs one of two calls, so that each kind of schedule meets both.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -230,7 +230,7 @@ def test_groups_with_64_bit_types(name: str) -> None:
         check(spec, case.schedule_for(BF16), *make_operands(spec))
 
 
-# Of each group, rows enough for both blocks to go round in their rings.
+# Each group has enough rows for both blocks to go around their rings.
 @pytest.mark.parametrize(("name", "rows"), [("ring_two_warpgroups", 5), ("rows_ring", 17)])
 def test_results_are_the_same_again(name: str, rows: int) -> None:
     case = BY_NAME[name]
@@ -258,7 +258,7 @@ def test_nan_stays_in_its_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring_two_stages", "rows_ring"])
 def test_clip(name: str) -> None:
-    """|x_hat| is at most sqrt(N): what lies beyond is noise: of a bias far above G, here."""
+    """|x_hat| is at most sqrt(N). Larger values are rounding errors, here of a bias far above G."""
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -267,7 +267,7 @@ def test_clip(name: str) -> None:
 
 
 def test_float16_has_no_floor() -> None:
-    """Where G is 0, or so small that 1 / G would be infinite, x_hat is 0."""
+    """If G is 0, or so small that 1 / G would be infinite, x_hat is 0."""
     case = BY_NAME["ring"]
     spec = make_spec("rms_norm", case.rows, case.cols, F16, F16)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -332,7 +332,7 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """Of h = x + residual: that of h, rounded to h's dtype, and that in x's."""
+    """For h = x + residual, check the gradient of h in h's dtype, and of x in x's dtype."""
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
     spec = changed(plain, op="add_norm", x_dtype=x, residual_dtype=residual)

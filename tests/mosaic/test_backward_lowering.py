@@ -1,7 +1,7 @@
-"""The backward kernels lower for an NVIDIA GPU without one at hand: every schedule and dtype.
+"""The backward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
 
-As `test_lowering` for the forward: this goes through Mosaic's layout inference and its lowering to
-vector and LLVM operations. What comes after (LLVM, ptxas) needs a GPU.
+As in `test_lowering` for the forward, this runs Mosaic's layout inference and its lowering to
+vector and LLVM operations. The steps after it (LLVM, ptxas) need a GPU.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
 def mixed(cases: Sequence[Case]) -> list[Any]:
-    """Each case with two mixes in turn, and the first of a kind with all of them."""
+    """Return each case with two mixes of dtypes, and the first case of a kind with all mixes."""
     kinds: set[type] = set()
     found = []
     for i, case in enumerate(cases):
@@ -170,7 +170,7 @@ def test_groups_of_rows_lower(cols: int, rows: int) -> None:
     ("groups", "rows"), [(2, 5000), (8, 1024), (100, 512), (133, 77), (3000, 9)]
 )
 def test_blocks_of_groups_have_no_idle_round(groups: int, rows: int) -> None:
-    """As much as they can, the blocks of all groups end together."""
+    """The blocks of all groups finish at the same time, as far as possible."""
     spec = make_spec("rms_norm", groups * rows, 4096, BF16, BF16, scale_groups=groups)
     schedule = schedules.norm_schedule(spec, HOPPER)
     assert isinstance(schedule, PipelinedRows)
@@ -249,7 +249,7 @@ def test_without_a_driver_the_clusters_are_those_of_an_h200() -> None:
 
 @dataclasses.dataclass
 class Device:
-    """As much of a JAX device as is asked of one."""
+    """The attributes of a JAX device that the code reads."""
 
     local_hardware_id: int
     core_count: int = 132

@@ -59,7 +59,7 @@ FORWARD = [
         ("log_softmax", 8192, 16384, F32, F32),  # pipelined_row that rereads
         ("softmax", 8192, 32768, BF16, BF16),  # split_row
         ("softmax", 1024, 2**18, BF16, BF16),  # the same, of half a MiB
-        # In windows.
+        # Unaligned.
         ("softmax", 8, 8199, BF16, BF16),
         ("softmax", 8192, 4095, F32, F32),
         ("softmax", 8192, 50257, BF16, BF16),
@@ -161,7 +161,7 @@ PLACED = [
 
 @pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of a GPU whose sizes schedules then see."""
+    """The compute capability of a GPU whose sizes the schedules use."""
     monkeypatch.setattr(gpu_module, "_local_gpu", lambda: GPUS[request.param])
     return request.param
 
@@ -332,7 +332,7 @@ def test_where_they_are_the_default(capability: int | None, part: str | None, mo
 
 
 def test_older_gpus_are_refused(monkeypatch) -> None:
-    """By name, and where the environment names them, too."""
+    """Older GPUs are refused if the kernels are requested by name, or by the environment."""
     monkeypatch.setattr(support, "local_capability", lambda: 89)
     for spec in (FORWARD[0], STRIPS[0]):
         assert "9.0 (Hopper) or newer" in (support.why_unsupported(spec) or "")

@@ -41,7 +41,7 @@ def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0
         **{**given, **options},
     ).with_stats()
     call = call.replaced(padding=padding)
-    return [c.as_seen_by("mosaic") for c in (call, call.backward(["x"], ["y"]))]
+    return [c.as_seen_by("mosaic") for c in (call, call.backward(("x",), ("y",)))]
 
 
 @functools.lru_cache(maxsize=8)
@@ -71,8 +71,8 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# Whole units and steps; a rest of a step; rows that begin between multiples of 16 bytes; rows
-# shorter than a unit of 16 bytes for each thread; two dtypes.
+# Whole units and steps; a partial step; rows that start between multiples of 16 bytes; rows shorter
+# than a 16-byte unit for each thread; two dtypes.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
@@ -87,7 +87,7 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
     ids=str,
 )
 def test_values(cols, dtype, teacher_dtype, schedule, reverse):
-    """More rows than there are places where one may begin."""
+    """There are more rows than places at which a row can start."""
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
     d = jnp.linspace(-1, 2, len(x))
     y, dx = run(mosaic, x, teacher, schedule=schedule, d=d, reverse=reverse)
@@ -98,7 +98,7 @@ def test_values(cols, dtype, teacher_dtype, schedule, reverse):
 
 @DIRECTIONS
 def test_caps_and_positions(reverse):
-    """The plain implementation's results; 0 in a row that does not count."""
+    """Results equal the plain implementation's, and are 0 in a row that does not count."""
     x, teacher = operands((4, 1000), "float32")
     positions = jnp.arange(4) != 1
     x = x.at[1].set(jnp.nan)
@@ -140,7 +140,7 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """As accurate as differences of exponentials are."""
+    """Errors are those of differences of exponentials."""
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)
@@ -150,16 +150,16 @@ def test_small_divergences(reverse):
 
 
 def test_padding():
-    """The last columns are no classes."""
+    """The last columns are not classes."""
     x, teacher = operands((3, 1008), "float32")
     big = np.finfo(np.float32).max
     padded = [a.at[:, 1001:].set(big) for a in (x, teacher)]
     y, dx = run(mosaic, *padded, padding=7)
     expected, of_x = run(mosaic, x[:, :1001], teacher[:, :1001])
-    np.testing.assert_allclose(y, expected, rtol=32 * np.finfo(np.float32).eps)
+    roundings = 32 * np.finfo(np.float32).eps
+    assert_within(y, expected, roundings * np.abs(expected))
     np.testing.assert_array_equal(dx[:, 1001:], 0)
-    bound = 32 * np.finfo(np.float32).eps * np.abs(of_x).max()
-    np.testing.assert_allclose(dx[:, :1001], of_x, rtol=0, atol=bound)
+    assert_within(dx[:, :1001], of_x, roundings * np.abs(of_x).max())
 
 
 def test_no_races():
@@ -212,7 +212,7 @@ def test_lowers(rows, cols, dtype, teacher_dtype, reverse):
     ("cols", "dtype"), [*itertools.product((1000, 32768, 50257), (BF16, F32))], ids=str
 )
 def test_registers(cols, dtype, options, compiler):
-    """Nothing is spilled, and a block shares an SM with three others or more."""
+    """No registers are spilled, and at least four blocks share an SM."""
     specs = specs_of(8192, cols, dtype, dtype, **options)
     backward, forward = compiler.compile(
         forward_and_backward(mosaic, tuple(specs)), types(8192, cols, dtype, dtype)[:3]
@@ -220,3 +220,53 @@ def test_registers(cols, dtype, options, compiler):
     assert (forward.spilled, backward.spilled) == (0, 0)
     assert forward.registers <= 128
     assert backward.registers <= 128
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@DIRECTIONS
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype", "teacher_dtype"),
+    [
+        (300, 131, "float32", "float32"),
+        (300, 1000, "float16", "bfloat16"),
+        (64, 32768, "bfloat16", "bfloat16"),
+        (64, 32768, "float32", "float32"),
+        (64, 50257, "bfloat16", "float32"),
+        (7, 128256, "bfloat16", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_values_on_a_gpu(rows, cols, dtype, teacher_dtype, reverse):
+    x, teacher = operands((rows, cols), dtype, teacher_dtype)
+    function = functools.partial(
+        jaxnorm.kl_divergence, reverse=reverse, implementation="mosaic", logits_scale=1.0
+    )
+    y, vjp = jax.vjp(lambda x: function(x, teacher), x)
+    d = jnp.linspace(-1, 2, rows)
+    of = Divergence(x, teacher, dtype, reverse=reverse)
+    assert_within(y, of.value, of.bound)
+    assert_within(vjp(d)[0], *of.gradient(d))
+    same, vjp = jax.vjp(lambda y: function(y, x), x)
+    np.testing.assert_array_equal(same, 0)
+    np.testing.assert_array_equal(vjp(d)[0], 0)
+    counts = jnp.arange(rows) % 3 > 0
+    y, vjp = jax.vjp(lambda x: function(x, teacher, where=counts), jnp.where(counts[:, None], x, 0))
+    np.testing.assert_array_equal(y[::3], 0)
+    np.testing.assert_array_equal(vjp(d)[0][::3], 0)
+
+
+@pytest.mark.gpu
+@DIRECTIONS
+def test_rows_of_all_kinds_on_a_gpu(reverse):
+    x, teacher = (np.full((len(SPECIAL), 200), -np.inf, np.float32) for _ in range(2))
+    for i, row in enumerate(SPECIAL):
+        x[i, :3], teacher[i, :3] = row[:2]
+    y = jaxnorm.kl_divergence(x, jnp.asarray(teacher), reverse=reverse, implementation="mosaic")
+    for divergence, row in zip(y, SPECIAL):
+        if row[2 + reverse] == "finite":
+            assert 0 <= divergence < np.inf
+        else:
+            np.testing.assert_array_equal(divergence, row[2 + reverse])

@@ -1,7 +1,7 @@
-"""The kernels of a norm with something before or after it: interpreted, lowered, compiled.
+"""The kernels of norms with fused operations: interpreted, lowered, compiled.
 
-A gate, an activation, a sum with a scaled branch; of two norms with a residual between them, the
-backward. `FAMILIES` has what differs; every test runs over it.
+The operations are a gate, an activation, a sum with a scaled branch, and, for the backward only, a
+second norm after a residual. Every test runs over `FAMILIES`, which has the differences.
 """
 
 import functools
@@ -129,7 +129,7 @@ FAMILIES = {
         mixes=4,
     ),
 }
-# Two norms share the loops of one, and of these some are enough for them.
+# Two norms have the loops of a single norm, so a few schedules are enough.
 OF_TWO_NORMS = (
     *("ring_two_stages", "ring_tail", "ring_rows"),
     *("ring_two_warpgroups", "rows_ring_tail"),
@@ -140,7 +140,7 @@ IN_BOTH_ORDERS = [{"norm_before_gate": before} for before in (True, False)]
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two persistent blocks, which are enough to add up, and quick to interpret."""
+    """Use two persistent blocks: enough for sums over blocks, and fast in the interpreter."""
     monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
 
@@ -153,7 +153,7 @@ def run(spec: Spec, *operands: Any, schedule: Any) -> Any:
 
 
 def check(spec: Spec, schedule: Any) -> None:
-    """A pass in the interpreter, within its bounds."""
+    """Check a pass in the interpreter against its bounds."""
     checked = norms.check_forward if spec.direction == "fwd" else norms.check_backward
     checked(functools.partial(run, schedule=schedule), spec)
 
@@ -201,7 +201,7 @@ RINGS = (
 
 
 def check_both(family: str, **given: Any) -> None:
-    """The forward with parameters that are loaded first, or not; the backward with both loops."""
+    """Check the forward with both orders of loading, and the backward with both loops."""
     if "fwd" in FAMILIES[family].directions and "adds_dh" not in given:
         for row_tile in ROW_TILES if family == "scaled sum" else ROW_TILES[:1]:
             check(FAMILIES[family].spec("fwd", 16, 440, **given), row_tile)
@@ -234,7 +234,7 @@ def test_variants(family: str, change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
-    """Kernels count in 32 bits, and formulas stay in float32, whatever `1.0` is."""
+    """Kernels count in 32 bits, and formulas are float32, even if `1.0` is traced as float64."""
     with jax.enable_x64(True):
         check_both(family, **given)
 
@@ -242,7 +242,7 @@ def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
 @interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation: str) -> None:
-    """Where exponentials overflow or vanish; and 0."""
+    """Gates include 0, and values whose exponentials overflow or vanish."""
     spec = FAMILIES["gate"].spec("fwd", 8, 512, mix=MIXES[1], activation=activation)
     gate = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 255)), [-0.0]])
     arrays = norms.make_operands(spec)
@@ -262,7 +262,7 @@ def test_gates_of_all_sizes(activation: str) -> None:
     ids=str,
 )
 def test_two_norms_in_float16_that_overflow(rows: int, cols: int, schedule: Any) -> None:
-    """With a cotangent of 0, as behind a tanh, an infinite y is as good as the largest number."""
+    """If the cotangent is 0, as after a tanh, an infinite y counts as the largest number."""
     spec = FAMILIES["two norms"].spec("bwd", rows, cols, mix=(F32, F32, F16))
     *_, (x, saved, *others, dy, dh) = norms.backward_operands(spec)
     dy = dy.at[1, 5].set(0)
@@ -305,7 +305,7 @@ def test_activations_of_groups_of_channels(
 
 
 def lowered_cases() -> Iterable[Any]:
-    """Each shape with combinations in turn, of a scaled sum with each mix that is compiled."""
+    """Yield each shape with alternating combinations, and scaled sums with each compiled mix."""
     for family, of in FAMILIES.items():
         times = {"activation": 1, "scaled sum": 3}.get(family, 2)
         for i, shape in enumerate([*of.shapes] * times):
@@ -318,7 +318,7 @@ def lowered_cases() -> Iterable[Any]:
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize(("family", "shape", "given"), [*lowered_cases()])
 def test_lowers_for_a_gpu(family: str, shape: tuple[int, ...], given: dict[str, Any]) -> None:
-    """In one kernel each way."""
+    """Each pass is one kernel."""
     for direction in FAMILIES[family].directions:
         spec = FAMILIES[family].spec(direction, *shape, **given)
         assert mosaic.why_unsupported(spec) is None
@@ -344,7 +344,7 @@ SHARED_REFUSALS = [
         ("gate", {"gate_dtype": np.dtype("float64")}, "float64"),
         ("gate", {"cols": 8191}, "in multiples of 16 bytes"),
         *(("scaled sum", *refusal) for refusal in (SHORT, STATISTICS, *SHARED_REFUSALS)),
-        # The norm's rows, of float32, are multiples of 16 bytes, and x's are not.
+        # The norm's float32 rows are multiples of 16 bytes, unlike those of x.
         (
             "scaled sum",
             {"cols": 100, "saved": "input", "residual_dtype": F32},
@@ -403,6 +403,6 @@ def test_registers_of_strips(
     spec = test_group_norm.make_spec(direction, shape, group, dtype, **given)
     (kernel,) = compiler.compile(test_group_norm.call_of(spec), test_group_norm.types(spec))
     assert kernel.spilled == 0
-    # Two blocks at a time.
+    # Two blocks run at a time.
     threads = 128 * strip_schedule.strips_of(spec).warpgroups
     assert -(-kernel.registers // 8) * 8 * threads * 2 <= schedules.REGISTERS

@@ -12,11 +12,11 @@ import jaxnorm
 
 pytestmark = pytest.mark.compiles
 
-# Smaller products of one operand XLA makes in one, whose halves it then writes again.
+# XLA merges two smaller matmuls with one operand, and then writes both halves again.
 TOKENS, WIDTH, INNER, LAYERS = 8192, 2048, 8192, 3
 
-# As a GPU times products and takes them: of products that are kernels of Triton, as XLA takes them
-# where it cannot time them, it makes no common pass over what two of them made.
+# XLA uses cuBLAS, as on a GPU, where it times matmuls. Without timings it would use Triton, and no
+# fusion could read the results of two matmuls.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -29,7 +29,7 @@ def mlp(x: jax.Array, weights: Any, activation: str, *, plain: bool) -> jax.Arra
 
 
 def compiled(compiler: Compiler, activation: str, layers: str, *, plain: bool = False) -> Any:
-    """The gradient of a stack of gated MLPs."""
+    """Return the compiled gradient of a stack of gated MLPs."""
 
     def layer(x: jax.Array, weights: Any) -> jax.Array:
         return mlp(x, weights, activation, plain=plain)
@@ -38,7 +38,7 @@ def compiled(compiler: Compiler, activation: str, layers: str, *, plain: bool = 
 
 
 def gradient(compiler: Compiler, layer: Any, shapes: Any, layers: str) -> Any:
-    """The gradient of a stack of layers (x, weights) -> what is added to x."""
+    """Return the compiled gradient of a stack of layers; `layer` returns what is added to x."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         if layers == "scan":
@@ -77,21 +77,21 @@ def test_one_pass_backward(activation: str, layers: str, compiler: Compiler) -> 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_kept_for_the_backward(activation: str, compiler: Compiler) -> None:
-    """Gate and up of each layer, where plain JAX keeps 5 arrays, or 6, of their size."""
+    """Each layer saves gate and up. Plain JAX saves 5 or 6 arrays of their size."""
     ours, plain = (
         compiled(compiler, activation, "scan", plain=plain).memory_analysis().temp_size_in_bytes
         for plain in (False, True)
     )
     array = TOKENS * INNER * 2
     kept = LAYERS * 2 * array
-    # Beside those, the residual stream of each layer, and what one layer's backward works on.
+    # The rest is the residual stream of each layer, and the arrays of one layer's backward.
     assert kept <= ours <= kept + LAYERS * TOKENS * WIDTH * 2 + 8 * array
     assert plain >= ours + LAYERS * 3 * array
 
 
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
 def test_no_part_of_gelu_is_an_array(layers: str, compiler: Compiler) -> None:
-    """GPT-2's MLP: its tanh, of which are gradients, a bias' gradient and the product's operand."""
+    """In GPT-2's MLP, the tanh is no float32 array, though gradients and a matmul depend on it."""
 
     def layer(x: jax.Array, weights: Any) -> jax.Array:
         to_inner, bias, down = weights

@@ -93,7 +93,7 @@ def test_large_arrays(op, rows, cols, direction, dtype):
     assert_like_xla(KernelWorkload(op, direction, rows, cols, dtype, dtype), mosaic)
 
 
-# Of each kind of block, with gradients. A plain norm beside an addition has the same kernels.
+# A block of each kind, with gradients. A plain norm beside an addition has the same kernels.
 BLOCKS = [
     pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
     for block in blocks.grid(

@@ -163,7 +163,7 @@ STRIPS = {
     "narrow": Strips(1, 64, 16, 4, 4),
     # Overlapping strips would be races, of stores of equal values.
     "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
-    # Of no power of 2: strips that overlap, of 30 and of 24 of their 32 elements.
+    # Groups that are not a power of 2: strips that overlap, of 30 and of 24 of their 32 elements.
     "ten": Strips(2, 37, 80, 2, 16, group=10),
     "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
     "twenty": Strips(3, 21, 40, 4, 8, group=20),
@@ -440,7 +440,7 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-#: Of one channel each, with overlapping strips and clusters.
+#: Groups of one channel, with overlapping strips and clusters.
 SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
 
 

@@ -163,7 +163,7 @@ def test_groups_that_no_tile_can_have() -> None:
     ids=lambda case: case.name,
 )
 def test_with_64_bit_types(case: Case) -> None:
-    """Kernels count in 32 bits, whatever a Python integer is traced as."""
+    """Kernels count in 32 bits, even if a Python integer is traced as 64 bits."""
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
@@ -283,7 +283,7 @@ def test_special_values_stay_in_their_row(op: str, case: Case, special: str) -> 
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_row_does_not_depend_on_others(op: str, case: Case) -> None:
-    """Bit for bit, whatever these hold, also in tiles that overlap and in queues."""
+    """A row's bits do not depend on other rows, also in overlapping tiles and in queues."""
     spec = make_spec(op, case.rows, case.cols, F32, F32)
     x, *params = make_operands(spec)
     kept = [0, case.rows - 1]

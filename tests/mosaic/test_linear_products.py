@@ -52,7 +52,7 @@ def compiled(
     ids=["mean", "none", "log_prob", "rows that chunks do not divide"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
-    """Three, or four, of which one adds to what is there, in place."""
+    """There are three or four matmuls. One of them adds to its output, in place."""
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
     products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
@@ -60,7 +60,7 @@ def test_products(compiler: Compiler, reduction, rows, options):
     (accumulating,) = (line for line in products if '"beta":1' in line)
     assert f"f32[{D},{V}]" in accumulating.split(" custom-call(")[0]
     assert "output_to_operand_aliasing={{0}: (2, {})}" in accumulating
-    # No pass of weight's size in a loop but this product.
+    # In a loop, only this matmul writes an array of weight's size.
     computations = dict(_computations(text))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
     assert len(bodies) == (1 if reduction == "mean" else 2)
@@ -97,7 +97,7 @@ def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementation):
-    """Weight is padded once: in the loop no operand of a product is, and no result is cut."""
+    """Weight is padded once. In the loop, nothing is padded and no result is cut."""
     program = compiled(compiler, "mean", classes=50257, implementation=implementation)
     computations = dict(_computations(program.as_text()))
     (body,) = re.findall(r"body=%?([\w.\-]+)", program.as_text())
@@ -107,5 +107,5 @@ def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementa
         if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
         and _elements(kind) >= D * 50257
     ]
-    # Logits, weight's gradient and dlogits, which a kernel, or a fusion, makes of the logits.
+    # Logits, weight's gradient, and dlogits, which a kernel or a fusion computes from the logits.
     assert len(made) == 3, made

@@ -1,7 +1,7 @@
-"""The forward kernels lower for an NVIDIA GPU without one at hand: every schedule and dtype.
+"""The forward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
 
-This goes through Mosaic's layout inference and its lowering to vector and LLVM operations, so that
-a layout that does not fit an operation is found. What comes after (LLVM, ptxas) needs a GPU.
+This runs Mosaic's layout inference and its lowering to vector and LLVM operations, which finds
+layouts that do not fit an operation. The steps after it (LLVM, ptxas) need a GPU.
 """
 
 import math
@@ -113,7 +113,7 @@ SHAPES = [
 ]
 
 
-#: Of rows with a residual: those above that are not refused, and widths that no table names.
+#: Rows with a residual: the supported shapes from above, and widths that no table names.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 
@@ -125,7 +125,7 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec)
 
 
-# Each shape with each function, the mixes of dtypes in turn, so that both meet all of them.
+# Each shape runs with each function, with alternating mixes of dtypes, so that both meet all mixes.
 @pytest.mark.parametrize(
     ("rows", "cols", "op", "dtypes"),
     [
@@ -194,8 +194,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
         inputs = [d for d in (spec.x_dtype, spec.norm.residual_dtype) if d is not None]
-        cols = spec.cols if schedule.window is None else schedule.window.width
-        assert cols % schedule.vector == 0
+        assert spec.cols % schedule.vector == 0
         assert schedule.vector * max(d.itemsize for d in (*inputs, spec.y_dtype)) <= 16
         assert schedule.rows <= spec.rows
         assert held.warpgroups <= 8
@@ -209,8 +208,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         assert sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in arrays) <= gpu.smem
         if isinstance(held, Pipelined):
             assert held.warpgroups * held.slots <= 32  # barriers in an array
-            if schedule.window is None:
-                assert not any(spec.cols * dtype.itemsize % 16 for dtype in inputs)
+            assert not any(spec.cols * dtype.itemsize % 16 for dtype in inputs)
 
 
 def test_every_line_of_the_table_is_used() -> None:
@@ -251,7 +249,10 @@ def test_shard_map_with_explicit_axes() -> None:
 def test_logits_give_way_to_their_gradient_on_explicit_axes(
     rows: tuple[str, ...], function: str
 ) -> None:
-    """Of a linear loss; not where they vary over mesh axes: Pallas writes to no such array."""
+    """The gradient of a linear loss overwrites the logits, unless they vary over mesh axes.
+
+    Pallas cannot write to an array that varies over mesh axes.
+    """
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
     def loss(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ def mesh(compiler):
 
 
 ROWS = BATCH * LENGTH
-# How x and the head are split, and what is exchanged: arrays by the collectives' names.
+# How x and the head are split, and the exchanged arrays by the names of the collectives.
 LAYOUTS = {
     # FSDP with batches split and the head split along d.
     "d of the head": (
@@ -40,7 +40,8 @@ LAYOUTS = {
         P(None, "data"),
         {"all-gather": [(BATCH, LENGTH, D)], "reduce-scatter": [(BATCH // 2, LENGTH, D)]},
     ),
-    # Embedding tables split along d make x lie so: each device takes half of the rows of x.
+    # With embedding tables split along d, x is also split along d: each device has half of each
+    # row.
     "d of x and of the head": (
         P(None, None, "data"),
         P("data"),

@@ -1,8 +1,8 @@
-"""How large the modules of kernels are, on which depends how long a first call takes.
+"""The size of kernels' modules, which determines how long a first call takes.
 
-Lowering is Python, which takes its time for each operation, and each is then compiled. So what is
-repeated for each row, or for each vector of a thread, is a loop or one operation of Mosaic's: rows
-are copied together, and an array names its layout where it is made.
+Lowering is Python, and takes time for each operation, which is then compiled. So a computation that
+is repeated for each row, or for each vector of a thread, is a loop or a single operation of Mosaic:
+rows are copied together, and an array gets its layout where it is created.
 """
 
 import dataclasses

@@ -23,8 +23,8 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
-# Each kind of tile, and each way in which rows share a row of a mask or a bias: one for all of a
-# tile or one for each row of it, with all columns or one. And rows that no tile of several fits.
+# Each kind of tile, and each way to share rows of a mask or a bias: one row for a whole tile or one
+# for each row, with all columns or one. Also rows that do not fit a tile of several rows.
 VALUES = [
     Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
     Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.compiles
 
 ROWS, COLS, FEATURES = 8192, 2048, 8192
 BF16, F32 = jnp.bfloat16, jnp.float32
-# Untimed products: no GPU is here.
+# Matmuls are not timed, because there is no GPU.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 
 
@@ -21,7 +21,7 @@ def compiled(compiler: Compiler, function, *types):
 
 
 def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
-    """The gate, its derivative, the activation's, and dbias: of what the first product wrote."""
+    """One pass computes the gate, its derivative, the activation's derivative, and dbias."""
 
     def step(x, weight, scale, bias, up, d):
         def block(*operands):

@@ -1,6 +1,6 @@
-"""The kernels that the default chooses, compiled for an H100: registers, and what has no room.
+"""The default's kernels, compiled for an H100: registers, and calls for which they are too few.
 
-Needs JAX's CUDA plugin, and no GPU. Not in CI, of which `test_blackwell` is enough::
+These tests need JAX's CUDA plugin, but no GPU. CI runs only `test_blackwell`, so run them by hand::
 
     make compile SELECTED=tests/mosaic/test_registers.py
 """

@@ -28,8 +28,8 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# Rows, and where they find theirs in the tables: heads of a position, a tile of which has one
-# position, or several, or any; as many positions as rows; one for all.
+# How rows share rows of the tables: a tile's heads have one position, several, or any number of
+# them; each row has a position; or all rows share one.
 SHARED = {
     "16 heads": Shared(((2, False), (3, True), (16, False)), has_columns=True),
     "3 heads": Shared(((8, True), (4, False), (3, False)), has_columns=True),

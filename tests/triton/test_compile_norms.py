@@ -1,6 +1,7 @@
-"""Norms with something fused compile for every GPU: a residual, a gate, a rotation, groups of rows.
+"""Norms with fused operations compile for all GPUs: residuals, gates, rotations, groups of rows.
 
-As the tables schedule them. The second backward cotangent dh is that of a sum, too.
+Schedules are those of the tables. dh, the second cotangent of the backward, is the cotangent of the
+sum h.
 """
 
 import functools
@@ -33,7 +34,7 @@ from benchmarks import contract
 from jaxnorm_kernels import triton
 from jaxnorm_kernels.specs import Shared
 
-# Short rows, unaligned, held, and looped over.
+# Rows that are short, unaligned, held in registers, and looped over.
 COLS = [64, 128, 1000, 1152, 2048, 4095, 4096, 8192, 16384, 50257]
 OF_SUMS = [1000, 4095, 4096, 16384, 32768, 50257]
 KINDS, BOTH, BOTH_WAYS = ["layer_norm", "rms_norm"], [True, False], ["fwd", "bwd"]
@@ -44,10 +45,10 @@ class Family(NamedTuple):
     """The calls of one operation.
 
     Attributes:
-      options: values of options that are compiled for each GPU in turn; each two of them meet.
-      mixes: mixes of dtypes that are compiled for one GPU, and `changes`, with each of them.
-      second: True if the operation has an array of rows beside x.
-      columns: the most columns of rows of which at most half of what a thread holds spills.
+      options: values of options, of which any two are compiled together for some GPU.
+      mixes: mixes of dtypes that are compiled for one GPU, each also with `changes`.
+      second: True if the operation has a second array of rows.
+      columns: the widest rows of which at most half of a thread's values spill.
     """
 
     op: Any
@@ -131,7 +132,7 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 
 
 def in_turn():
-    """Every two options meet; of a family with a residual, every GPU, width and dtype."""
+    """Return calls in which any two options meet: with a residual, every GPU, width and dtype."""
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
         for gpu, cols, dtype, direction, *values in pairwise(*axes):
@@ -147,7 +148,7 @@ def test_tables_compile(family, gpu, cols, dtype, direction, given):
     held = FAMILIES[family].columns
     is_held = not choose(spec, GPUS[gpu]).is_looped(spec) if held is None else cols <= held
     for kernel in compile_call(spec, GPUS[gpu]):
-        # At most half of the 32 values that a thread holds of the widest rows.
+        # At most half of the 32 values that a thread holds of the widest rows may spill.
         assert not is_held or kernel.spilled <= 4 * 32 / 2
 
 
@@ -223,7 +224,7 @@ def test_every_line_of_a_table_is_used():
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("cols", [300, 65536])
 def test_passes_lower_for_cuda(cols, groups):
-    """One kernel for each forward; of the backward, two where a row is looped over."""
+    """Each forward is one kernel. A backward with a loop over a row has two."""
     for family, kind in (OF_GROUPS[1], *OF_GROUPS[2:4], OF_GROUPS[5]):
         (direction,) = FAMILIES[family].directions
         spec = make_spec(family, direction, cols, kind=kind)
@@ -239,7 +240,7 @@ def function_of(name, **options):
 
 X, SCALE = jax.ShapeDtypeStruct((2, 6, 4, 96), BF16), jax.ShapeDtypeStruct((96,), F32)
 TABLE = jax.ShapeDtypeStruct((6, 1, 32), F32)
-# Functions of arrays with a batch, and, behind these, of tables.
+# Functions of arrays with a batch axis, and of tables after them.
 CALLS = {
     **{
         f"gate-{before}": (function_of("rms_norm_gated", norm_before_gate=before), (X, X, SCALE))
@@ -256,7 +257,7 @@ CALLS = {
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_lower_for_cuda(name):
-    """One kernel forward and one backward, of a batch with parameters of its own, too."""
+    """There is one kernel forward and one backward, also for a batch with its own parameters."""
     function, types = CALLS[name]
     own = [a for a in types if a is not TABLE]
 
@@ -288,7 +289,7 @@ def of_heads(direction, cols, rotated, x=BF16, y=BF16, heads=32, table=F32, **ch
 
 
 def check_heads(spec, gpu):
-    """It is one kernel, of which nothing spills: heads are short."""
+    """Check that a pass is one kernel and spills nothing, because heads are short."""
     (kernel,) = compile_call(spec, gpu)
     assert kernel.shared <= gpu.smem
     assert kernel.registers <= choose(spec, gpu).registers
@@ -304,7 +305,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 @pytest.mark.parametrize(("cols", "rotated"), HEADS)
 @pytest.mark.parametrize("direction", BOTH_WAYS)
 def test_heads_compile(direction, cols, rotated, interleaved, dtype):
-    # In turn, so that each size meets all: GPUs, and heads whose tiles share a position or do not.
+    # GPUs and tile shapes alternate, so that each size is compiled for each of them.
     gpu = [*GPUS][(HEADS.index((cols, rotated)) + interleaved) % len(GPUS)]
     heads = 3 if interleaved else 32
     spec = of_heads(direction, cols, rotated, dtype, dtype, heads, interleaved=interleaved)
@@ -334,7 +335,7 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(direction, interleaved, d
     spec = of_heads(direction, 128, 128, dtype, dtype, interleaved=interleaved)
     kernel = check_heads(spec, GPUS["sm_80"])
     written = re.findall(r"st\.global[\w.:]*", kernel.ptx)
-    # Statistics and the sums of dscale are numbers of a row, or of a program.
+    # Statistics, and the sums of dscale, are one number for each row or program.
     assert any(".v4.b32" in kind for kind in written)
     read = re.findall(r"ld\.global\.(?!L1)[\w.:]*|cp\.async\.c[ag]\.shared", kernel.ptx)
     assert all(kind.endswith(".v4.b32") for kind in read if kind.startswith("ld."))

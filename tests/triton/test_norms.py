@@ -1,7 +1,7 @@
-"""Norms, and what is fused with them, against float64 numpy, in every kind of schedule.
+"""Norms, and operations that are fused with them, against float64 numpy, in all kinds of schedules.
 
-The functions of the contract are called as they are, in Triton's interpreter or on a GPU. What
-`FAMILIES` lists is tested with every schedule.
+The tests call an implementation's functions directly, in Triton's interpreter or on a GPU. They
+test everything that `FAMILIES` lists with every schedule.
 """
 
 import functools
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.triton
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 SHAPE = (9, 100)
-# x, the second array of rows, y
+# dtypes of x, of the second array of rows, and of y
 MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16), (F16, BF16, F32)]
 OF_ONE = [(BF16, BF16), (F32, F32), (BF16, F32), (F32, F16)]
 KINDS, BOTH, SAVED = ["layer_norm", "rms_norm"], [True, False], ["output", "input"]
@@ -42,9 +42,9 @@ class Family(NamedTuple):
     """The calls of one operation.
 
     Attributes:
-      options: the values of each option, of which any two meet, with each schedule.
-      changes: calls that differ from the default in something else.
-      backward: True if its kernels have one that is not a plain norm's.
+      options: the values of each option. Any two values meet, with each schedule.
+      changes: calls that differ from the default in other ways.
+      backward: True if its backward kernels differ from those of a plain norm.
     """
 
     op: Any
@@ -124,7 +124,7 @@ FAMILIES = {
 
 @pytest.fixture
 def call(monkeypatch):
-    """``call(spec, *operands)`` runs that pass, by the schedule of a name or of the tables."""
+    """Return ``call(spec, *operands)``, which runs a pass, by default with the tables' schedule."""
     from jaxnorm_kernels import triton
 
     if INTERPRETED:
@@ -141,7 +141,7 @@ def call(monkeypatch):
 
 
 def check(call, family, schedule=None, **given):
-    """The passes that are its own."""
+    """Check the passes that have kernels of their own."""
     if schedule is not None:
         call = functools.partial(call, schedule=make_schedule(schedule))
     of = FAMILIES[family]
@@ -229,7 +229,7 @@ def test_gradients_of_groups_have_the_same_bits(scale_groups, schedule, call):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.usefixtures("call")
 def test_columns_beyond_a_row(activation):
-    """Rows whose numbers are as one: columns that fill a tile, of which x_hat is huge, add none."""
+    """In rows of equal numbers, x_hat of padding columns is huge, and must not count."""
     x = jnp.full((9, 100), 2.0**60, jnp.float32)
     norm = functools.partial(jaxnorm.layer_norm, activation=activation, implementation="triton")
     y, vjp = jax.vjp(norm, x)
@@ -240,7 +240,7 @@ def test_columns_beyond_a_row(activation):
 
 X, SCALES_OF_THREE = normal((3, 2, 5, 48), "float32", 0), normal((3, 48), "bfloat16", 1, 0.3, 1.0)
 ANGLES = np.random.default_rng(2).uniform(0, 7, (3, 5, 1, 4))
-# Operands with a batch axis of 3, and the names of those that have it in the calls below.
+# Operands with a batch axis of size 3, and the operands that have it in the calls below.
 AS_USED = {
     **{
         f"gate, norm first: {before}": (
@@ -273,7 +273,7 @@ AS_USED = {
 )
 @pytest.mark.usefixtures("call")
 def test_as_users_call_it(name, batched):
-    """Under vmap a scale belongs to groups of rows, and tables have an axis more."""
+    """Under vmap, scales belong to groups of rows, and tables have another axis."""
     function, operands, _ = AS_USED[name]
     axes = [0 if n in batched.split() else None for n in operands]
     operands = [a if axis == 0 else a[0] for a, axis in zip(operands.values(), axes)]
@@ -296,7 +296,7 @@ OF_HEADS = {
     "rows share a tile": (2, 4, 2, 1),
     "the next rows come meanwhile": (1, 2, 2, 3),
 }
-# Shape of x, columns that are rotated, axes of the tables before their columns
+# the shape of x, the rotated columns, the axes of the tables before their columns
 SHAPES = {
     "heads share a position": ((2, 3, 4, 16), 16, (1, 3, 1)),
     "rows with tables of their own": ((9, 24), 24, (9,)),
@@ -320,7 +320,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 
 @pytest.fixture(params=[None, *OF_HEADS], ids=str)
 def rotate(request, call):
-    """``rotate(spec, *operands)`` runs that pass, by a schedule or that of the tables."""
+    """Return ``rotate(spec, *operands)``, which runs a pass; None is the schedule of the tables."""
     return functools.partial(call, schedule=of_heads(request.param))
 
 
@@ -334,7 +334,7 @@ def of_heads(name):
 
 
 def spec_of(shape, mix=OF_TABLES[1], **changes):
-    """A forward pass of one of SHAPES."""
+    """Return a forward pass with one of SHAPES."""
     (*lead, cols), rotated, table = SHAPES[shape]
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, tables, scale, y = mix
@@ -344,7 +344,7 @@ def spec_of(shape, mix=OF_TABLES[1], **changes):
 
 
 def check_rotated(rotate, spec, arrays=None):
-    """Both passes, the backward from what the forward has made; returns the gradients."""
+    """Check both passes, the backward with the forward's results; return the gradients."""
     arrays, *made = norms.check_forward(rotate, spec, arrays)
     return norms.check_backward(
         rotate, changed(spec, direction="bwd", want_stats=False), arrays, made
@@ -386,7 +386,7 @@ def with_scale(spec, columns, value):
 
 @pytest.mark.parametrize("value", [0.0, -1e-30])
 def test_pairs_of_vanishing_scales(value, rotate):
-    """The floor carries x_hat of a pair whose scales both vanish."""
+    """The floor of scales keeps x_hat of a pair if both of its scales are 0."""
     spec = spec_of("heads share a position", OF_TABLES[4])
     gradients = check_rotated(rotate, spec, with_scale(spec, np.array([2, 5, 10, 13]), value))
     assert np.all(exact(gradients["scale"])[2::8] != 0)
@@ -394,18 +394,18 @@ def test_pairs_of_vanishing_scales(value, rotate):
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16], ids=str)
 def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
-    """What y tells of such a column is its partner's roundoff: x_hat is held to its true bound."""
+    """Such a column of y contains only rounding errors of its partner, so x_hat is clipped."""
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
     dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
-    # No cotangent of a normalised column is larger than those of its pair, with their factor.
+    # The cotangent of a normalised column is at most that of its pair, times their factor.
     d = np.abs(exact(arrays["dy"]))
     most = 1.2 * (d + np.roll(d, 8, 1)).sum(0) * math.sqrt(spec.cols)
     assert np.all(np.abs(dscale) <= most)
 
 
 def gradients_of(rotate, spec, arrays):
-    """y, dx and dscale."""
+    """Return y, dx and dscale."""
     y, stats = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])
     backward = changed(spec, direction="bwd", want_stats=False)
     *_, operands = norms.backward_operands(backward, arrays, ({"y": y}, stats))
@@ -414,7 +414,7 @@ def gradients_of(rotate, spec, arrays):
 
 @each_order
 def test_tables_of_zero_tell_nothing(interleaved, rotate):
-    """Of such pairs x_hat is taken for 0; the others are as in plain JAX."""
+    """If tables are 0 for a pair, x_hat is set to 0; other pairs are as in plain JAX."""
     spec = spec_of("rows with tables of their own", interleaved=interleaved)
     arrays = norms.make_operands(spec)
     arrays |= {name: arrays[name].at[:, 1::4].set(0) for name in ("cos", "sin")}
@@ -427,7 +427,7 @@ def test_tables_of_zero_tell_nothing(interleaved, rotate):
 
 
 def test_an_output_that_overflows(rotate):
-    """float16 ends at 65504. Whatever is done with an infinity, its cotangent is 0 or no number."""
+    """float16 ends at 65504. The cotangent of an infinity is 0 or NaN, whatever follows."""
     spec = spec_of("heads share a position", (F32, F32, F32, F16))
     arrays = with_scale(spec, np.array([2, 10]), 1e6)
     y, _ = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])

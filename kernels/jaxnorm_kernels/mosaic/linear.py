@@ -42,9 +42,14 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
+from jaxnorm_kernels.mosaic.device.launch import (
+    BLOCK,
+    WARPGROUP,
+    is_interpreted,
+    launch,
+    release_used,
+)
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
 from jaxnorm_kernels.specs import LinearActivation
@@ -288,7 +293,7 @@ class _ProductKernel:
         return -(-self.sizes[1] // DEPTH)
 
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
-        """Calls ``body(t, row, column)`` for each tile of the block, with where it begins."""
+        """Call ``body(t, row, column)`` for each tile of the block, with the tile's start."""
         rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
         mine = lax.div(rows * columns - first + blocks - 1, blocks)
@@ -394,7 +399,7 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- results
 
     def _finish(self, row: Any, column: Any, rstd: jax.Array, sums: jax.Array) -> None:
-        """Stores what becomes of the tile's sums."""
+        """Compute y from the tile's sums, and store it."""
         shared, index = self.shared, lax.axis_index(WARPGROUP)
         rows = pl.ds(row + index * ROWS, ROWS)
         if "bias" in shared:

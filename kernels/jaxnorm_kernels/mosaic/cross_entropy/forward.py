@@ -295,9 +295,9 @@ def _without(
     label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
     """Replace the label's column by -inf."""
+    columns = flat_index(x[0].shape, layout)  # of each unit, counted from its start
     return [
-        jnp.where(flat_index(value.shape, layout) == label - unit.start, -jnp.inf, value)
-        for unit, value in zip(units, x)
+        jnp.where(columns == label - unit.start, -jnp.inf, value) for unit, value in zip(units, x)
     ]
 
 

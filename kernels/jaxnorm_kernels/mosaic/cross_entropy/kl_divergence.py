@@ -7,13 +7,15 @@ max(z), with z = f g(x) as in `logits`, and
 
     KL = a / s_P + log(s_Q / s_P)      log(s_Q / s_P) = log1p(b / s_P) of nearly equal sums
 
-Both rows are read once, in one loop. Each thread has the maxima of what it has read so far, and the
-sums by these, which it rescales when one of them grows: with r = exp(m - m'), each by its factor,
+Both rows are read once, in one loop. Each thread keeps the maxima of the elements that it has read,
+and sums relative to them. When a maximum grows from m to m', the thread rescales its sums by the
+factors r = exp(m - m'):
 
     s' = r s      a' = r_P (a + s_P (log(r_P) - log(r_Q)))      b' = r_P b + s_Q (r_Q - r_P)
 
 Parts of a row merge in the same way. Equal logits have u = 0 and equal factors r, so a and b are
-exactly 0. e_Q - e_P of a small u is a polynomial of u, which does not cancel.
+exactly 0. For a small u, e_Q - e_P is computed as e_P times a polynomial of u, without
+cancellation.
 
 The backward pass needs no sum:
 
@@ -55,18 +57,18 @@ _F32 = np.dtype(np.float32)
 # Bytes of both rows for each warpgroup, as for a loss. More warpgroups than two would need more
 # registers than an SM has for two blocks, because each thread has six sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
-# Columns of a thread in a step, of each of both rows.
+# Columns of each of the two rows that a thread processes in a step.
 _COLUMNS = 8
-# Up to this u, a polynomial of five terms has an error of less than a unit in the last place.
+# Up to this u, a polynomial of five terms errs by less than a unit in the last place.
 _SMALL = 0.125
 
 
 class _Sums(NamedTuple):
-    """What a thread, a warp or a row has summed up.
+    """The maxima and sums of a thread, a warp or a row.
 
     Attributes:
-      m_p, m_q: the maxima of P's g and of Q's.
-      s_p, s_q, a, b: see the module.
+      m_p, m_q: the maxima of g for P and for Q.
+      s_p, s_q, a, b: the sums that the module's docstring defines.
     """
 
     m_p: jax.Array
@@ -89,7 +91,7 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two z, from those of g: exactly 0 for equal logits and caps."""
+        """Return the difference of two z from their g: exactly 0 for equal logits and caps."""
         if self.p.logit_factor == self.q.logit_factor:
             return f_times(p - q, self.p)
         return f_times(p, self.p) - f_times(q, self.q)
@@ -174,12 +176,15 @@ def _row(
     pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf, 0.0, 0.0))
 
 
-#: What a thread has loaded of P's row and of Q's.
+#: The elements of P's row and of Q's row that a thread has loaded.
 _Raw = tuple[list[jax.Array], list[jax.Array]]
 
 
 class _Share(NamedTuple):
-    """What a warpgroup reads of both rows: units in turn with those that share them, in steps."""
+    """The units of both rows that a warpgroup reads, in steps.
+
+    Warpgroups that share a row take turns: one reads every n-th unit.
+    """
 
     pair: _Pair
     units: Units
@@ -188,7 +193,7 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """Number of steps of whole units alone."""
+        """The number of steps that consist of whole units."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
@@ -196,7 +201,7 @@ class _Share(NamedTuple):
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return the units behind the whole steps, if there are any."""
+        """Return the units after the whole steps, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -209,7 +214,7 @@ class _Share(NamedTuple):
         return p, q
 
     def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
-        """Return the sums of each thread; `raw` is what it has loaded first."""
+        """Return the sums of each thread; `raw` has the elements of the first step."""
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         sums = _Sums(lowest, lowest, zero, zero, zero, zero)
 
@@ -232,7 +237,7 @@ class _Share(NamedTuple):
         return sums
 
     def add(self, sums: _Sums, units: Sequence[Unit], raw: _Raw, mine: Any = None) -> _Sums:
-        """Return the sums of each thread, with these units; `mine`: only where that is True."""
+        """Add these units to the sums of each thread; if `mine` is given, only where it is True."""
         v, layout = units[0].vector, units[0].layout
         fresh = [unit.is_fresh() for unit in units]
         if mine is not None:
@@ -272,7 +277,7 @@ def _terms(
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # A class with P = 0 adds nothing, unless P is only too small and Q is 0: then u is infinite.
+    # A class with P = 0 adds nothing. But if P has underflowed and Q is 0, u is infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
@@ -281,12 +286,12 @@ def _terms(
 
 
 def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums:
-    """Return the sums by other maxima, which are not smaller."""
+    """Return the sums relative to other maxima, which are not smaller."""
     below_p, below_q = finite(sums.m_p - m_p), finite(sums.m_q - m_q)
     r_p = numerics.exp_of_term(below_p, times=pair.p.logit_factor)
     r_q = numerics.exp_of_term(below_q, times=pair.q.logit_factor)
     a = (sums.a + sums.s_p * pair.difference(below_p, below_q)) * r_p
-    # Infinite, even if r_p is 0.
+    # An infinite sum stays infinite, even if r_p is 0.
     a = jnp.where(sums.a == jnp.inf, jnp.inf, a)
     b = sums.b * r_p + sums.s_q * (r_q - r_p)
     return _Sums(m_p, m_q, sums.s_p * r_p, sums.s_q * r_q, a, b)
@@ -301,7 +306,7 @@ def _of_warps(sums: _Sums, pair: _Pair) -> _Sums:
 
 
 def _merge(parts: _Sums, pair: _Pair) -> _Sums:
-    """Return the sums of a row from those of its parts."""
+    """Return the sums of a row from the sums of its parts."""
     tops = [jnp.max(parts.m_p), jnp.max(parts.m_q)]
     rescaled = _rescaled(parts, *tops, pair)
     return _Sums(*tops, *[jnp.sum(v) for v in rescaled[2:]])
@@ -316,7 +321,7 @@ def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
     y = jnp.maximum(sums.a / sums.s_p + log_share, 0.0)
     log_p = jnp.log(sums.s_p)
     log_q = jnp.where(is_close, log_p + log_share, jnp.log(sums.s_q))
-    # A row of nothing but -inf; log(0) would say that it has no entry.
+    # All logits of the row are -inf. log(0) would mean that no class takes part.
     log_p, log_q = (
         jnp.where(s == 0, jnp.nan, log) for s, log in ((sums.s_p, log_p), (sums.s_q, log_q))
     )
@@ -346,7 +351,7 @@ def kl_divergence_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # The logits first: the numbers of the row are small, and on their way meanwhile.
+            # Load the logits first; the numbers of the row are loaded while these are on the way.
             raw = [load_units(of_block, ref, row) for ref in (x, teacher)]
             numbers = [load(ref.at[row], None) for ref in of_row]
             has_entry = numbers[1] != -jnp.inf
@@ -391,7 +396,7 @@ def _gradient(
         ratio = pair.difference(below_q, below_p) + (log_s_p - log_s_q)
         dz = d * jnp.where(q == 0, 0.0, q * (ratio - of_reverse[0]))
     else:
-        # In the arithmetic of q, so that equal logits have a gradient of 0.
+        # Compute p with the arithmetic of q, so that equal logits have a gradient of 0.
         alike = of_teacher.replaced(gradient_dtype=spec.dx_dtype)
         p, _, _ = probability(below_p, log_s_p, alike)
         dz = d * (q - p)

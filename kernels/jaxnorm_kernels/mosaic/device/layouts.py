@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import addresses
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
 from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
@@ -114,7 +114,7 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
     def index(context: Any) -> Any:
         strides = [math.prod(counted[axis + 1 :]) for axis in range(len(counted))]
         strides += [0] * (len(shape) - len(counted))
-        return addresses.indices(layout.to_mgpu(), shape, tuple(strides))
+        return mgpu.indices(layout.to_mgpu(), shape, tuple(strides))
 
     return index()
 
@@ -141,7 +141,7 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=signed)
+        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, signed=signed)
         return loaded
 
     return read(ref)
@@ -200,8 +200,8 @@ def _load_wide(
         return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),) * count,
     )
     def read(context: Any, *refs: Any) -> Any:
-        arrays = addresses.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
-        return [_widen(array) for array in arrays]
+        arrays = mgpu.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
+        return [in_float32(array) for array in arrays]
 
     return list(read(*refs))
 
@@ -220,7 +220,8 @@ def store(ref: Ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def _widen(value: Any) -> Any:
+def in_float32(value: Any) -> Any:
+    """Return the same for an array of Mosaic; see `widen`."""
     if isinstance(value.mlir_dtype, ir.BF16Type):
         return with_registers(value, [_widen_register(r) for r in value.registers.flat])
     return value.astype(ir.F32Type.get())

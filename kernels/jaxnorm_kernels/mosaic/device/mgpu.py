@@ -1,4 +1,4 @@
-"""All uses of JAX's private API by the kernels: MLIR operations and Mosaic's registers.
+"""All uses of JAX's private API by the kernels: MLIR operations, registers and addresses.
 
 Pallas has no operations for single registers, for PTX or for another block's shared memory. Some
 functions here, in `registers` and in `rows` therefore write MLIR inside ``plgpu.inline_mgpu``.
@@ -12,10 +12,13 @@ changed, lowering a kernel fails. So run ``tests/mosaic`` first on a new version
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 try:
     from jax._src.lib.mlir import ir as ir
@@ -112,3 +115,127 @@ def address_of(ref: Any) -> Word:
 def in_shared(address: Word) -> Any:
     """Return the pointer to an address in shared memory."""
     return llvm.inttoptr(llvm.PointerType.get(_SHARED), address.value)
+
+
+# -------------------------------------------------------------------------------------------------
+# The addresses that a thread loads and stores, in few operations.
+#
+# Mosaic's own loads and stores are more general. They compute a thread's number and its place in
+# the layout anew each time, in some 30 operations. The compiler merges these, but lowering is
+# Python and takes time for each operation. Here, a load takes some 12 operations, and several loads
+# in one inline function share the thread's place.
+
+
+class Places(NamedTuple):
+    """Where the elements of an array are that a thread holds, in elements from its start.
+
+    Attributes:
+      terms: ``(divisor, size, stride)``: a thread starts at the sum of
+        ``thread // divisor % size * stride``.
+      registers: for each of its registers, the distance of the first element from there.
+      step: distance between neighbouring elements of a register.
+      elements: of a register.
+    """
+
+    terms: tuple[tuple[int, int, int], ...]
+    registers: tuple[int, ...]
+    step: int
+    elements: int
+
+    def of_thread(self) -> Word:
+        """Return where this thread starts."""
+        own, total = thread(), None
+        for divisor, size, stride in self.terms:
+            index = (own // divisor if divisor > 1 else own) % size
+            term = index * stride if stride > 1 else index
+            total = term if total is None else total + term
+        return Word(i32(0)) if total is None else total
+
+
+@functools.cache
+def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
+    """Return where the elements of an array with these strides are, in a tiled layout of Mosaic."""
+    dims = list(zip(shape, strides))
+    for tile in layout.tiling.tiles:
+        split = len(dims) - len(tile)
+        outer = [(size // t, stride * t) for (size, stride), t in zip(dims[split:], tile)]
+        inner = [(t, stride) for (_, stride), t in zip(dims[split:], tile)]
+        dims = [*dims[:split], *outer, *inner]
+    threads = [*layout.warp_dims, *layout.lane_dims]
+    terms: list[tuple[int, int, int]] = []
+    divisor = 1
+    for dim in reversed(threads):
+        size, stride = dims[dim] if isinstance(dim, int) else (dim.times, 0)
+        if terms and stride == prod(terms[-1][1:]) and divisor == prod(terms[-1][:2]):
+            terms[-1] = (terms[-1][0], terms[-1][1] * size, terms[-1][2])
+        elif stride:
+            terms.append((divisor, size, stride))
+        divisor *= size
+    assert divisor == WARP * WARPS, layout
+    elements, step = dims[layout.vector_dim]
+    for dim in (layout.vector_dim, *(dim for dim in threads if isinstance(dim, int))):
+        dims[dim] = (1, 0)
+    registers = np.ndindex(*(size for size, _ in dims))
+    offsets = [sum(i * stride for i, (_, stride) in zip(at, dims)) for at in registers]
+    return Places(tuple(terms), tuple(offsets), step, elements)
+
+
+def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Return the addresses of the registers of an array, for a ref in global memory."""
+    where = places(layout, shape, _strides(ref))
+    return _from(in_global(utils.memref_ptr(ref)), where.of_thread(), where.registers, ref)
+
+
+def load_arrays(
+    refs: Sequence[Any],
+    layout: Any,
+    shape: tuple[int, ...],
+    *,
+    starts: Sequence[int] = (0,),
+    signed: bool | None = None,
+) -> list[Any]:
+    """Return arrays of `shape` in a tiled layout: for each ref, one from each of `starts` on."""
+    arrays, of_threads = [], dict[Places, Word]()
+    for ref in refs:
+        where = places(layout, shape, _strides(ref))
+        if where not in of_threads:
+            of_threads[where] = where.of_thread()
+        distances = [start + k for start in starts for k in where.registers]
+        register = ir.VectorType.get((where.elements,), ir.MemRefType(ref.type).element_type)
+        found = _from(utils.memref_ptr(ref), of_threads[where], distances, ref)
+        loaded, count = [llvm.load(register, at) for at in found], len(where.registers)
+        for first in range(0, len(loaded), count):
+            arrays.append(_array(loaded[first : first + count], layout, shape, signed))
+    return arrays
+
+
+def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """Return for each element of an array its place, in elements from the start; of int32."""
+    where = places(layout, shape, strides)
+    register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))
+    first = vector.broadcast(register, where.of_thread().value)
+    registers = []
+    for k in where.registers:
+        offsets = np.asarray([k + where.step * i for i in range(where.elements)], np.int32)
+        values = ir.DenseElementsAttr.get(offsets, type=register)
+        registers.append(arith.addi(first, arith.constant(register, values)))
+    return _array(registers, layout, shape, signed=True)
+
+
+def _strides(ref: Any) -> tuple[int, ...]:
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    return tuple(strides)
+
+
+def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
+    """Return the addresses at these distances, in elements, from where a thread starts."""
+    kind = ir.MemRefType(ref.type).element_type
+    first = utils.getelementptr(base, [of_thread.value], kind)
+    return [utils.getelementptr(first, [k], kind) if k else first for k in distances]
+
+
+def _array(registers: Sequence[Any], layout: Any, shape: tuple[int, ...], signed: Any) -> Any:
+    placed = np.empty(len(registers), dtype=object)
+    placed[:] = registers
+    placed = placed.reshape(layout.registers_shape(shape))
+    return FragmentedArray(_registers=placed, _layout=layout, _is_signed=signed)

@@ -5,7 +5,7 @@ columns and masks, stores to global memory, elements at the edges of rows, pairs
 rows of a table. The interpreter has no registers and uses JAX's operations instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import addresses, mgpu
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     flat_index,
+    in_float32,
     load,
     store,
     with_registers,
@@ -51,7 +52,7 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
+        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
         return loaded
 
     return read(ref)
@@ -79,7 +80,7 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        (loaded,) = addresses.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
+        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, signed=True)
         return loaded
 
     return read(ref)
@@ -152,7 +153,7 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the registers of arrays of one layout, and with them their address in global memory."""
     first, *_ = values
-    at = addresses.addresses(ref, first.layout, first.shape)
+    at = mgpu.addresses(ref, first.layout, first.shape)
     return zip(*(value.registers.flat for value in values), at)
 
 
@@ -323,43 +324,46 @@ def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) 
 
 
 def load_each_row(
-    ref: Ref,
+    refs: Sequence[Ref],
     row_of: Callable[[Shared, Any], Any],
     shared: Shared,
     first: Any,
     layout: Layout,
     shape: tuple[int, int],
-) -> jax.Array:
-    """Load, for each row of x from `first` on, the row of an operand that it shares with others.
+) -> list[jax.Array]:
+    """Load, for each row of x from `first` on, the rows of operands that it shares with others.
 
-    `row_of(shared, row)` maps a row of x to the row of the operand, a ``(n, cols)`` ref in global
-    memory. The result has the shape ``(rows, cols)``.
+    `row_of(shared, row)` maps a row of x to the row of the operands, ``(n, cols)`` refs in global
+    memory. The results are float32, and have the shape ``(rows, cols)``.
     """
     if is_interpreted():
-        return load(ref, None)[row_of(shared, first + lax.iota(jnp.int32, shape[0]))]
+        rows = row_of(shared, first + lax.iota(jnp.int32, shape[0]))
+        return [load(ref, None)[rows].astype(jnp.float32) for ref in refs]
     index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
-    rows = row_of(shared, first + index)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout),
+        arg_types=(layout, *[plgpu.RefType() for _ in refs]),
+        return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout) for _ in refs),
     )
-    def read(context: Any, ref: Any, rows: Any) -> Any:
-        kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
-        columns = addresses.indices(rows.layout, shape, (0, 1))
+    def read(context: Any, rows: Any, *refs: Any) -> Any:
+        columns = mgpu.indices(rows.layout, shape, (0, 1))
 
-        def loaded(rows: Any, columns: Any) -> Any:
-            (elements,) = ir.VectorType(columns.type).shape
-            row, column = (mgpu.elements_of(register)[0] for register in (rows, columns))
-            at = mgpu.Word(row) * shape[1] + mgpu.Word(column)
-            return llvm.load(
-                ir.VectorType.get((elements,), kind), utils.getelementptr(base, [at.value], kind)
-            )
+        def loaded(ref: Any) -> Any:
+            kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
 
-        return _mapped(loaded, layout.to_mgpu(), rows, columns)
+            def register(rows: Any, columns: Any) -> Any:
+                (elements,) = ir.VectorType(columns.type).shape
+                row, column = (mgpu.elements_of(register)[0] for register in (rows, columns))
+                at = utils.getelementptr(
+                    base, [(mgpu.Word(row) * shape[1] + mgpu.Word(column)).value], kind
+                )
+                return llvm.load(ir.VectorType.get((elements,), kind), at)
 
-    loaded: jax.Array = read(ref, rows)
-    return loaded
+            return in_float32(_mapped(register, layout.to_mgpu(), rows, columns))
+
+        return [loaded(ref) for ref in refs]
+
+    return list(read(row_of(shared, first + index), *refs))
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:

@@ -21,14 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, split
+from jaxnorm_kernels.mosaic.device.launch import (
+    BLOCK,
+    in_plain_order,
+    launch,
+    split,
+    warpgroup_barrier,
+)
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
     Layout,
     Ref,
     load,
+    load_wide,
     load_wide_columns,
     store,
 )
@@ -39,7 +45,7 @@ from jaxnorm_kernels.mosaic.loops.formulas import (
     RowOperands,
     prepare,
 )
-from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
+from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
@@ -141,7 +147,7 @@ def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
 
     def add(i: Any, total: jax.Array) -> jax.Array:
         first = i * together
-        parts = [load(ref.at[first + row], layout) for row in range(together)]
+        parts = load_wide([ref.at[first + row] for row in range(together)], layout, ref.shape[1:])
         return functools.reduce(jnp.add, parts, total)
 
     zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)

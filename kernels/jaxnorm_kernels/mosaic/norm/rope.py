@@ -17,7 +17,7 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
 from jaxnorm_kernels.mosaic.loops.formulas import BackwardRefs, RowOperands
 from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
-from jaxnorm_kernels.mosaic.loops.persistent import Share
+from jaxnorm_kernels.mosaic.loops.pipelined import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_back
 from jaxnorm_kernels.mosaic.schedules import heads
@@ -48,7 +48,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         rows = pl.ds(first, tile.rows)
         raw = tile.load(x, rows)
         gains = [[gain(part, spec.last) for part in tile.load_param(ref)] for ref in scale]
-        table = [tile.load_table(ref, shared, first) for ref in (cos, sin)]
+        table = tile.load_tables((cos, sin), shared, first)
         parts = [widen(part, layout) for part, layout in zip(raw, layouts)]
         square = tile.sum([jnp.square(part) for part in parts])
         r = lax.rsqrt(square / spec.cols + spec.norm.epsilon)
@@ -104,7 +104,7 @@ class _RotatedRows:
         """Load cos, sin and r of the tile that begins at row `first`."""
         shared = self.spec.norm.table_rows
         assert shared is not None
-        table = [self.tile.load_table(ref, shared, first) for ref in self.tables]
+        table = self.tile.load_tables(self.tables, shared, first)
         return table, load(self.rstd.at[pl.ds(first, self.tile.rows)], self.tile.stat_layout)
 
     def finish(

@@ -27,6 +27,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     columns_layout,
     load,
+    load_wide,
     load_wide_columns,
     rows_layout,
     widen,
@@ -142,14 +143,14 @@ class HeadTile:
         """Broadcast an operand of columns to all rows."""
         return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
 
-    def load_table(self, ref: Ref, shared: Shared, first: Any) -> jax.Array:
-        """Load the table elements for the pairs of the rows from `first` on, in float32."""
-        layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
+    def load_tables(self, refs: Sequence[Ref], shared: Shared, first: Any) -> list[jax.Array]:
+        """Load each table's elements for the pairs of the rows from `first` on, in float32."""
         if not self.has_one_position(shared):
-            return widen(load_each_row(ref, operand_row, shared, first, layout, shape), layout)
-        layout = self.columns_layout(self.vector)
+            layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
+            return load_each_row(refs, operand_row, shared, first, layout, shape)
         row = operand_row(shared, jnp.int32(first))
-        return self.expand(widen(load(ref.at[row], layout), layout))
+        rows, layout = [ref.at[row] for ref in refs], self.columns_layout(self.vector)
+        return [self.expand(of_row) for of_row in load_wide(rows, layout, (self.pairs,))]
 
     def has_one_position(self, shared: Shared) -> bool:
         """Return True if all rows of each tile use the same row of a table."""

@@ -23,8 +23,13 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import layouts
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import (
+    BLOCK,
+    WARPGROUP,
+    in_plain_order,
+    release_read,
+    release_used,
+)
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Gather

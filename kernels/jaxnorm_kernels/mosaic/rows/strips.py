@@ -31,8 +31,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, in_plain_order
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPS,
