@@ -229,11 +229,9 @@ def dtype_of(spec, name):
     if name in ("h", "dh"):
         return spec.norm.residual_dtype or spec.x_dtype
     if name == "logits_scale":
-        return np.dtype("float32") if spec.has(name) else None
+        return spec.compute_dtype if spec.has(name) else None
     if name in ("mask", "positions"):
         return np.dtype(bool) if spec.has(name) else None
-    if name == "logits_scale":
-        return spec.compute_dtype if spec.has(name) else None
     return spec.dtype(name)
 
 
@@ -245,7 +243,8 @@ def names_of(spec):
     x, stats = ["x"] * operation.starts_from_x, ["stats"] * bool(operation.statistics)
     others = [f"d{name}" for name in (*operation.results, "h") if name not in ("y", "h")]
     dh = ["dh"] * ("h" in spec.outputs)
-    return [*x, "saved", *stats, *operation.keeps, "dy", *others, *dh]
+    kept = [name for name in operation.keeps if name != "logits_scale"]
+    return [*x, "saved", *stats, *kept, "dy", *others, *dh]
 
 
 def types_of(spec, labels=np.dtype("int32")):  # noqa: B008

@@ -133,8 +133,7 @@ def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
     if spec.is_norm:
         return contract.call(mosaic, spec, *operands, schedule=schedule)
     y, dy = operands
-    kept = [None] * len(spec.operation.keeps)
-    return contract.call(mosaic, spec, y, *kept, dy, schedule=schedule)[:1]
+    return contract.call(mosaic, spec, y, None, dy, schedule=schedule)[:1]
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:
