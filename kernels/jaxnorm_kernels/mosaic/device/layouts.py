@@ -235,14 +235,11 @@ def _widen_register(register: Any) -> Any:
     pairs = ir.VectorType.get((half,), i32)
     floats = ir.VectorType.get((half,), ir.F32Type.get())
 
-    def all_of(value: int) -> Any:
+    words, parts = vector.bitcast(pairs, register), []
+    for operation, value in ((arith.shli, 16), (arith.andi, -(2**16))):
         splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32, value))
-        return arith.constant(pairs, splat)
-
-    words = vector.bitcast(pairs, register)
-    first = vector.bitcast(floats, arith.shli(words, all_of(16)))
-    second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
-    return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
+        parts.append(vector.bitcast(floats, operation(words, arith.constant(pairs, splat))))
+    return vector.shuffle(*parts, [k // 2 + k % 2 * half for k in range(elements)])
 
 
 def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:

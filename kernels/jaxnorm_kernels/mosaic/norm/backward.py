@@ -132,7 +132,7 @@ class NormFormula:
                 d = d * slope
             return d, d if g is None else d * g, xh, None
         reciprocal = None if g is None else columns.pop(0)
-        y = within_limit(saved, self.spec)
+        y = saved if self.spec.y_limit is None else within_limit(saved, self.spec)
         z = y - columns.pop(0) if columns else y
         return d, d if g is None else d * g, z, reciprocal
 

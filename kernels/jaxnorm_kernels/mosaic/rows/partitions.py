@@ -72,15 +72,13 @@ class Partition:
     unit: int
     index: Any = 0
 
-    def __post_init__(self) -> None:
-        """Refuse rows that are too short."""
-        if not self.units:
-            raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
-
     @functools.cached_property
     def units(self) -> int:
-        """The units of the body."""
-        return self.cols // (self.slices * self.unit)
+        """The units of the body; ValueError for rows that are too short."""
+        units = self.cols // (self.slices * self.unit)
+        if not units:
+            raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
+        return units
 
     @functools.cached_property
     def body_width(self) -> int:
