@@ -34,7 +34,7 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 
     A forward takes operands, and returns results and then a tuple of statistics. A backward takes
     residuals (with the statistics in a tuple) and cotangents, and returns gradients. None stands
-    for an absent array.
+    for an absent array. A scale of each row's logits, which no kernel takes, is left out.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -43,7 +43,8 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
         results = implementation.forward(given, spec, **schedule)
         return tuple(getattr(results, name) for name in (*operation.results, *statistics))
     x = ("x",) if operation.starts_from_x else ()
-    names = (*x, "saved", *statistics, *operation.keeps)
+    kept = (name for name in operation.keeps if name != "logits_scale")
+    names = (*x, "saved", *statistics, *kept)
     residuals = Residuals(**dict(zip(names, operands)))
     of_results = dict.fromkeys(("y", *operation.results, "h"))
     cotangents = Results(**dict(zip(of_results, operands[len(names) :])))

@@ -110,7 +110,7 @@ def say(out: TextIO, answer: dict[str, Any]) -> None:
 
 
 def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
-    """Answer each cell; return False if one has lost the GPU's context, and with it the rest."""
+    """Answer each cell; return False if a cell lost the GPU's context, which all others need."""
     for measure in measures:
         got = measure if isinstance(measure, Failed) else attempt(side, measure)
         if isinstance(got, Failed):

@@ -194,7 +194,7 @@ class RotatedNorm(Norm):
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return y's error beside that caused by n's: the roundings of the rotation and of y."""
+        """Return the part of y's error that comes from the roundings of the rotation and of y."""
         # A table is also rounded if its dtype differs from the arithmetic's.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)

@@ -68,7 +68,7 @@ def test_float64(mix, activation):
 
 
 def test_shapes():
-    """No rows, no features of either kind, one of each."""
+    """Arrays have no rows, or no features of either kind, or one of each."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         arrays = operands(shape, features)
         y, gradients = value_and_gradients(arrays, jnp.ones((*shape[:-1], features)))

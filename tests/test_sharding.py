@@ -62,7 +62,7 @@ class Kernels(StandIn):
 
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """The default implementation here: xla (None), or the stand-in for a kernel."""
+    """Set the default implementation: XLA's code (None), or the stand-in for a kernel."""
     if request.param == "xla":
         yield None
         return
@@ -79,7 +79,7 @@ def moved(compiled):
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
 
 
-# Where the two axes of a mesh may split one of three axes, or one of one.
+# Shardings of an array with three axes, or with one, over the two axes of a mesh.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

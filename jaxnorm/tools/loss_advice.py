@@ -125,7 +125,7 @@ def _plain(value: Value) -> Loss | None:
     is_shifted = shifted.made_by == "sub" and kept_arrays.is_spread(shifted.operands[1])
     logits = kept_arrays.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
-    if not any(v is value for v in inside) or not _is_logarithm(value, inside):
+    if not any(v is value for v in inside) or not is_logarithm(value, inside):
         return None
     one_hots = _one_hots([logits, *inside])
     if not one_hots and not any(t.made_by == "gather" for v in [logits, *inside] for t in v.users):
@@ -141,10 +141,10 @@ def _uncapped(loss: Loss) -> Loss:
     The softcap must be for the loss alone.
     """
     sliced = [loss.logits] * _is_slice(loss.logits)
-    capped, factors = _factors(sliced[0].operands[0] if sliced else loss.logits)
+    capped, factors = factors_of(sliced[0].operands[0] if sliced else loss.logits)
     if capped.made_by != "tanh":
         return loss
-    logits, inverses = _factors(kept_arrays.uncast(capped.operands[0]))
+    logits, inverses = factors_of(kept_arrays.uncast(capped.operands[0]))
     cap, scale = np.prod(factors), np.prod(factors) * np.prod(inverses)
     region = reached(
         [logits],
@@ -169,7 +169,7 @@ def _uncapped(loss: Loss) -> Loss:
     return dataclasses.replace(loss, logits=logits, inside=inside_, options=options)
 
 
-def _factors(value: Value) -> tuple[Value, list[float]]:
+def factors_of(value: Value) -> tuple[Value, list[float]]:
     """Return the value that is multiplied by constants, before casts, and the constants."""
     value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
@@ -196,7 +196,7 @@ def _inside(logits: Value) -> list[Value]:
     return inside
 
 
-def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
+def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
     """Return True if a logarithm is taken of a sum over the last axis, or of shares of that sum."""
     last = len(exponential.shape) - 1
     sums = [t for t in kept_arrays.users(exponential) if t.made_by == "reduce_sum"]
@@ -266,7 +266,7 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     The cross-entropy saves the gradients of its active operands, and no longer an operand that is
     saved for the matmul alone. The log-probabilities save the operands.
     """
-    path = _from_matmul(loss.logits)
+    path = from_matmul(loss.logits)
     if path is None:
         return None
     matmul = path[-1]
@@ -280,11 +280,11 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
         if function != _FUNCTION:
             instead += 0 if _is_saved(operand, program) else operand.bytes * matmul.layers
             continue
-        goes = _goes(operand, matmul, program)
-        if operand.is_active and goes is None:
+        no_longer = goes(operand, matmul, program)
+        if operand.is_active and no_longer is None:
             instead += operand.bytes * matmul.layers
-        elif goes is not None and not operand.is_active:
-            members.append(goes)
+        elif no_longer is not None and not operand.is_active:
+            members.append(no_longer)
     sliced = ", and slice the matmul's input" * any(map(_is_slice, inside))
     what = "loss" if function == _FUNCTION else "call"
     saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
@@ -295,7 +295,7 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     return Advice(_LINEAR[function], loss.source, how, members, instead, matmul.layers)
 
 
-def _from_matmul(logits: Value) -> list[Value] | None:
+def from_matmul(logits: Value) -> list[Value] | None:
     """Return the arrays from the logits back to the matmul of rows with a weight, or None."""
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
@@ -328,7 +328,7 @@ def _is_saved(operand: Value, program: Program) -> bool:
     return id(value) in program.by_origin or value.made_by in kept_arrays.GIVEN
 
 
-def _goes(operand: Value, matmul: Value, program: Program) -> Value | None:
+def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
     """Return the saved array of an operand, if it is no longer saved without its matmul."""
     value, user = origin(operand), matmul
     while True:

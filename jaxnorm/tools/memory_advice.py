@@ -9,7 +9,14 @@ a new version of JAX renames one of these primitives, its recognisers must be up
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxnorm.tools import kept_arrays, linear_advice, loss_advice, norm_advice, softmax_advice
+from jaxnorm.tools import (
+    distillation_advice,
+    kept_arrays,
+    linear_advice,
+    loss_advice,
+    norm_advice,
+    softmax_advice,
+)
 from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program, Recogniser, Value, origin
 
 
@@ -65,6 +72,10 @@ RECOGNISERS = (
     Recognised(norm_advice.activations, frozenset({*_COMMON, "reduce_sum"})),
     Recognised(norm_advice.rotations, frozenset({*_COMMON, *norm_advice.STEPS})),
     Recognised(loss_advice.losses, frozenset({*_COMMON, *loss_advice.PRIMITIVES})),
+    Recognised(
+        distillation_advice.divergences,
+        frozenset({*_COMMON, *distillation_advice.PRIMITIVES}),
+    ),
     Recognised(softmax_advice.softmaxes, frozenset({*_COMMON, *softmax_advice.PRIMITIVES})),
     Recognised(saved_twice, frozenset(_COMMON)),
 )

@@ -44,7 +44,7 @@ def settings() -> Iterator[None]:
 
 @functools.cache
 def local_capability() -> int | None:
-    """Return the compute capability of the local NVIDIA GPU, times ten; None if there is none."""
+    """Return ten times the compute capability of the local NVIDIA GPU, or None without one."""
     device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", "")  # for AMD GPUs, a name: "gfx942"
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():

@@ -39,10 +39,10 @@ class Family(NamedTuple):
     """The calls of one fused norm.
 
     Attributes:
-      options: the values of each option, of which any two meet.
-      changes: calls that differ from the default in something else, on 16 rows.
-      shapes: rows and columns of the calls that are lowered and compiled, and groups of rows.
-      mixes: how many of the mixes of dtypes are compiled.
+      options: the values of each option. Any two values meet.
+      changes: calls that differ from the default in other ways, on 16 rows.
+      shapes: rows, columns and groups of rows of the calls that are lowered and compiled.
+      mixes: the number of mixes of dtypes that are compiled.
     """
 
     op: Op
@@ -159,9 +159,10 @@ def check(spec: Spec, schedule: Any) -> None:
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Each schedule with one combination after the other, a quick one with all of them.
+    """Yield each schedule with one of the combinations in turn, and a fast one with all of them.
 
-    The loops over rows know no formula, and each kind of them has several schedules.
+    This is enough, because the loops over rows do not depend on the formula, and each kind of loop
+    has several schedules.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:

@@ -52,7 +52,7 @@ def make_schedule(name):
 
 @pytest.fixture(params=SCHEDULES)
 def scheduled(request, monkeypatch):
-    """Every call gets the schedule; the name of the implementation."""
+    """Give every call this schedule, and return the name of the implementation."""
     from jaxnorm_kernels.triton import schedule
 
     chosen = make_schedule(request.param)

@@ -96,7 +96,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
     # In a row of -inf, -inf - -inf makes the loss NaN.
-    others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, scale, spec)
+    others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
     # This is -1 if the label's column is masked.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))

@@ -86,8 +86,8 @@ def label_sums(
     m: jax.Array,
     label: jax.Array,
     at_label: jax.Array,
-    scale: Scale,
     spec: Spec,
+    scale: Scale | None = None,
 ) -> list[jax.Array]:
     """Return each row's sum `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
 
@@ -97,7 +97,9 @@ def label_sums(
       m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
       label: a column, or -1 for none; the row's results are then arbitrary.
       at_label: True at that column.
+      scale: a; None for that of the spec.
     """
+    scale = spec.logits.logits_scale if scale is None else scale
     masked, wide = kept is not x, spec.compute_dtype
     picked = [x, kept] if masked else [x]
 

@@ -120,21 +120,21 @@ def in_shared(address: Word) -> Any:
 # -------------------------------------------------------------------------------------------------
 # The addresses that a thread loads and stores, in few operations.
 #
-# Mosaic's own loads and stores are more general. They compute a thread's number and its place in
-# the layout anew each time, in some 30 operations. The compiler merges these, but lowering is
-# Python and takes time for each operation. Here, a load takes some 12 operations, and several loads
-# in one inline function share the thread's place.
+# Mosaic's own loads and stores are more general. Each of them computes a thread's number and its
+# place in the layout, in about 30 operations. The compiler merges repeated operations, but lowering
+# is Python and takes time for each of them. Here, a load takes about 12 operations, and several
+# loads in one inline function share the thread's place.
 
 
 class Places(NamedTuple):
-    """Where the elements of an array are that a thread holds, in elements from its start.
+    """The places of the array elements that a thread holds, in elements from the array's start.
 
     Attributes:
-      terms: ``(divisor, size, stride)``: a thread starts at the sum of
+      terms: tuples ``(divisor, size, stride)``. A thread's first element is at the sum of
         ``thread // divisor % size * stride``.
-      registers: for each of its registers, the distance of the first element from there.
-      step: distance between neighbouring elements of a register.
-      elements: of a register.
+      registers: for each register, the distance of its first element from the thread's first.
+      step: the distance between neighbouring elements of a register.
+      elements: the number of elements of a register.
     """
 
     terms: tuple[tuple[int, int, int], ...]
@@ -143,7 +143,7 @@ class Places(NamedTuple):
     elements: int
 
     def of_thread(self) -> Word:
-        """Return where this thread starts."""
+        """Return the place of this thread's first element."""
         own, total = thread(), None
         for divisor, size, stride in self.terms:
             index = (own // divisor if divisor > 1 else own) % size
@@ -154,7 +154,7 @@ class Places(NamedTuple):
 
 @functools.cache
 def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
-    """Return where the elements of an array with these strides are, in a tiled layout of Mosaic."""
+    """Return the places of an array with these strides in one of Mosaic's tiled layouts."""
     dims = list(zip(shape, strides))
     for tile in layout.tiling.tiles:
         split = len(dims) - len(tile)
@@ -194,7 +194,7 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Return arrays of `shape` in a tiled layout: for each ref, one from each of `starts` on."""
+    """Return arrays of `shape` in a tiled layout: for each ref, one at each of `starts`."""
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:
         where = places(layout, shape, _strides(ref))
@@ -210,7 +210,7 @@ def load_arrays(
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """Return for each element of an array its place, in elements from the start; of int32."""
+    """Return the place of each element of an array, in elements from its start, as int32."""
     where = places(layout, shape, strides)
     register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))
     first = vector.broadcast(register, where.of_thread().value)
@@ -228,7 +228,7 @@ def _strides(ref: Any) -> tuple[int, ...]:
 
 
 def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
-    """Return the addresses at these distances, in elements, from where a thread starts."""
+    """Return the addresses at these distances from a thread's first element."""
     kind = ir.MemRefType(ref.type).element_type
     first = utils.getelementptr(base, [of_thread.value], kind)
     return [utils.getelementptr(first, [k], kind) if k else first for k in distances]

@@ -180,7 +180,7 @@ class Place:
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
-        """Return the operand's row for the tile, or its rows if each of the tile's has one."""
+        """Return the operand's row for the tile, or its rows if the tile's rows have one each."""
         row = operand_row(shared, self.first)
         has_each = bool(shared.segments) and shared.segments[-1][1]
         return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row

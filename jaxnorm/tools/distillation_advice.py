@@ -1,0 +1,156 @@
+"""Advice on divergences of two distributions, as losses of distillation compute them.
+
+A divergence is known by the exponentials of a row of logits and the logarithm of their sum, and by
+a product of numbers of one row of probabilities and of numbers of another row, which is summed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxnorm.tools import kept_arrays, loss_advice
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
+
+_FUNCTION, _LINEAR = "kl_divergence", "linear_kl_divergence"
+# What is done to each element of a row, alone and with elements of the other row.
+_STEPS = {
+    "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "stop_gradient",
+    "sub", *NAMING,
+}  # fmt: skip
+_REDUCTIONS = ("reduce_", STACKED)
+_ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
+
+#: Primitives that are in no other table.
+PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
+
+
+class _Divergence(NamedTuple):
+    """A divergence.
+
+    Attributes:
+      student, teacher: both arrays of logits, before casts and factors.
+      inside: the arrays of their size that are made of them, by and for the divergence alone.
+      source: the line of the student's exponentials.
+      options: what the instruction says of a scale.
+    """
+
+    student: Value
+    teacher: Value
+    inside: Sequence[Value]
+    source: str
+    options: str
+
+
+def divergences(program: Program) -> Iterator[Advice]:
+    """Recognise a divergence of two softmaxes, with the linear layers before them or without.
+
+    ::
+
+        log_q = log_softmax(x @ weight)
+        log_p = stop_gradient(log_softmax(teacher_x @ teacher_weight))
+        loss = sum(exp(log_p) * (log_p - log_q), -1)             or with exp(log_q): reverse=True
+    """
+    done: set[int] = set()
+    for value in map(origin, program.saved):
+        found = _found(value)
+        if found is None or id(found.student) in done:
+            continue
+        done.add(id(found.student))
+        whole, linear = _of_logits(found, program), _of_linear(found, program)
+        yield whole if linear is None or whole.saves >= linear.saves else linear
+
+
+def _found(exponentials: Value) -> _Divergence | None:
+    """Return the divergence whose student's exponentials a value is."""
+    if exponentials.made_by != "exp" or not exponentials.is_active:
+        return None
+    student, scale = _logits_of(exponentials)
+    if not student.is_active:
+        return None
+    own = _region([student])
+    others = {
+        id(logits): (logits, factor)
+        for value in own.values()
+        if value is not student
+        for operand in value.operands
+        if operand.size == value.size
+        and id(origin(operand)) not in own
+        and not kept_arrays.is_spread(operand)
+        for logits, factor in [_logits_of(origin(operand))]
+    }
+    if len(others) != 1:
+        return None
+    ((teacher, of_teacher),) = others.values()
+    is_alike = teacher.shape == student.shape and not teacher.is_active
+    if not is_alike or abs(of_teacher - scale) > 1e-6 * abs(scale):
+        return None
+    region = _region([student, teacher])
+    inside = [v for v in region.values() if v is not student and v is not teacher]
+    if not loss_advice.is_logarithm(exponentials, inside):
+        return None
+    if not any(v.made_by == "exp" and not v.is_active for v in inside):
+        return None
+    if not all(_is_inside(v, region) for v in inside):
+        return None
+    options = "" if abs(scale - 1) < 1e-3 else f", logits_scale={scale:g}"
+    return _Divergence(student, teacher, inside, exponentials.source, options)
+
+
+def _region(logits: Sequence[Value]) -> dict[int, Value]:
+    """Return the arrays of the logits' size that are computed element by element from them."""
+    size = logits[0].size
+    return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])
+
+
+def _is_inside(value: Value, region: dict[int, Value]) -> bool:
+    """Return True if only the divergence uses a value."""
+    return all(id(t) in region or t.made_by.startswith(_REDUCTIONS) for t in value.users)
+
+
+def _logits_of(value: Value) -> tuple[Value, float]:
+    """Return the logits of a softmax or its logarithm, before a factor, and that factor."""
+    value = origin(value)
+    while value.operands:
+        first, *others = value.operands
+        is_of_row = value.made_by in ("sub", "div") and kept_arrays.number(others[0]) is None
+        is_alone = value.made_by in _ALONE and not others
+        if not is_alone and not (is_of_row and kept_arrays.is_spread(others[0])):
+            break
+        value = origin(first)
+    logits, factors = loss_advice.factors_of(value)
+    return logits, math.prod(factors)
+
+
+def _of_logits(found: _Divergence, program: Program) -> Advice:
+    how = (
+        f"replace the divergence {{at}} with jaxnorm.{_FUNCTION}(logits, teacher_logits"
+        f"{found.options}), with reverse=True for KL(student || teacher): only both "
+        "logits are saved"
+    )
+    instead = program.extra_bytes(found.student) + program.extra_bytes(found.teacher)
+    layers = found.student.layers
+    return Advice(_FUNCTION, found.source, how, program.saved_of(found.inside), instead, layers)
+
+
+def _of_linear(found: _Divergence, program: Program) -> Advice | None:
+    """Return advice to use the divergence of two linear layers, if nothing else uses the logits."""
+    student, teacher = map(loss_advice.from_matmul, (found.student, found.teacher))
+    if student is None or teacher is None:
+        return None
+    matmul = student[-1]
+    region = {id(v): v for v in [*student, *teacher, *found.inside]}
+    if not all(_is_inside(v, region) for v in region.values()):
+        return None
+    members, instead = program.saved_of(region.values()), 0
+    for operand in matmul.operands:
+        no_longer = loss_advice.goes(operand, matmul, program)
+        if operand.is_active and no_longer is None:
+            instead += operand.bytes * matmul.layers
+        elif no_longer is not None and not operand.is_active:
+            members.append(no_longer)
+    how = (
+        f"replace the divergence {{at}} and both matmuls before it with jaxnorm.{_LINEAR}(x, "
+        f"weight, teacher_x, teacher_weight{found.options}), with reverse=True for "
+        "KL(student || teacher): only gradients are saved, and no logits"
+    )
+    return Advice(_LINEAR, found.source, how, members, instead, matmul.layers)

@@ -1,0 +1,87 @@
+"""memory_report's advice on divergences is true, and no other function gets it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_loss_advice import CLASSES, TOKENS, WIDTH, check, waves
+
+import jaxnorm
+from jaxnorm import memory_report
+
+pytestmark = pytest.mark.oldest_jax
+
+
+def kl(logits, teacher):
+    log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(jax.lax.stop_gradient(teacher))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1).mean()
+
+
+def reverse_kl(logits, teacher):
+    log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(jax.lax.stop_gradient(teacher))
+    return jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1).mean()
+
+
+OPERANDS = [
+    jax.ShapeDtypeStruct(shape, "float32")
+    for shape in [(TOKENS, WIDTH), (WIDTH, CLASSES), (TOKENS, WIDTH), (WIDTH, CLASSES)]
+]
+
+
+def reports(before, after):
+    def report(loss):
+        return memory_report(
+            lambda x, w, tx, tw: loss(jnp.sin(x), w, jnp.sin(tx), tw), *OPERANDS, argnums=(0, 1)
+        )
+
+    return report(before), report(after)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("loss", [kl, reverse_kl])
+def test_linear_layers(loss, temperature):
+    options = {"reverse": loss is reverse_kl, "logits_scale": 1 / temperature}
+
+    def before(x, weight, teacher_x, teacher_weight):
+        return loss(x @ weight / temperature, teacher_x @ teacher_weight / temperature)
+
+    def after(*operands):
+        return jaxnorm.linear_kl_divergence(*operands, **options)
+
+    both = reports(before, after)
+    check(*both, "linear_kl_divergence")
+    told = next(row.advice for row in both[0] if row.advice)
+    assert ("logits_scale=0.5" in told) == (temperature == 2)
+
+
+@pytest.mark.parametrize("loss", [kl, reverse_kl])
+def test_other_logits(loss):
+    """Logits of 16 bits that are cast: both casts' exponentials are saved."""
+
+    def logits_of(x, weight, teacher_x, teacher_weight):
+        pairs = (x, weight), (teacher_x, teacher_weight)
+        return [waves((x @ weight).astype("bfloat16")) for x, weight in pairs]
+
+    def before(*operands):
+        return loss(*(logits.astype("float32") for logits in logits_of(*operands)))
+
+    def after(*operands):
+        reverse = loss is reverse_kl
+        return jaxnorm.kl_divergence(*logits_of(*operands), reverse=reverse).mean()
+
+    check(*reports(before, after), "kl_divergence")
+
+
+def test_what_is_no_divergence():
+    """Distributions that are both trained; logits that are used elsewhere keep their matmul."""
+
+    def both_trained(x, weight, teacher_x, teacher_weight):
+        log_q, log_p = jax.nn.log_softmax(x @ weight), jax.nn.log_softmax(x @ (2 * weight))
+        return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1).mean()
+
+    def used_elsewhere(x, weight, teacher_x, teacher_weight):
+        logits = x @ weight
+        return kl(logits, teacher_x @ teacher_weight) + jnp.sum(jnp.tanh(logits))
+
+    for loss in (both_trained, used_elsewhere):
+        for row in reports(loss, loss)[0]:
+            assert not (row.advice or "").startswith("linear_kl")
