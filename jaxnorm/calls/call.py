@@ -18,8 +18,8 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
-from jaxnorm_kernels.specs import Direction, Name, Spec
+from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, Op
+from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
 Arrays = Sequence[jax.Array]
 #: A function that computes a pass: it takes the arrays of a call and returns those of its results.
@@ -61,6 +61,22 @@ class Call:
         primitives: str | None = None,
     ) -> "Call":
         return cls(function, spec, view, implementation, primitives)
+
+    @classmethod
+    def forward(
+        cls,
+        function: str,
+        op: Op | None,
+        view: RowView,
+        dtypes: tuple[np.dtype, np.dtype],
+        options: Options,
+        implementation: Name | None,
+    ) -> "Call":
+        """Return the forward of an operation with all results; `dtypes` are those of x and y."""
+        assert op is not None  # or a function has no such form
+        results = (*OPERATIONS[op].results,)
+        spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
+        return cls.of(function, spec, view, implementation).on(view)
 
     def __str__(self) -> str:
         """Return the text that a jaxpr shows."""
