@@ -18,17 +18,12 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
-from jaxnorm_kernels.specs import Direction, Name, Spec
+from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, Op
+from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
 Arrays = Sequence[jax.Array]
 #: A function that computes a pass: it takes the arrays of a call and returns those of its results.
 Run = Callable[..., list[jax.Array]]
-
-# Arrays up to this size get buffers of their own. XLA passes an array that is sliced from a loop's
-# stacked arrays as an address inside them, and to compute that address it waits until the loop's
-# index is on the host. Copying a small array takes less time than that.
-_COPIED_BYTES = 2**20
 
 # Calls are interned, so identical layers of a model share one object and its cached properties.
 _once = functools.lru_cache(maxsize=4096)
@@ -66,6 +61,22 @@ class Call:
         primitives: str | None = None,
     ) -> "Call":
         return cls(function, spec, view, implementation, primitives)
+
+    @classmethod
+    def forward(
+        cls,
+        function: str,
+        op: Op | None,
+        view: RowView,
+        dtypes: tuple[np.dtype, np.dtype],
+        options: Options,
+        implementation: Name | None,
+    ) -> "Call":
+        """Return the forward of an operation with all results; `dtypes` are those of x and y."""
+        assert op is not None  # or a function has no such form
+        results = (*OPERATIONS[op].results,)
+        spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
+        return cls.of(function, spec, view, implementation).on(view)
 
     def __str__(self) -> str:
         """Return the text that a jaxpr shows."""
@@ -232,6 +243,8 @@ class Call:
         starts at a multiple of its own size, and XLA passes an address only if this size is
         aligned. A linear loss passes aligned arrays to the calls on its chunks.
         """
+        if self.primitives is not None and self.spec.is_loss:
+            return frozenset((*self.takes, *self.returns))
         saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
         return frozenset((*saved, *self.spec.statistics))
 
@@ -377,8 +390,9 @@ class Call:
         """Give a kernel's arrays separate buffers, so that none is part of a larger array."""
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
+        in_place = self._in_place
         return [
-            a if n in self._in_place and a.nbytes > _COPIED_BYTES else launching.own_buffer(a)
+            a if n in in_place else launching.own_buffer(a)
             for n, a in zip(names, arrays, strict=True)
         ]
 

@@ -8,8 +8,8 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, scales
 from jaxnorm.operations.loss import counted, masks, softcap, weighted
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import LossOptions, Name, Spec
+from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.specs import LossOptions, Name
 
 NAME = "kl_divergence"
 
@@ -140,32 +140,25 @@ def divergence_call(
     view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)
     op = FUNCTIONS[NAME].op
-    spec = Spec(
-        op=op,
-        direction="fwd",
-        outputs=(*OPERATIONS[op].results,),
-        rows=view.rows,
-        cols=view.cols,
-        x_dtype=dtype,
-        y_dtype=checks.arithmetic_dtype(dtype, teacher_dtype),
-        options=LossOptions(
-            has_mask=mask is not None,
-            has_positions=has_positions,
-            logits_scale=scale,
-            has_scale=has_scale,
-            logit_softcap=softcap(function, logit_softcap),
-            teacher_dtype=teacher_dtype,
-            teacher_softcap=softcap(function, teacher_logit_softcap, "teacher_logit_softcap"),
-            reverse=checks.flag(function, "reverse", reverse),
-        ),
+    dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype)
+    options = LossOptions(
+        has_mask=mask is not None,
+        has_positions=has_positions,
+        logits_scale=scale,
+        has_scale=has_scale,
+        logit_softcap=softcap(function, logit_softcap),
+        teacher_dtype=teacher_dtype,
+        teacher_softcap=softcap(function, teacher_logit_softcap, "teacher_logit_softcap"),
+        reverse=checks.flag(function, "reverse", reverse),
     )
+    call = Call.forward(function, op, view, dtypes, options, implementation)
     positive: dict[str, float | None] = {"logits_scale": scale}
     caps = {
-        "logit_softcap": spec.loss.logit_softcap,
-        "teacher_logit_softcap": spec.loss.teacher_softcap,
+        "logit_softcap": call.spec.loss.logit_softcap,
+        "teacher_logit_softcap": call.spec.loss.teacher_softcap,
     }
     for name, cap in caps.items():
         if cap is not None:
             positive |= {name: cap, f"logits_scale / {name}": scale / cap}
-    checks.finite_in(function, spec.compute_dtype, positive, above_zero=True)
-    return Call.of(function, spec, view, implementation).on(view)
+    checks.finite_in(function, call.spec.compute_dtype, positive, above_zero=True)
+    return call

@@ -10,8 +10,8 @@ from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, scales
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import LossOptions, Name, Spec
+from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.specs import LossOptions, Name
 
 Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy"]
 
@@ -212,33 +212,25 @@ def loss_call(
             "a mask of positions with the axes of labels; leave one of both out"
         )
     op = FUNCTIONS[function].op if candidates is None else FUNCTIONS[function].several
-    assert op is not None
-    spec = Spec(
-        op=op,
-        direction="fwd",
-        outputs=(*OPERATIONS[op].results,),
-        rows=view.rows,
-        cols=view.cols,
-        x_dtype=dtype,
-        y_dtype=checks.arithmetic_dtype(dtype),
-        options=LossOptions(
-            has_mask=mask is not None,
-            has_positions=has_positions,
-            label_smoothing=smoothing,
-            z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
-            logits_scale=logits_scale,
-            has_scale=has_scale,
-            logit_softcap=softcap(function, logit_softcap),
-        ),
+    dtypes = dtype, checks.arithmetic_dtype(dtype)
+    options = LossOptions(
+        has_mask=mask is not None,
+        has_positions=has_positions,
+        label_smoothing=smoothing,
+        z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
+        logits_scale=logits_scale,
+        has_scale=has_scale,
+        logit_softcap=softcap(function, logit_softcap),
     )
+    call = Call.forward(function, op, view, dtypes, options, implementation)
     check_numbers(
         function,
-        spec.compute_dtype,
-        spec.logits.logits_scale,
-        spec.loss.logit_softcap,
-        spec.loss.z_loss,
+        call.spec.compute_dtype,
+        call.spec.logits.logits_scale,
+        call.spec.loss.logit_softcap,
+        call.spec.loss.z_loss,
     )
-    return Call.of(function, spec, view, implementation).on(view)
+    return call
 
 
 def check_numbers(

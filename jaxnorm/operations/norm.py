@@ -12,7 +12,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
-from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save, Spec
+from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save
 
 # Names of operands in errors, if they differ from those in the table of operations.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
@@ -55,29 +55,21 @@ def norm_call(
     entry = FUNCTIONS[function]
     default = given["residual"].dtype if OPERATIONS[entry.op].y_is_sum else x.dtype
     op = entry.gated if "branch_scale" in given else entry.op
-    assert op is not None
     dtypes: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()}
-    spec = Spec(
-        op=op,
-        direction="fwd",
-        outputs=(*OPERATIONS[op].results,),
-        rows=view.rows,
-        cols=view.cols,
-        x_dtype=x.dtype,
-        y_dtype=checks.output_dtype(function, dtype, default),
-        options=NormOptions(
-            epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
-            scale_offset=checks.number(function, "scale_offset", scale_offset),
-            subtract_mean=entry.subtract_mean,
-            saved=save if activation is None else "input",  # an activation cannot be undone
-            activation=activation,
-            **dtypes,
-            **options,
-        ),
+    of_x_and_y = x.dtype, checks.output_dtype(function, dtype, default)
+    norm_options = NormOptions(
+        epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
+        scale_offset=checks.number(function, "scale_offset", scale_offset),
+        subtract_mean=entry.subtract_mean,
+        saved=save if activation is None else "input",  # an activation cannot be undone
+        activation=activation,
+        **dtypes,
+        **options,
     )
-    numbers = {"epsilon": spec.norm.epsilon, "scale_offset": spec.norm.scale_offset}
-    checks.finite_in(function, spec.compute_dtype, numbers)
-    return Call.of(function, spec, view, implementation).on(view)
+    call = Call.forward(function, op, view, of_x_and_y, norm_options, implementation)
+    numbers = {"epsilon": call.spec.norm.epsilon, "scale_offset": call.spec.norm.scale_offset}
+    checks.finite_in(function, call.spec.compute_dtype, numbers)
+    return call
 
 
 def common_options(

@@ -23,8 +23,8 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products, scales
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import Name, SoftmaxOptions, Spec
+from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.specs import Name, SoftmaxOptions
 
 
 @eager.compiled("x", "where", "bias", either=("scale",))
@@ -205,27 +205,20 @@ def softmax_call(
     has_scale = scales.is_array(scale)
     number = 1.0 if has_scale else checks.number(function, "scale", cast(float, scale))
     op = FUNCTIONS[function].op
-    spec = Spec(
-        op=op,
-        direction="fwd",
-        outputs=(*OPERATIONS[op].results,),
-        rows=view.rows,
-        cols=view.cols,
-        x_dtype=np.dtype(x.dtype),
-        y_dtype=checks.output_dtype(function, dtype, x.dtype),
-        options=SoftmaxOptions(
-            has_mask=mask is not None,
-            masked_logit=masked_logit,
-            logits_scale=number,
-            has_scale=has_scale,
-            logits_bias_dtype=None if bias is None else bias.dtype,
-            causal=causal,
-        ),
+    dtypes = np.dtype(x.dtype), checks.output_dtype(function, dtype, x.dtype)
+    options = SoftmaxOptions(
+        has_mask=mask is not None,
+        masked_logit=masked_logit,
+        logits_scale=number,
+        has_scale=has_scale,
+        logits_bias_dtype=None if bias is None else bias.dtype,
+        causal=causal,
     )
-    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits.logits_scale})
+    call = Call.forward(function, op, view, dtypes, options, implementation)
+    checks.finite_in(function, call.spec.compute_dtype, {"scale": call.spec.logits.logits_scale})
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
-    return Call.of(function, spec, view, implementation).on(view), mask, bias
+    return call, mask, bias
 
 
 @eager.compiled("query", "key", "where", "bias")

@@ -54,6 +54,17 @@ def make_spec(op, rows, cols, dtype, **options):
     return build_spec(op, "fwd", rows, cols, np.dtype(dtype), F32, want_stats=True, **options)
 
 
+def run(module, spec, given, **schedule):
+    """A pass over the arrays that there are, by their names."""
+    return contract.call(module, spec, *map(given.get, norms.names_of(spec)), **schedule)
+
+
+def of_backward(x, results, stats, cotangents):
+    """What a backward takes beside the operands."""
+    names = dict(zip(("entropy", "dy", "dentropy"), (*results[1:], None, None)[:1] + cotangents))
+    return {"saved": x, "stats": stats, **names}
+
+
 @functools.lru_cache(maxsize=8)
 def forward_and_backward(spec, schedule=None, parts=PARTS, overwrites=False):
     """A function of logits, labels, cotangents and, if there are any, positions.
@@ -64,11 +75,11 @@ def forward_and_backward(spec, schedule=None, parts=PARTS, overwrites=False):
     count = LOSSES[spec.op].results
 
     def both(x, labels, *others):
-        d, positions = others[:count], others[count] if len(others) > count else None
-        call = functools.partial(contract.call, mosaic)
-        *results, stats = call(spec, x, labels, None, positions, schedule=schedule)
-        (dx,) = call(backward, x, stats, labels, None, *results[1:], *d, schedule=parts)
-        return *results, dx
+        positions = others[count] if len(others) > count else None
+        given = {"x": x, "labels": labels, "positions": positions}
+        *results, stats = run(mosaic, spec, given, schedule=schedule)
+        given |= of_backward(x, results, stats, others[:count])
+        return *results, run(mosaic, backward, given, schedule=parts)[0]
 
     return jax.jit(both)
 
@@ -217,14 +228,15 @@ def test_gradient_in_the_logits_place(op, cols, dtype):
     """Results have the same bits if dx overwrites x, including overlapping units and edges."""
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(op, 9, cols, dtype, **(SMOOTHED if op == CE else {}))
-    forward = jax.jit(functools.partial(contract.call, xla, spec))
-    *results, stats = forward(x, labels, None, None)
+    given = {"x": x, "labels": labels}
+    *results, stats = jax.jit(functools.partial(run, xla, spec))(given)
+    given |= of_backward(x, results, stats, cotangents(op, d))
     found = []
     for overwrites in (False, True):
         backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
-        call = jax.jit(functools.partial(contract.call, mosaic, backward, schedule=PARTS))
+        call = jax.jit(functools.partial(run, mosaic, backward, schedule=PARTS))
         with mosaic.interpreted():
-            (dx,) = call(x, stats, labels, None, *results[1:], *cotangents(op, d))
+            dx, *_ = call(given)
         found.append(np.asarray(dx).view(np.uint8))
     np.testing.assert_array_equal(*found)
 
@@ -286,9 +298,9 @@ def test_what_the_kernels_refuse(op):
 
 def types_of(spec, label_dtype="int32"):
     """Of logits, labels, cotangents and, if there are any, positions."""
-    x, labels, _, positions = norms.types_of(spec, np.dtype(label_dtype))
-    d = jax.ShapeDtypeStruct(labels.shape, F32)
-    arrays = (x, labels, *[d] * LOSSES[spec.op].results, positions)
+    types = dict(zip(norms.names_of(spec), norms.types_of(spec, np.dtype(label_dtype))))
+    d = [jax.ShapeDtypeStruct(types["labels"].shape, F32)] * LOSSES[spec.op].results
+    arrays = (types["x"], types["labels"], *d, types["positions"])
     return [a for a in arrays if a is not None]
 
 
