@@ -17,7 +17,6 @@ import jaxnorm
 from jaxnorm.operations.kl_divergence import divergence_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 

@@ -43,12 +43,16 @@ def norm(x: jax.Array, *scale: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------ what is copied
 
 
+# XLA's code runs these calls on every GPU.
+WITHOUT_KERNELS = ("log_prob_and_entropy several labels",)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_kernel_gets_an_unaligned_address(case, compiler):
     """All operands and cotangents are slices, and all results are written into larger arrays."""
     operands, *_ = selfcheck.operands_of(case, "bfloat16")
     text = compiled(compiler, parts.of_parts(selfcheck.passes(case)), operands)
-    assert parts.kernels(text) >= 2
+    assert parts.kernels(text) >= (0 if str(case) in WITHOUT_KERNELS else 2)
     assert not parts.fused(text)
 
 

@@ -99,7 +99,6 @@ _NOT_TIMED = (100,)
 # committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
-    ("its divergence kernels have not been timed", lambda s: s.op == "kl_divergence"),
     (
         "on compute capability 12.0 (RTX 50), with less than half of the shared memory that its "
         "schedules are made for, its kernels compile, but have not run",
