@@ -12,6 +12,7 @@ from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from reference import assert_within
 from test_kl_divergence import SPECIAL, Divergence, operands
+from test_losses_mosaic import LossForwardSchedule
 
 import jaxnorm
 from jaxnorm.operations.kl_divergence import divergence_call
