@@ -11,6 +11,7 @@ from norms import check, normal
 from program_error import analyse, assert_computes
 
 import jaxnorm
+from jaxnorm_kernels.implementation import takes_no_inner
 
 # x, axis, scale, bias.
 CASES = {
@@ -109,3 +110,14 @@ def test_errors():
 def test_check_params():
     report = jaxnorm.check_params({"norm": {"scale": SCALE, "bias": BIAS}}, "bfloat16")
     assert report.norms[0].columns == 32
+
+
+def test_implementations_without_strided_views_refuse_groups(monkeypatch):
+    """Parameters of groups that are not consecutive have no view in rows."""
+    from jaxnorm_kernels import mosaic
+
+    without = mosaic.IMPLEMENTATION._replace(takes_inner=takes_no_inner)
+    monkeypatch.setattr(mosaic, "IMPLEMENTATION", without)
+    x, scale = jnp.ones((2, 39, 4, 8)), jnp.ones((4, 1, 8))
+    with pytest.raises(ValueError, match="groups of rows that are not consecutive"):
+        jaxnorm.layer_norm(x, scale, axis=(1, 3), implementation="mosaic")

@@ -21,8 +21,8 @@ import pytest
 import reference
 import refused
 from loss_cases import CrossEntropy
+from norms import check, normal
 from reference import SAFETY, assert_within, exact, unit_roundoff
-from test_norm import check, normal
 
 import jaxnorm
 from benchmarks import triton_programs
@@ -59,11 +59,10 @@ MIXES += [("float16", "float16"), ("bfloat16", "float32")]
 
 def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=0):
     check(
+        "layer_norm" if subtract_mean else "rms_norm",
         normal((rows, cols), x_dtype, seed, shift=0.3),
-        normal((cols,), "float32", seed + 1, scale=0.3, shift=1.0),
-        normal((cols,), "float32", seed + 2, scale=0.3) if subtract_mean else None,
-        normal((rows, cols), y_dtype, seed + 3),
-        subtract_mean=subtract_mean,
+        scale=normal((cols,), "float32", seed + 1, scale=0.3, shift=1.0),
+        bias=normal((cols,), "float32", seed + 2, scale=0.3) if subtract_mean else None,
         save=save,
         implementation=kernels,
         y_dtype=y_dtype,

@@ -17,7 +17,7 @@ import numpy as np
 from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.implementation import Operands, Residuals, Results, takes_no_inner
 from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, Op
 from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
@@ -316,11 +316,11 @@ class Call:
         ones, unless the implementation takes the strided view.
         """
         in_rows, strided = self._in_rows, self._strided
-        if strided is None:
+        takes_inner = backends.implementation(name).takes_inner
+        if strided is None or takes_inner is takes_no_inner:
             return in_rows
         # If the parameters have no view in rows, the strided spec gives the reason to refuse.
-        takes_it = in_rows.norm.scattered or backends.implementation(name).takes_inner(strided)
-        return strided if takes_it else in_rows
+        return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once
     def forced(self, name: str) -> backends.Choice:

@@ -114,7 +114,8 @@ def _none(*_: Spec) -> None:
     """Return None: there is nothing to say about any call."""
 
 
-def _takes_no_inner(spec: Spec) -> bool:
+def takes_no_inner(spec: Spec) -> bool:
+    """Return False: the implementation takes no strided view of any call."""
     del spec
     return False
 
@@ -143,7 +144,7 @@ class Implementation(NamedTuple):
     backward: Callable[[Residuals, Results, Spec], Operands]
     why_unsupported: Callable[[Spec], str | None] = _none
     why_not_default: Callable[[Spec], str | None] = _none
-    takes_inner: Callable[[Spec], bool] = _takes_no_inner
+    takes_inner: Callable[[Spec], bool] = takes_no_inner
     platforms: Callable[[], tuple[str, ...] | None] = _none
     caveat: Callable[[Spec], str | None] = _none
     tangent: Callable[[Residuals, Operands, Spec], Results] | None = None
