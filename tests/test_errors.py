@@ -171,13 +171,11 @@ def test_labels(name):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if "implementation" in options_of(n) and "kl_div" not in n]
-)
+@pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_a_kernel_on_a_cpu(name):
     """The error on a CPU is the same for rows that are long enough for a kernel."""
     arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
-    arrays |= dict.fromkeys(("cos", "sin"), T((128, 128)))
+    arrays |= dict.fromkeys(("cos", "sin"), T((128, 128))) | {"teacher_weight": T((256, 256))}
     given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}
     if name == "rms_norm_linear":
         given = {n: a.astype("bfloat16") for n, a in given.items()}
