@@ -25,6 +25,7 @@ LONG = "hold no rows of this length"
 UNALIGNED = "norm backward takes rows in multiples of 16 bytes"
 SHORT_LOGITS = "take rows of 128 columns and more"
 CLASSES = "take no mask of classes"
+NO_KERNEL = "there is no kernel of this operation yet"
 
 #: ``@refused.expect(EMPTY, FLOAT64)``
 expect = pytest.mark.refused

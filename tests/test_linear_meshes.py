@@ -62,18 +62,15 @@ LABELS[0] = -100
 def loss_of_rows(x, weight, bias, labels, *, reduction):
     """Return a number made of a mean, a sum, losses of rows ("none"), or other results of rows.
 
-    These are log-probabilities and entropies, those of several labels, and a mean divergence.
+    These are log-probabilities and entropies, those of several labels, and divergences.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
         weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
         teacher = layer_of_a_teacher(labels, weight)
         scale = scales_of(labels)
-        return jnp.sin(
-            jaxnorm.linear_kl_divergence(
-                x, weight, *teacher, where=weights, logits_scale=scale, **options
-            )
-        )
+        options |= {"where": weights, "logits_scale": scale, "reduction": "none"}
+        return jnp.sum(jnp.sin(jaxnorm.linear_kl_divergence(x, weight, *teacher, **options)))
     if reduction == "several":
         several = jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
         weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
@@ -563,3 +560,13 @@ def test_a_function_on_a_mesh():
         for product in (spread, jnp.matmul)
     )
     assert_computes(jax.jit(ours)(*sharded), theirs, *operands_of("gated_linear"))
+
+
+def test_the_kernel_of_norm_and_product_lowers_on_shards():
+    """Its result varies over the mesh as its operands do."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    named = functools.partial(rms_norm_linear, activation="gelu", implementation="mosaic")
+    shards = jax.shard_map(named, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    shapes = ((8192, 1024), "bfloat16"), ((1024, 1024), "bfloat16"), ((1024,), "float32")
+    traced = jax.jit(shards).trace(*[jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

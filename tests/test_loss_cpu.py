@@ -123,9 +123,9 @@ def test_other_devices_make_the_same_sums_in_one_reduction(cols, masked, monkeyp
     m = kept.max(-1, keepdims=True)
     float32 = np.dtype("float32")
     spec = build_spec("cross_entropy", "fwd", *x.shape, float32, float32, label_smoothing=0.1)
-    here = label_sums(x, kept, m, label, at_label, 1.0, spec)
+    here = label_sums(x, kept, m, label, at_label, spec)
     monkeypatch.setattr(lax, "platform_dependent", lambda *, cpu, default: default())
-    elsewhere = label_sums(x, kept, m, label, at_label, 1.0, spec)
+    elsewhere = label_sums(x, kept, m, label, at_label, spec)
     assert len(here) == len(elsewhere) == 4
     for a, b in zip(here, elsewhere):
         # Terms of one sign are summed in another order: at most one rounding for each.

@@ -340,7 +340,9 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
             scale_offset=norm.spec.norm.scale_offset,
             activation=layer.activation,
         )
-        return launching.own_buffer(y).reshape(*lead, weight.shape[1])
+        y = launching.own_buffer(y).reshape(*lead, weight.shape[1])
+        # A kernel's result has no type of `jax.shard_map`: it varies as the operands do.
+        return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:
         """Ask for Mosaic's norm, which raises ValueError when it is lowered elsewhere."""
