@@ -177,7 +177,7 @@ class _Distributions(NamedTuple):
       q: the student's distribution.
       weight: the derivative of the divergence along the student's z.
       slope: dz / dx.
-      takes_part: which entries do.
+      takes_part: which entries take part.
     """
 
     q: jax.Array
