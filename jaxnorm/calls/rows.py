@@ -52,7 +52,7 @@ class RowView:
     @classmethod
     @_once
     def of(cls, shape: tuple[int, ...], axes: tuple[int, ...], **shapes: tuple[int, ...]) -> Self:
-        """Return the view of an x of this shape, whose operands have the other shapes."""
+        """Return the view for an x of this shape and for operands of the other shapes."""
         return cls(shape, axes, **shapes)
 
     @functools.cached_property
