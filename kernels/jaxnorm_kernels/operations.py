@@ -131,8 +131,8 @@ class Operation:
       constants: operands that have no tangent, although their kind may have one.
       through_h: operands to whose gradients h's cotangent contributes. A plain norm has no h, but
         its backward pass may take an extra cotangent of x in h's place.
-      norms: the norms in a call: that of x before a sum ("first"), and that whose result is y
-        ("last").
+      norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
+        result is y.
       derivative: the operation whose tangent and backward this one uses, except along the residual;
         None if it has its own.
       has_kernels: False if the operation exists in plain JAX only.

@@ -26,8 +26,8 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each. A
 #: cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
 #: log(sum(exp(x - m))). Their sum is the log-sum-exp. log_s is -inf for a row without an entry, and
-#: NaN for a row whose label is not one of its columns. A divergence also has those of the teacher's
-#: logits.
+#: NaN for a row whose label is not one of its columns. A divergence also has both statistics of the
+#: teacher's logits.
 Stats = tuple[jax.Array, ...]
 
 # The forward pass of an output-saving norm raises smaller scales to this magnitude, so that the
@@ -229,7 +229,8 @@ class Spec:
         channels of a group. Statistics then have the shape ``(outer * inner / inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded; ``cols``
         counts all shards. Only the xla implementation takes it.
-      axes_over: the same for each of ``axes``, to locate a label's column.
+      axes_over: for each of ``axes``, the mesh axes over which it is sharded, to locate a label's
+        column.
     """
 
     op: Op

@@ -1,4 +1,4 @@
-"""`Formulas`: an operation in plain JAX. The tangent is derived from the backward."""
+"""`Formulas`: an operation in plain JAX. The tangent is derived from the backward pass."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Row sums in the forward of a cross-entropy, for logits x (-inf where masked) and label l.
+"""Row sums in a cross-entropy's forward pass, for logits x (-inf where masked) and label l.
 
     others   sum(exp(x - m), j != l)
 
@@ -98,7 +98,7 @@ def label_sums(
       m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
       label: a column, or -1 for none; the row's results are then arbitrary.
       at_label: True at that column.
-      scale: a; None for that of the spec.
+      scale: a; None for the spec's.
     """
     scale = spec.logits.logits_scale if scale is None else scale
     masked, wide = kept is not x, spec.compute_dtype

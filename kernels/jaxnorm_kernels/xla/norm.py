@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over ``spec.axes``, with a backward from the output or the input.
+"""LayerNorm and RMSNorm over ``spec.axes``, with backward passes from the output or the input.
 
 For a row x of N elements, G = scale + scale_offset; RMSNorm has mean = 0:
 

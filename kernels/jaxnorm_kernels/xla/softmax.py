@@ -1,4 +1,4 @@
-"""softmax and log_softmax over ``spec.axes``, whose backward starts from the output.
+"""softmax and log_softmax over ``spec.axes``, with a backward pass from the output.
 
 For z = scale x + bias, m = max(z) and d = dy, with all sums over a row:
 

@@ -291,7 +291,7 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Return the mean of a row and the sum of squares about it, from those of its parts.
+    """Return a row's mean and sum of squares about it, from these two statistics of each part.
 
     `gather` gives every part the values of all parts; see `rows.exchange.Gather`.
     """

@@ -80,7 +80,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, and those of scale and bias from sums over columns."""
+    """Return the gradients of x, scale and bias; those of scale and bias are sums over columns."""
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     bias = residuals.bias if spec.reads_bias else None
     params = [param for param in (residuals.scale, bias) if param is not None]

@@ -20,7 +20,7 @@ from jaxnorm_kernels.specs import Spec
 # Rows of a softmax in registers: the most columns, and the warpgroups. With more than 48 columns
 # per thread, fewer blocks fit on a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The same with a sum of each column: at most 32 columns per thread.
+# The limits if column sums are computed as well: at most 32 columns per thread.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
 # The smallest number of rows, or tiles, for each row of partial sums of a bias's gradient. The
 # sums are float32, and their cost is small compared to this many rows.
