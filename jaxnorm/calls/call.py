@@ -189,7 +189,7 @@ class Call:
 
     @_once
     def on(self, view: RowView) -> "Call":
-        """Return the call with this view, of whole arrays, of a batch of them or of a shard."""
+        """Return the call with another view: of whole arrays, of a batch, or of a shard."""
         changes: dict[str, Any] = {}
         if self.spec.is_norm:
             changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}

@@ -59,10 +59,10 @@ def gated_linear(
     residuals of the activation's own derivative. No matmul runs twice.
 
     Elementwise arithmetic is float32 (float64 if gate or up is float64), rounded once to the dtype
-    to which gate and up promote. The dtype of the matmul is the one to which that and weight
-    promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies to the result only. Sums
-    are float32 (float64 if the matmul or the output is float64), bias is added to them, and they
-    are rounded once. The backward pass of a 16-bit matmul uses 16-bit matmuls.
+    to which gate and up promote. The dtype of the matmul is the one to which this dtype and
+    weight's promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies to the result
+    only. Sums are float32 (float64 if the matmul or the output is float64), bias is added to them,
+    and they are rounded once. The backward pass of a 16-bit matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.

@@ -1,4 +1,4 @@
-"""The JAX primitives of functions of linear logits: a forward, a tangent and a backward.
+"""The JAX primitives of functions of linear logits: a forward, a tangent and a backward pass.
 
     "mean", "sum"   the forward's JVP rule binds the forward pass that also returns the gradients;
                     the tangent is their inner product with the operands' tangents

@@ -1,4 +1,4 @@
-"""The JAX primitives of the operations: a forward, a tangent and a backward for each function.
+"""The JAX primitives of operations: a forward, a tangent and a backward pass for each function.
 
     jaxnorm.rms_norm             x, scale                        its JVP rule binds the tangent, on
     jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale     the residuals before the bar;

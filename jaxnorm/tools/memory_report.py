@@ -32,7 +32,7 @@ class KeptArray:
     """Equal arrays that go from forward to backward.
 
     Attributes:
-      bytes: the size of all of them, of all layers.
+      bytes: the size of all these arrays, in all layers.
       shape, dtype: of one array, with the axes that scans stack; on a mesh, of one device's part.
       source: ``"file.py:12 (function)"``, the line that makes it; for a function of a library, the
         line that calls it.

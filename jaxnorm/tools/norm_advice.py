@@ -100,7 +100,7 @@ def activations(program: Program) -> Iterator[Advice]:
 
         y = silu(jaxnorm.layer_norm(x, scale, bias))    activation="silu": saves x, not the norm
 
-    The norm's result may be reshaped before the activation, as that of groups is.
+    The norm's result may be reshaped before the activation, as in GroupNorm.
     """
     for root, region in _regions(program):
         advice = _after_norm(root, region, program) if not any(map(_is_by_a_root, region)) else None
