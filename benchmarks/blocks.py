@@ -177,7 +177,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction. The shape is x's; the dtype, that of arrays of this shape."""
+    """One block in one direction. `shape` is x's, and `dtype` the dtype of arrays of this shape."""
 
     @property
     def block(self) -> Block:
