@@ -48,11 +48,11 @@ CHANNEL_GROUPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The arrays of one block. Its backward starts from `saved` and a cotangent of each result.
+    """The arrays of one block. The backward pass starts from `saved` and the results' cotangents.
 
     Attributes:
       results: y, and h if the block also returns the residual stream.
-      saved: the smallest set of arrays that the backward must read beside the cotangents.
+      saved: the smallest set of arrays that the backward pass must read beside the cotangents.
       gradients: the row operands whose gradients are separate arrays. The gradient of an addend is
         the cotangent of the sum: if their dtypes agree, it is an existing array.
       parameters: the norms' scales and biases, by name.
@@ -142,8 +142,8 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (8, 4096, 1536)),
         grouped=True,
     ),
-    # y = softmax(scale x) with one mask for all heads; causal; and with a bias of each head's
-    # logits, such as a position bias, for all samples.
+    # y = softmax(scale x): with one mask for all heads; with a causal mask; and with a bias of each
+    # head's logits, such as a position bias, that all samples share.
     "masked_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "where"), broadcast={"where": 1}
     ),
@@ -177,7 +177,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction. The shape is x's; the dtype, that of arrays of this shape."""
+    """One block in one direction. `shape` is x's, and `dtype` the dtype of arrays of this shape."""
 
     @property
     def block(self) -> Block:
@@ -244,7 +244,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """The least traffic: each array of rows once in the forward, and once in the backward."""
+        """The least traffic: in each of the two passes, each array of rows once."""
         block = self.block
         arrays = [*block.operands, *block.results]
         if self.direction == "fwd+bwd":

@@ -19,7 +19,7 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
 #: The number of arrays of x's shape that a pass loads or stores, in x's and in y's dtype. A
-#: backward starts from the output.
+#: backward pass starts from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
     ("add_norm", "bwd"): (2, 2),  # dh, dx; y, dy
@@ -32,9 +32,10 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
 def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
     """Run a pass of an implementation on positional operands, in the order of the operations table.
 
-    A forward takes operands, and returns results and then a tuple of statistics. A backward takes
-    residuals (with the statistics in a tuple) and cotangents, and returns gradients. None stands
-    for an absent array. A scale of each row's logits, which no kernel takes, is left out.
+    A forward pass takes operands, and returns results and then a tuple of statistics. A backward
+    pass takes residuals (with the statistics in a tuple) and cotangents, and returns gradients.
+    None stands for an absent array. A scale of each row's logits, which no kernel takes, is left
+    out.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -174,7 +175,7 @@ class LinearKernelWorkload(LinearWorkload):
         return self.sizes[1]
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """The implementation's function over what `operands` gives; of xla, the composition."""
+        """Return the implementation's function of the `operands`; for xla, the composition."""
         if implementation is xla:
             return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
         return functools.partial(

@@ -2,11 +2,11 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_errors
 
-The loss: the largest error in units in the last place of float32, over 64 rows of normal logits
-with deviation 3. Log-probabilities of drawn labels, and entropies: the same for logits with several
-deviations; and the largest errors of ratios of probabilities over 512 rows, for the logits of a
-linear layer. LayerNorm: the largest error of y over 64 rows of 4096 columns with deviation 1 around
-a mean.
+For the loss, it prints the largest error in units in the last place of float32, over 64 rows of
+normal logits with deviation 3. For log-probabilities of drawn labels, and for entropies, it prints
+the same for logits with several deviations. For the logits of a linear layer, it prints the largest
+errors of ratios of probabilities over 512 rows. For LayerNorm, it prints the largest error of y
+over 64 rows of 4096 columns with deviation 1 around a mean.
 """
 
 import sys
@@ -48,7 +48,7 @@ def losses() -> str:
 
 
 def log_probs() -> str:
-    """Return the table. No function of jaxnorm computes its rows of logits rounded to bfloat16."""
+    """Return the table. In its rows of logits rounded to bfloat16, no function is jaxnorm's."""
 
     def row(deviation: float) -> list[str]:
         rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ Question = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The answer of one provider: microseconds, GB/s, and a copy's time over its time.
+    """The answer of one provider: microseconds, GB/s, and a copy's time over the provider's.
 
     For matmuls, these are TFLOP/s, and the time of the matmul alone over its time. `extra_passes`
     counts passes over whole arrays that compute nothing, if known. Copies among them may not be
@@ -54,8 +54,9 @@ Figures = dict[Question, dict[str, Figure]]
 def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
     """Return the figures of a timed suite, by question and provider, without failed rows.
 
-    The roof is the median of the copies of this many bytes in all processes. On an H200, the copy
-    in a single process was slower than this by 7 % or more in one of 28 rows of 100 MB and more.
+    A row's `roof` is computed from the median time of copies of as many bytes, over all processes.
+    On an H200, the copy in a single process was slower than this median by 7 % or more in one of 28
+    rows of 100 MB and more.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -81,7 +82,7 @@ def _question(row: Row, kind: type[Any]) -> Question:
 def of_products(rows: Iterable[Row]) -> Figures:
     """Return the figures of matmuls, by question and provider.
 
-    The roof is XLA's matmul alone (jnp), or NaN if that was not measured.
+    Their `roof` is computed from XLA's matmul alone (jnp); it is NaN if that was not measured.
     """
     measured = {
         (_question(row, LinearWorkload), row["provider"]): row

@@ -122,7 +122,8 @@ def compile_cell(cell: Timed) -> Program:
     if cell.direction == "fwd+bwd":
         call = compiled(forward_and_backward, rows, parameters, cotangents)
         return timed(call, lambda rows, parameters, cotangents: (rows, parameters, cotangents))
-    # The operands of a backward are what the library's own rule saves: the leaves of its pullback.
+    # The operands of a backward pass are what the library's own rule saves: the leaves of its
+    # pullback.
     save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
     saved, tree = jax.tree.flatten(save.out_info)
     saved = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]

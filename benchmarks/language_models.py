@@ -79,7 +79,7 @@ class Model:
         """Apply the layers one after the other."""
         is_scan = self.layers == "scan"
         if self.remat != "none":
-            # In a scan, XLA cannot merge recomputed values with those of the forward.
+            # In a scan, XLA cannot merge recomputed values with those of the forward pass.
             layer = jax.checkpoint(layer, prevent_cse=not is_scan, **_POLICIES[self.remat])
         if is_scan:
             return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]

@@ -71,7 +71,7 @@ class LinearWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Operations of M x K by K x N, and of the two matmuls of the backward."""
+        """Operations of M x K by K x N, and of the two matmuls of the backward pass."""
         products = 3 if self.direction == "fwd+bwd" else 1
         return 2 * products * math.prod(self.sizes)
 

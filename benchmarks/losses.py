@@ -31,7 +31,7 @@ class Loss:
     Attributes:
       shapes: rows x classes; or rows x features x classes, for x (rows, features) and weight
         (features, classes).
-      dtypes: those of x and weight. Results are float32.
+      dtypes: the dtypes of x and weight. Results are float32.
       mean: True if the mean over the positions is differentiated; otherwise, each position has a
         result and a cotangent.
       results: the number of results.

@@ -43,7 +43,7 @@ MODELS = {
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
-# What a layer saves for its backward: everything, its matmuls, or only its input.
+# What a layer saves for its backward pass: everything, its matmuls, or only its input.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
 # For each provider: the functions a model uses, and the name in tables. Each variant but the last
 # includes those before it.

@@ -36,7 +36,10 @@ def who(measured: Figures) -> str:
 
 
 def kernels(measured: Figures) -> str:
-    """Return the share of the roof and the speed over XLA's, for each operation and direction."""
+    """Return a table: the fraction of the roofline bound that is reached, and the speedup over XLA.
+
+    It has a row for each operation and direction.
+    """
     columns = [(dtype, shape) for dtype in text.DTYPES for shape in MAIN]
 
     def cell(op: str, direction: str, dtype: str, shape: workloads.Shape) -> str:

@@ -76,7 +76,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
 
 
 def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
-    """Write a PNG of matmuls in one dtype: squares, and beside them those of models."""
+    """Write a PNG of matmuls in one dtype: squares, and next to them the matmuls of models."""
     panels = [
         [
             (f"{_OPS.get(op, op)}, {text.DIRECTIONS[way]}", along(measured, op, way, dtype))

@@ -52,7 +52,10 @@ def ahead(found: Sequence[Ahead]) -> str:
 
 
 def training(rows: Sequence[Row]) -> str:
-    """Return training steps: times and memory, also relative to plain jnp's, and losses."""
+    """Return measurements of training steps: times, memory and losses.
+
+    Times and memory are also given relative to plain jnp's.
+    """
     measured = figures.steps(rows)
     body = []
     for (*asked, variant), row in measured.items():
@@ -274,7 +277,11 @@ def _star(figure: Figure) -> str:
 
 
 def losses(rows: Sequence[Row]) -> str:
-    """Return time, share of the roof, jaxnorm's relative speed, and memory of each provider."""
+    """Return the measurements of losses: a row for each provider.
+
+    A row has the provider's time, the fraction of the roofline bound that it reaches, jaxnorm's
+    speed relative to the provider, and the provider's memory.
+    """
     of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
 
     def roof(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
@@ -288,7 +295,11 @@ def losses(rows: Sequence[Row]) -> str:
 
 
 def linear(rows: Sequence[Row]) -> str:
-    """Return the same as `losses`, with TFLOP/s, and the share of the matmul alone."""
+    """Return the measurements of matmuls: a row for each provider, as in `losses`.
+
+    TFLOP/s and the fraction of the speed of the matmul alone replace the fraction of the roofline
+    bound.
+    """
     found = figures.of_products(rows)
 
     def tflops(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:

@@ -22,8 +22,8 @@ be a kernel, and is then not timed. `temp_bytes` is memory beside operands and r
 or torch's allocations.
 
 Nothing compiles while a call is timed, but several processes compile calls at the same time
-(--workers). `compile_s` is the time that takes, including the first call for torch. Calls of
-`linear` are compiled one after the other, because compilers time matmuls on the GPU.
+(--workers). `compile_s` is the compile time of a call; for torch, it includes the first run. Calls
+of `linear` are compiled one after the other, because compilers time matmuls on the GPU.
 
 On a machine without an NVIDIA GPU, times are wall-clock times of the CPU. Rows that are already in
 the CSV files are not measured again.

@@ -50,7 +50,7 @@ def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
 
 
 def program(cell: StackCell, name: str) -> Callable[..., Any]:
-    """Compile the stack with the provider's norm: forward, or with its loss's gradients."""
+    """Compile the stack with the provider's norm: its forward pass, or a loss and its gradients."""
     norm = providers.function(name, cell.op, cell.dtype)
     step: Callable[..., Any] = functools.partial(stack, norm)
     if cell.direction != "fwd":

@@ -107,7 +107,7 @@ class Step:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, results that do not overwrite them, and temp memory: what must fit."""
+        """Bytes that must fit: arguments, results that do not overwrite them, and temp memory."""
         m = self._memory
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)

@@ -151,7 +151,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return call
 
     def of_call(call: Call, name: str) -> Any:
-        """Return the same for a pass of a public function."""
+        """Return a pass of a public function that launches the kernel and computes with XLA."""
         if name != "triton":
             return kernel_of(call, name)
 

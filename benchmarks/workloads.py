@@ -50,8 +50,8 @@ class Workload:
 
     Attributes:
       op: the operation, over the last axis.
-      direction: ``"bwd"`` starts from what the provider's own forward saved; ``"fwd+bwd"`` returns
-        the output and all gradients.
+      direction: ``"bwd"`` starts from what the provider's own forward pass saved; ``"fwd+bwd"``
+        returns the output and all gradients.
       rows, cols: the shape of x; ``cols`` is the normalised length.
       x_dtype: the dtype of x and its gradient.
       y_dtype: the dtype of the output and its cotangent.
@@ -172,7 +172,7 @@ class ShapedWorkload(abc.ABC):
 
 
 class FewParameters(ShapedWorkload):
-    """A workload with no or few parameters, whose backward reads all that its forward reads."""
+    """A workload with few or no parameters. Its backward pass reads what the forward pass reads."""
 
     @property
     @abc.abstractmethod
@@ -185,7 +185,7 @@ class FewParameters(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """The least traffic: operands and results once; in the backward again, plus gradients."""
+        """The least traffic: operands and results once in each pass, and gradients once."""
         operands = [array[:2] for array in self.row_operands]
         arrays = [*operands, *self.results]
         if self.direction == "fwd+bwd":

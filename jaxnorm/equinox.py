@@ -233,10 +233,10 @@ def convert[Model](
       implementation: for all norms; see :func:`jaxnorm.layer_norm`.
       calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
         ``__call__`` of modules of exactly that class, such as a norm class that the model defines.
-        It may call that ``__call__`` itself. Such a module keeps its fields, and stays an instance
-        of the class; ``save`` and ``implementation`` do not apply to it. The log line names these
-        modules, modules of subclasses, which are not changed, and classes that the model does not
-        have.
+        The function may call the original ``__call__``. Such a module keeps its fields, and stays
+        an instance of the class; ``save`` and ``implementation`` do not apply to it. The log line
+        names these modules, modules of subclasses, which are not changed, and classes that the
+        model does not have.
 
     Returns:
       The model, with the same structure except for its norms.

@@ -230,10 +230,10 @@ def converted(
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is not a float of 16 to 64 bits, and subclasses of Flax's classes that override code. (A
     subclass whose body is ``pass`` is converted.) When the context ends, one warning of the logger
-    ``"jaxnorm"`` names those that were traced inside, with the reasons; another one is logged if
-    nothing was converted. Modules that are already jaxnorm's keep their own settings. In nested
-    contexts, the innermost one applies. Interceptors (``nn.intercept_methods``) that are entered
-    inside do not see calls of converted norms.
+    ``"jaxnorm"`` names the norms that were traced inside and left to Flax, with the reasons;
+    another one is logged if nothing was converted. Modules that are already jaxnorm's keep their
+    own settings. In nested contexts, the innermost one applies. Interceptors
+    (``nn.intercept_methods``) that are entered inside do not see calls of converted norms.
 
     If a scale is 0, or far below the bias next to it, its gradient cannot be computed from the
     norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save their input, and
@@ -262,10 +262,11 @@ def converted(
       params: the parameters of the model, with values: its variables, or those of the collection
         ``"params"``. None if the calls themselves have values, or to examine none.
       calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
-        ``__call__`` of modules of exactly that class. It may call that ``__call__`` itself and, if
-        that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to it. The
-        log line names these modules, modules of subclasses, which are not changed, and classes that
-        were not called. ``jax.jit`` retraces if a function is a new object: define each once.
+        ``__call__`` of modules of exactly that class. The function may call the original
+        ``__call__`` and, if that is compact, ``module.param``. ``save`` and ``implementation`` do
+        not apply to it. The log line names these modules, modules of subclasses, which are not
+        changed, and classes that were not called. ``jax.jit`` retraces if a function is a new
+        object: define each once.
 
     Raises:
       TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
@@ -374,11 +375,11 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.linen.dot_product_attention` with :func:`jaxnorm.softmax`.
 
-    For ``linen.MultiHeadDotProductAttention(attention_fn=jaxnorm.linen.dot_product_attention)``.
-    Arguments and masking are Flax's. As there, the logits have the dtype of the computation. The
-    softmax is computed in float32 for every dtype. The backward pass saves only the attention
-    weights, where :func:`jax.nn.softmax` saves two arrays of their size (unless
-    ``jax_softmax_custom_jvp`` is set).
+    Pass it to ``linen.MultiHeadDotProductAttention`` as ``attention_fn``. Arguments and masking are
+    Flax's. As there, the logits have the dtype of the computation. The softmax is computed in
+    float32 for every dtype. The backward pass saves only the attention weights, where
+    :func:`jax.nn.softmax` saves two arrays of their size (unless ``jax_softmax_custom_jvp`` is
+    set).
 
     Args:
       query, key, value: ``(batch..., length, heads, depth)``.

@@ -379,10 +379,11 @@ def convert[Model](
         :func:`jaxnorm.layer_norm`.
       implementation: for all norms; see :func:`jaxnorm.layer_norm`.
       calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
-        ``__call__`` of modules of exactly that class. It may call that ``__call__`` itself. Such a
-        module keeps its parameters and its identity, and stays an instance of the class; ``save``
-        and ``implementation`` do not apply to it. The log line names these modules, modules of
-        subclasses, which are not changed, and classes that the model does not have.
+        ``__call__`` of modules of exactly that class. The function may call the original
+        ``__call__``. Such a module keeps its parameters and its identity, and stays an instance of
+        the class; ``save`` and ``implementation`` do not apply to it. The log line names these
+        modules, modules of subclasses, which are not changed, and classes that the model does not
+        have.
 
     Returns:
       ``model``, the same object.

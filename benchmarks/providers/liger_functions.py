@@ -1,6 +1,7 @@
 """Liger's kernels through its API: RMSNorm's dx overwrites dy, the gradient of logits the logits.
 
-Its GroupNorm is left out: its images have channels first, so that a group's elements are adjacent.
+Liger's GroupNorm is left out: it takes images with channels first, so that a group's elements are
+adjacent.
 """
 
 from collections.abc import Callable

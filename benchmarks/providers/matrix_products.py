@@ -41,7 +41,7 @@ three.defvjp(_three_forward, _three_backward)
 
 @jax.custom_vjp
 def four(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-    """Return two elements of each row of the logits, which the backward recomputes."""
+    """Return two elements of each row of the logits, which the backward pass recomputes."""
     return _four_forward(x, weight, labels)[0]
 
 
@@ -55,7 +55,7 @@ def _four_forward(
 def _four_backward(
     saved: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    # Without the barrier, XLA would save the logits of the forward.
+    # Without the barrier, XLA would save the logits of the forward pass.
     (x, weight), _ = jax.lax.optimization_barrier((saved, cotangents))
     return _three_backward((x, weight, _logits(x, weight)), cotangents[0])
 

@@ -16,8 +16,8 @@ import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
 # As in tokamax's own benchmark; no public argument sets it. `tokamax.layer_norm` differs only in a
-# forward without a backward, which overwrites x with y. XLA then copies x first, but not by a
-# kernel, and the copy of a small array leaves a part of it in the cache.
+# forward pass without a backward pass, which overwrites x with y. XLA then copies x first, but not
+# by a kernel, and the copy of a small array leaves a part of it in the cache.
 _NORM = TritonNormalization(input_output_alias=False)
 
 

@@ -189,7 +189,7 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     # all of them.
     code = cast.__code__.replace()
     own = types.FunctionType(code, cast.__globals__, closure=cast.__closure__)
-    # The graph's backward runs several times on rotating buffers, so saved tensors must not be
+    # The graph's backward pass runs several times on rotating buffers, so saved tensors must not be
     # donated.
     functorch_config.donated_buffer = False
     return torch.compile(own, dynamic=False)

@@ -1,7 +1,8 @@
-"""Schedules of the backward of norms, with dh and of two norms, over widths not in the tables.
+"""Schedules of norms' backward passes, also with dh or two norms, over widths not in the tables.
 
-For pipelined rows: how many warpgroups and blocks share a row, the blocks per multiprocessor, and
-the rows per step. For softmaxes in registers: how many warpgroups and blocks share a row.
+For pipelined rows, they vary how many warpgroups and blocks share a row, the blocks per
+multiprocessor, and the rows per step. For softmaxes in registers, they vary how many warpgroups and
+blocks share a row.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Pipelined schedules of the forward.
+"""Pipelined schedules of the forward pass.
 
 They vary the rows per block, the number of rows at the end that have a block each, and how many
 warpgroups and blocks share a row.

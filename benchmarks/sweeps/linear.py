@@ -26,7 +26,7 @@ def workloads() -> Iterator[LinearKernelWorkload]:
 
 
 def schedules(workload: LinearKernelWorkload) -> list[ProductSchedule]:
-    """The table's first; then others, of which the largest have no room in shared memory."""
+    """Return the table's schedule first, then others; the largest do not fit in shared memory."""
     chosen = choose(workload.sizes[0], workload.sizes[2])
     tried = [
         dataclasses.replace(chosen, features=features, stages=stages, group=group)

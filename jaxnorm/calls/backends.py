@@ -37,7 +37,7 @@ _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 _failures: dict[str, str] = {}
 _told: set[str] = set()
 
-#: Environment variable, read at import: what ``implementation=None`` means.
+#: The environment variable that sets what ``implementation=None`` means; it is read at import.
 VARIABLE = "JAXNORM_IMPLEMENTATION"
 
 
@@ -185,7 +185,7 @@ def absence(name: str, platform: str) -> str | None:
 
 
 def implementation(name: str) -> Implementation:
-    """Import the implementation `name`. If that fails, it raises ImportError, now and later."""
+    """Import the implementation `name`. If that fails, this and later calls raise ImportError."""
     path = MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])

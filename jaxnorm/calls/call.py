@@ -72,7 +72,7 @@ class Call:
         options: Options,
         implementation: Name | None,
     ) -> "Call":
-        """Return the forward of an operation with all results; `dtypes` are those of x and y."""
+        """Return the forward pass of an operation, with all results; x and y have `dtypes`."""
         assert op is not None  # or a function has no such form
         results = (*OPERATIONS[op].results,)
         spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
@@ -118,14 +118,14 @@ class Call:
 
     @_once
     def with_stats(self) -> "Call":
-        """Return the forward with all results and the statistics among its outputs."""
+        """Return the forward pass with all results and the statistics among its outputs."""
         return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
         """Return the pass without the unused results that can be left out.
 
-        A forward with h can leave out h, or everything except h. A backward can leave out the
-        gradients of tables, which no kernel returns.
+        A forward pass with h can leave out h, or everything except h. A backward pass can leave out
+        the gradients of tables, which no kernel returns.
         """
         spec = self.spec
         if spec.returns_tables:
@@ -145,8 +145,9 @@ class Call:
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
         """Return the call of the tangent along `wrt`.
 
-        For a forward, it returns the tangents of all results. For a backward, it is the transpose.
-        With `takes_h`, the tangent of a plain norm also returns h's tangent, which is x's.
+        For a forward pass, it returns the tangents of all results. For a backward pass, it is the
+        transpose. With `takes_h`, the tangent of a plain norm also returns h's tangent, which is
+        x's.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -165,7 +166,7 @@ class Call:
         *,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        """Return the backward that takes the cotangents of `outputs`; by default, of all but h."""
+        """Return the backward pass from the cotangents of `outputs`; by default, of all but h."""
         if outputs is None:
             outputs = tuple(name for name in self.spec.operation.results if name != "h")
         changes: dict[str, Any] = {}
@@ -176,11 +177,11 @@ class Call:
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
-        """Return the backward of a plain norm without the extra cotangent of x."""
+        """Return the backward pass of a plain norm without the extra cotangent of x."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
-        """Return the backward that the gradient of all outputs of a forward runs."""
+        """Return the backward pass for the gradient of all outputs of this forward pass."""
         call = self.first() if self.spec.operation.derivative else self
         # cos and sin are constants: their gradients are not requested.
         wrt = tuple(filter(_is_not_table, call.differentiable))
@@ -188,7 +189,7 @@ class Call:
 
     @_once
     def on(self, view: RowView) -> "Call":
-        """Return the call with this view, of whole arrays, of a batch of them or of a shard."""
+        """Return the call with another view: of whole arrays, of a batch, or of a shard."""
         changes: dict[str, Any] = {}
         if self.spec.is_norm:
             changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
@@ -219,7 +220,7 @@ class Call:
 
     @functools.cached_property
     def primals(self) -> tuple[str, ...]:
-        """Names of the arrays that the forward takes."""
+        """Names of the arrays that the forward pass takes."""
         return tuple(filter(self.spec.has, self.spec.operation.operands))
 
     @functools.cached_property
@@ -239,9 +240,10 @@ class Call:
     def _in_place(self) -> frozenset[str]:
         """Names of the operands and results that a kernel loads and stores without a copy.
 
-        These are results of the forward that only the backward reads. If a loop stacks them, each
-        starts at a multiple of its own size, and XLA passes an address only if this size is
-        aligned. A linear loss passes aligned arrays to the calls on its chunks.
+        These are results of the forward pass that only the backward pass reads. If a loop stacks
+        such arrays, each array starts at a multiple of its own size, and XLA passes its address
+        only if this size is aligned. A linear loss passes aligned arrays to the calls on its
+        chunks.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.takes, *self.returns))

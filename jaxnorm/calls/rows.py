@@ -52,7 +52,7 @@ class RowView:
     @classmethod
     @_once
     def of(cls, shape: tuple[int, ...], axes: tuple[int, ...], **shapes: tuple[int, ...]) -> Self:
-        """Return the view of an x of this shape, whose operands have the other shapes."""
+        """Return the view for an x of this shape and for operands of the other shapes."""
         return cls(shape, axes, **shapes)
 
     @functools.cached_property
@@ -266,8 +266,9 @@ class RowView:
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
     """Return the number of groups of consecutive elements that share a value of a parameter.
 
-    `sizes` are the sizes of some axes, `parameter` those of the parameter along them: equal, or 1
-    where it is broadcast. The result is None unless the parameter varies along the first axes only.
+    `sizes` are the sizes of some axes of x. `parameter` has the parameter's sizes along these axes:
+    equal ones, or 1 where the parameter is broadcast. The result is None unless the parameter
+    varies along the first axes only.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

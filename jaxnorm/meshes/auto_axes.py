@@ -1,7 +1,7 @@
 """Calls on arrays that XLA's partitioner shards automatically (Auto axes of a mesh).
 
-`custom_partitioning` gives the partitioner the same call on a shard. Otherwise it would gather all
-operands of a kernel.
+`custom_partitioning` gives the partitioner the same call on a shard. Otherwise, the partitioner
+would gather all operands of a kernel.
 
 In the program, this rule is only the address of a Python function, which differs between processes.
 So JAX's persistent compilation cache misses, unless a flag of JAX's removes the address from its
@@ -40,8 +40,9 @@ def are_whole(axes: Any) -> bool:
 def can_partition(axes: Any) -> bool:
     """Return True if the partitioner can pass the mesh axes of its shards to our rule.
 
-    It cannot if the mesh has Explicit axes, which `jax.sharding.auto_axes` makes automatic in part
-    of a program: JAX would lower the code of a shard with the Explicit mesh, and fail.
+    The partitioner cannot if the mesh has Explicit axes that `jax.sharding.auto_axes` makes
+    automatic in part of a program: JAX would lower the code of a shard with the Explicit mesh, and
+    fail.
     """
     return (
         isinstance(axes, mlir.ShardingContext)

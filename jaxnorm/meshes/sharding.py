@@ -312,7 +312,7 @@ def mesh_of(avals: Sequence[Any]) -> Any:
 
 
 def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
-    """Return the mesh axes that split an axis of a type; none if the shards do not divide it."""
+    """Return the mesh axes that split an array's axis; none if they do not divide its size."""
     entry = (*aval.sharding.spec, *[None] * len(aval.shape))[axis]
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return () if aval.shape[axis] % math.prod(mesh.shape[name] for name in names) else names

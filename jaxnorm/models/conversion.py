@@ -175,7 +175,7 @@ def _contents(kind: type) -> dict[str, Any]:
 class Calls:
     """The argument ``calls`` of a conversion, and the modules that it applied to.
 
-    Two are equal if they call the same functions for the same classes.
+    Two `Calls` are equal if they have the same functions for the same classes.
 
     Attributes:
       functions: the function that replaces the ``__call__`` of each class.
@@ -272,7 +272,7 @@ class Calls:
 
 
 def with_call(kind: type, function: Callable[..., Any]) -> type:
-    """Return a subclass, equal for equal arguments, whose ``__call__`` is a function."""
+    """Return a subclass whose ``__call__`` is `function`; the same one for equal arguments."""
     key = kind, id(function)
     made = _WITH_CALLS.get(key)
     if made is None:
@@ -286,14 +286,14 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     return made
 
 
-# The classes of `with_call`, by class and identity of the function. Each class holds its function,
-# so no other function gets the same identity.
+# The classes of `with_call`, by original class and identity of the function. Each holds its
+# function, so no other function gets the same identity.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 def original(kind: type) -> type:
-    """Return the class that `with_call` made a class of, or the class itself."""
+    """Return the original class of a class that `with_call` made; any other class as it is."""
     return _ORIGINAL.get(kind, kind)
 
 

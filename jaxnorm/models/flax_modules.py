@@ -84,7 +84,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
-    """Return the view of a GroupNorm with `count` groups; None for groups or axes it refuses."""
+    """Return the view of a GroupNorm with `count` groups; None if Flax refuses the call."""
     *others, channels = shape or (0,)
     axes = module.reduction_axes
     axes = (*range(1, len(others)), -1) if axes is None else axes

@@ -22,7 +22,7 @@ Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 def called(
     norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
 ) -> Any:
-    """Call one of jaxnorm's modules; `flax_norm` is the call of its base."""
+    """Call one of jaxnorm's modules; `flax_norm` is the call of its base class."""
     if why_flax(norm, x if residual is None else residual, mask):
         flax_modules.no_offset(norm)
         flax_norm = functools.partial(flax_norm, mask=mask)

@@ -37,11 +37,11 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
 
-    For ``nnx.MultiHeadAttention(attention_fn=jaxnorm.nnx.dot_product_attention)``. Arguments and
-    masking are Flax's. The logits of 16-bit operands are float32, also with dropout or ``module``,
-    where Flax rounds them. The softmax is computed in float32 (float64 for float64). The backward
-    pass saves only the attention weights, in the dtype of the computation. Key and value may have
-    fewer heads than query (grouped-query attention).
+    Pass it to ``nnx.MultiHeadAttention`` as ``attention_fn``. Arguments and masking are Flax's. The
+    logits of 16-bit operands are float32, also with dropout or ``module``, where Flax rounds them.
+    The softmax is computed in float32 (float64 for float64). The backward pass saves only the
+    attention weights, in the dtype of the computation. Key and value may have fewer heads than
+    query (grouped-query attention).
 
     Args:
       query: ``(batch..., q_length, heads, depth)``.

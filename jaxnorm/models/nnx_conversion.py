@@ -19,9 +19,9 @@ def convert(
     """Give each of Flax's norms in a model jaxnorm's class, and its additional attributes.
 
     Args:
-      model: an `nnx.Module`, or what has some in it.
+      model: an `nnx.Module`, or a container of some.
       classes: jaxnorm's class for each of Flax's.
-      added: for all norms except those that must save their input.
+      added: the additional attributes, for all norms except those that must save their input.
       calls: functions for classes, which take precedence.
 
     Raises:
@@ -72,7 +72,7 @@ def why_left(norm: Any, classes: Sequence[type]) -> str | None:
     if conversion.converted_as(type(norm), classes) is None:
         base = next(base for base in classes if isinstance(norm, base))
         return conversion.subclass(norm, base, "Flax")
-    # A GroupNorm's features are the last axis, which it says itself that it takes.
+    # A GroupNorm has no `feature_axes`, because its features are always the last axis.
     feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
     reduction, features = (
         set(axes) if isinstance(axes, Sequence) else {axes}

@@ -132,7 +132,7 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 def axes_in_order(
     function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
 ) -> tuple[int, ...]:
-    """Return the same as `axes`, but in the order given."""
+    """Return non-negative axes, as `axes` does, but in the order given."""
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)

@@ -3,7 +3,7 @@
     h = activation(gate) * up       in one pass, rounded once      saves gate and up
     y = h weight + bias             `products.dot`                 saves weight
 
-Both steps are one function that is `recomputed`: its backward recomputes h in the pass that
+Both steps are one function that is `recomputed`: its backward pass recomputes h in the pass that
 computes the gradients of gate and up.
 """
 
@@ -54,15 +54,15 @@ def gated_linear(
     .. math::
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
 
-    It saves only gate, up and weight for the backward. The hidden activations (activation times up)
-    are recomputed in the pass that computes the gradients of gate and up, and so are the residuals
-    of the activation's own derivative. No matmul runs twice.
+    It saves only gate, up and weight for the backward pass. The hidden activations (activation
+    times up) are recomputed in the pass that computes the gradients of gate and up, and so are the
+    residuals of the activation's own derivative. No matmul runs twice.
 
     Elementwise arithmetic is float32 (float64 if gate or up is float64), rounded once to the dtype
-    to which gate and up promote. The dtype of the matmul is the one to which that and weight
-    promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies to the result only. Sums
-    are float32 (float64 if the matmul or the output is float64), bias is added to them, and they
-    are rounded once. The backward pass of a 16-bit matmul uses 16-bit matmuls.
+    to which gate and up promote. The dtype of the matmul is the one to which this dtype and
+    weight's promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies to the result
+    only. Sums are float32 (float64 if the matmul or the output is float64), bias is added to them,
+    and they are rounded once. The backward pass of a 16-bit matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
@@ -76,7 +76,7 @@ def gated_linear(
       dtype: dtype of y; by default, the dtype of the matmul.
       product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
         for experts, or a quantised or low-rank matmul. It may apply dropout or sharding constraints
-        to h, and may close over arrays. h and weight have the matmul's dtype. The backward
+        to h, and may close over arrays. h and weight have the matmul's dtype. The backward pass
         recomputes the intermediates that its derivative needs. weight may then be an array of any
         shape, or a tree of arrays, in which arrays that are not floats stay unchanged.
       out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
@@ -89,8 +89,8 @@ def gated_linear(
     arguments.
 
     On a mesh, rows, f and n may be sharded. On Explicit axes, a weight that is sharded along f, or
-    along n over mesh axes that shard rows (FSDP), is gathered in the forward and again in the
-    backward.
+    along n over mesh axes that shard rows (FSDP), is gathered in the forward pass and again in the
+    backward pass.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -130,8 +130,8 @@ def activation_linear(
     .. math::
       y = \mathrm{activation}(x) \, \mathrm{weight} + \mathrm{bias}
 
-    It is :func:`jaxnorm.gated_linear` without ``up``, and saves only x and weight for the backward.
-    gelu is by Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
+    It is :func:`jaxnorm.gated_linear` without ``up``, and saves only x and weight for the backward
+    pass. gelu is by Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
 
     Args:
       x: array (..., f); bfloat16, float16, float32 or float64.

@@ -42,7 +42,8 @@ def linear_kl_divergence(
     memory at a time, forward and backward. One loop over the chunks computes the divergence and, if
     it is differentiated, the gradients. The gradient of a mean or a sum takes four matmuls (the
     logits of both, and the gradients of x and weight). With ``reduction="none"`` it takes six,
-    because the backward recomputes the logits. A divergence that is not differentiated takes two.
+    because the backward pass recomputes the logits. A divergence that is not differentiated takes
+    two.
 
     The dtype of each pair of matmul operands is the one to which they promote, as in
     ``jnp.matmul``. A chunk's logits are the float32 sums of the matmuls, without rounding.

@@ -40,7 +40,7 @@ def linear_softmax_cross_entropy(
     :func:`softmax_cross_entropy_with_integer_labels`. One loop over the chunks computes the loss
     and, if it is differentiated, the gradients. The gradient of a mean or a sum takes three matmuls
     (logits, and the gradients of x and weight). With ``reduction="none"`` it takes four, because
-    the backward recomputes the logits. A loss that is not differentiated takes one.
+    the backward pass recomputes the logits. A loss that is not differentiated takes one.
 
     The dtype of the matmuls is the one to which x and weight promote, as in ``jnp.matmul``. A
     float32 weight therefore makes three float32 matmuls, unless ``dtype=jnp.bfloat16`` rounds it. A
@@ -83,7 +83,7 @@ def linear_softmax_cross_entropy(
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
     the dtypes of their arguments. The forward pass of a mean or a sum saves the gradients, and
-    nothing else, in these dtypes. float16 gradients are saved in float32, because the backward
+    nothing else, in these dtypes. float16 gradients are saved in float32, because the backward pass
     multiplies them by the loss scale only later. They are named ``jaxnorm_linear_gradient`` for
     policies of :func:`jax.checkpoint`; :func:`save_policy` does not save them, since they are as
     large as weight. With ``"none"``, the forward pass saves its operands. Second-order derivatives
@@ -323,8 +323,8 @@ def linear_log_prob_and_entropy(
     matmul, without rounding. If they were rounded to bfloat16, probability ratios
     :math:`e^{\log p' - \log p}` would have errors of several percent.
 
-    The forward takes one matmul; the backward recomputes the logits, and takes three. The residuals
-    are x, weight and three numbers for each position.
+    The forward pass takes one matmul; the backward pass recomputes the logits, and takes three. The
+    residuals are x, weight and three numbers for each position.
 
     Args:
       x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.

@@ -16,8 +16,8 @@ entropies. A mean or a sum of losses has only a ``fwd``.
 
 ``tan`` and ``bwd`` are linear in tangents and cotangents, and each is the transpose of the other.
 
-A chunk's loss is a `Call` of the function of logits. It binds that function's primitive, unless a
-mesh splits the classes.
+The loss of a chunk is a `Call` of the function of logits. `_bind` binds the primitive of that
+function. If a mesh splits the classes, `_bind` runs plain JAX on the shards instead.
 """
 
 import dataclasses
@@ -64,11 +64,11 @@ class LinearLossCall:
     Attributes:
       wrt: which of x, weight and bias have gradients (``fwd``, ``bwd``) or tangents (``tan``).
       keeps: statistics are among the results of rows, and their tangents or cotangents.
-      has_where: booleans or float weights of positions.
-      has_mask: booleans of classes.
-      has_scale: an array of scales of the logits, one for each row; logits_scale is 1.
+      has_where: the call has booleans or float weights of positions.
+      has_mask: the call has booleans of classes.
+      has_scale: the call has an array of scales of the logits, one for each row; logits_scale is 1.
       several: there are several labels for each row.
-      has_teacher_bias, teacher_softcap, reverse: of a divergence.
+      has_teacher_bias, teacher_softcap, reverse: options of a divergence.
       dtype: the user's dtype of matmuls; None for the dtype to which x and weight promote. See
         `dtypes`.
       precision: ``jax.default_matmul_precision`` when the call was made.
@@ -123,7 +123,7 @@ class LinearLossCall:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of results of the forward that ``tan`` and ``bwd`` take.
+        """Names of results of the forward pass that ``tan`` and ``bwd`` take.
 
         Losses save nothing, so a program that needs only the gradient runs no forward pass.
         Programs that differentiate log-probabilities use the results, too.
@@ -139,7 +139,7 @@ class LinearLossCall:
         return dataclasses.replace(self, **changes)
 
     def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
-        """Return the forward of a mean or a sum that also returns gradients."""
+        """Return the forward pass of a mean or a sum that also returns gradients."""
         return dataclasses.replace(self, wrt=tuple(wrt))
 
     def tangent(self, wrt: Sequence[str]) -> "LinearLossCall":
@@ -155,11 +155,11 @@ class LinearLossCall:
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
 
     def rowwise(self) -> "LinearLossCall":
-        """Return the forward that returns the losses of rows."""
+        """Return the forward pass that returns the losses of rows."""
         return dataclasses.replace(self, reduction="none")
 
     def with_kept(self) -> "LinearLossCall":
-        """Return the forward of rows that also returns the residuals in `kept`."""
+        """Return the forward pass that returns the results of rows and the residuals in `kept`."""
         return dataclasses.replace(self, keeps=bool(self.kept))
 
     @property
@@ -248,12 +248,13 @@ class Over:
 
     Attributes:
       rows, classes: the axes that split the loop's rows, and those that split its classes.
-      stored: the axes of `rows` over which weight is stored in shards of d and of V. Each device
-        gathers weight over them, and keeps its shard of weight's gradient.
-      gathered: for each axis of the rows, the axes of `classes` over which x is stored in shards.
-        Each device gathers x over them, and keeps its shard of x's gradient.
-      moved: for each axis of the rows, the last axes of `rows` that split it, over which x is
-        stored in shards of d. The devices exchange shards of d for shards of rows, and back.
+      stored: the mesh axes among `rows` over which weight is stored in shards of d, and of V. Each
+        device gathers weight over them, and keeps its shard of weight's gradient.
+      gathered: for each array axis of x's rows, the mesh axes among `classes` over which x is
+        stored in shards. Each device gathers x over them, and keeps its shard of x's gradient.
+      moved: for each array axis of x's rows, the mesh axes over which x is stored in shards of d.
+        They are the last of the mesh axes among `rows` that split this array axis in the loop. The
+        devices exchange shards of d for shards of rows, and back.
     """
 
     rows: tuple[str, ...] = ()
@@ -349,7 +350,7 @@ def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run the forward, with the primitive's derivative: JAX cannot differentiate `jax.lax.pmax`."""
+    """Run the forward pass, with a rule for its tangent: `jax.lax.pmax` has no derivative."""
     return call.xla(*[a for a in arrays if a is not None])
 
 

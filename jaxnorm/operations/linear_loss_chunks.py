@@ -217,8 +217,8 @@ class _Chunks:
     def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
         """Return each row's largest cotangent, as a power of two: dividing by it rounds nothing.
 
-        A row's own scale of the logits is a factor of it. It is 1 where that size is not finite or
-        0, and in rows that do not count.
+        The size includes the row's own scale of the logits as a factor. It is set to 1 where it
+        would be 0 or not finite, and in rows that do not count.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
@@ -257,8 +257,8 @@ class _Chunks:
     ) -> list[jax.Array]:
         """Return `scale` times the gradients of sum(cotangents * results).
 
-        In a fwd, the losses come first. `sizes`: the size of each row's cotangents; None if they
-        are all 1.
+        In a fwd, the losses come first. `sizes`: the size of each row's cotangents; None if all
+        sizes are 1.
         """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"

@@ -1,9 +1,10 @@
-"""The JAX primitives of functions of linear logits: a forward, a tangent and a backward.
+"""The JAX primitives of functions of linear logits: a forward, a tangent and a backward pass.
 
-    "mean", "sum"   the forward's JVP rule binds the forward that also returns the gradients; the
-                    tangent is their inner product with the operands' tangents
+    "mean", "sum"   the forward's JVP rule binds the forward pass that also returns the gradients;
+                    the tangent is their inner product with the operands' tangents
     rows' results   the forward's JVP rule binds the tangent, which takes the primals and the rows'
-                    statistics; its transpose is the backward; both recompute the logits
+                    statistics; the transpose of the tangent is the backward pass; both recompute
+                    the logits
 
 A call that is not differentiated takes one matmul, the gradient of a mean three, and the gradient
 of rows' results four.
@@ -118,9 +119,10 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: if the batch shares weight and bias, its rows become more rows.
 
-        Otherwise, or if each batch element has its own gradient of weight, it is a loop, since the
-        matmuls of one element are large enough. A batch of means becomes means over rows' losses,
-        so that a gradient taken outside `jax.vmap` sums weight's gradient over all rows directly.
+        Otherwise, or if each batch element has its own gradient of weight, the batch is a loop,
+        since the matmuls of one element are large enough. A batch of means becomes means over rows'
+        losses, so that a gradient taken outside `jax.vmap` sums weight's gradient over all rows
+        directly.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -149,7 +151,7 @@ class _LossRules(Rules[LinearLossCall]):
 
         Some mesh axes split neither the classes nor the rows at first: those that shard only the d
         of x or weight, or V if another axis of V shards the rows. They also split the rows,
-        because otherwise their devices would repeat the same work. Devices with
+        because otherwise the devices along these axes would repeat the same work. Devices with
         shards of x along d exchange them for rows. Each device gathers weight along d once, before
         the loop (FSDP). If a mesh axis shards both rows and classes, weight or x is gathered,
         whichever is smaller. Gradients are reduced over the devices once, after the loop, and each

@@ -45,10 +45,10 @@ def softmax_cross_entropy_with_integer_labels(
       z = c \tanh (\mathrm{logits\_scale} \cdot \mathrm{logits} / c)
       \qquad c = \mathrm{logit\_softcap}
 
-    The forward reads the logits once and writes no array of their size. The residuals are the
-    logits and L, as two numbers for each position. The backward reads the logits once and writes
-    the gradient. A loss near 0 is as accurate as a large one. The arithmetic is float32 (float64
-    for float64 logits).
+    The forward pass reads the logits once and writes no array of their size. The residuals are the
+    logits and L, as two numbers for each position. The backward pass reads the logits once and
+    writes the gradient. A loss near 0 is as accurate as a large one. The arithmetic is float32
+    (float64 for float64 logits).
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
@@ -307,9 +307,9 @@ def log_prob_and_entropy(
     :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO use these
     two results (`Losses <losses.html>`_).
 
-    The forward reads the logits once and writes no array of their size. The residuals are the
-    logits and three numbers for each position. The backward reads the logits once and writes the
-    gradient of both results. A log-probability near 0 is as accurate as a large one, and the
+    The forward pass reads the logits once and writes no array of their size. The residuals are the
+    logits and three numbers for each position. The backward pass reads the logits once and writes
+    the gradient of both results. A log-probability near 0 is as accurate as a large one, and the
     entropy is never negative. The arithmetic is float32 (float64 for float64 logits).
 
     Args:

@@ -172,7 +172,8 @@ def layer_norm(
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
         defaults (gelu is the tanh approximation), applied to the norm in the same pass. None
-        applies none. The backward cannot invert an activation, so it saves x whatever ``save`` is.
+        applies none. The backward pass cannot invert an activation, so it saves x whatever ``save``
+        is.
 
     Returns:
       Array of x's shape in ``dtype``.
@@ -297,7 +298,7 @@ def rms_norm_gated(
     2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second (Dao
     and Gu, 2024, https://arxiv.org/abs/2405.21060). Arithmetic is float32 (float64 if x, gate or
     the output is float64), rounded once. The residuals are x, gate and a number for each row. The
-    backward recomputes the normalised x and the activated gate, without storing them.
+    backward pass recomputes the normalised x and the activated gate, without storing them.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.

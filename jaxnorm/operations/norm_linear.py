@@ -345,7 +345,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
         return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:
-        """Ask for Mosaic's norm, which raises ValueError when it is lowered elsewhere."""
+        """Request Mosaic's norm, which raises ValueError when it is lowered elsewhere."""
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):
             call = jax.vmap(call, (0, *[None] * (len(arrays) - 1)))

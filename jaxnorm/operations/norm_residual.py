@@ -28,17 +28,17 @@ def add_layer_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
-    The backward adds the cotangent of h in the same pass, which also returns the gate's gradient.
-    Without a gate, x and residual have the same gradient: if their dtypes agree, it is one array,
-    written once.
+    The backward pass adds the cotangent of h in the same pass, which also returns the gate's
+    gradient. Without a gate, x and residual have the same gradient: if their dtypes agree, it is
+    one array, written once.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       residual: array of x's shape; any of these dtypes.
       scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
       dtype: dtype of y; x's by default.
-      save: the residual of the norm's backward: ``"output"`` saves y, ``"input"`` saves h and the
-        row means. Scales of 0 next to a bias need the latter; see :func:`jaxnorm.layer_norm`.
+      save: the residual of the norm's backward pass: ``"output"`` saves y, ``"input"`` saves h and
+        the row means. Scales of 0 next to a bias need the latter; see :func:`jaxnorm.layer_norm`.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
         Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
@@ -129,7 +129,8 @@ def rms_norm_add(
     .. math::
       y = \mathrm{residual} + \mathrm{rms\_norm}(x)
 
-    The norm's output is rounded only in the sum and not saved: the backward always starts from x.
+    The norm's output is rounded only in the sum and not saved: the backward pass always starts from
+    x.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
@@ -191,8 +192,8 @@ def rms_norm_add_rms_norm(
       scale, next_scale: scales of the first and the second norm, as in :func:`jaxnorm.rms_norm`.
       axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`, for both norms.
       dtype: dtype of y; x's by default.
-      save: the residual of the second norm's backward: ``"output"`` saves y, ``"input"`` saves h.
-        The first norm saves x.
+      save: the residual of the second norm's backward pass: ``"output"`` saves y, ``"input"`` saves
+        h. The first norm saves x.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:

@@ -56,12 +56,13 @@ def rms_norm_rope(
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; x's by default.
-      save: the residual of the backward. ``"output"`` saves y, which attention saves anyway, the
-        tables, and a number for each row. The backward inverts the rotation by its transpose over
-        ``cos^2 + sin^2``, so tables may include a factor (YaRN, LongRoPE). If that is 0 for a pair,
-        use ``"input"``, which saves x. A column recovered from y has an error of y's roundoff times
-        its partner's scale over its own. A scale of 0 whose partner's is not 0 gets no correct
-        gradient; :func:`jaxnorm.check_params` finds such columns, given the names of these norms.
+      save: the residual of the backward pass. ``"output"`` saves y, which attention saves anyway,
+        the tables, and a number for each row. The backward pass inverts the rotation by its
+        transpose over ``cos^2 + sin^2``, so tables may include a factor (YaRN, LongRoPE). If that
+        is 0 for a pair, use ``"input"``, which saves x. A column recovered from y has an error of
+        y's roundoff times its partner's scale over its own. A scale of 0 whose partner's is not 0
+        gets no correct gradient; :func:`jaxnorm.check_params` finds such columns, given the names
+        of these norms.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:

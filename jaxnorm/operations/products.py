@@ -62,8 +62,8 @@ def product(
       dtype: dtype of both operands, to which f's result and weight are rounded.
       result: dtype of the result, to which the sums are rounded.
       precision: as ``jax.default_matmul_precision``.
-      weight_sharding: sharding to which weight is gathered (Explicit axes), in the forward and
-        again in the backward.
+      weight_sharding: sharding to which weight is gathered (Explicit axes), in the forward pass and
+        again in the backward pass.
       out_sharding: sharding of the result (Explicit axes).
 
     Returns:
@@ -132,7 +132,8 @@ def _product(
     """Return z = h weight for h = f(*arrays), with a derivative that does not save h.
 
     h and z are computed by the caller, so that policies of rematerialisation see the names in f,
-    and the matmul. The rule replaces the tangent of z; nothing computes the one that it ignores.
+    and the matmul. The rule replaces the tangent of z. It ignores the tangent that it is given,
+    which JAX then does not compute.
     """
     del static, h, weight, arrays
     return z
@@ -158,7 +159,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
             *arrays, dweight = operands
             return options(f(*arrays), dweight, options.dtype)
 
-        # Without the barrier, XLA would compute h along with the forward's, and save it.
+        # Without the barrier, XLA would compute h together with the forward pass's, and save it.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
@@ -183,9 +184,9 @@ def _(
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    # No barrier: XLA fuses this with what computes dz. A barrier around `kept` alone costs unrolled
-    # layers of a gated MLP an array each (the gate, which XLA recomputes), and saves one without a
-    # gate.
+    # There is no barrier: XLA fuses this with the computation of dz. In unrolled layers, a
+    # barrier around `kept` alone costs a gated MLP one more array per layer: the gate, which XLA
+    # otherwise recomputes. Without a gate, it saves one array per layer.
     return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 
@@ -227,7 +228,7 @@ class Layout:
 def layout_of(x: jax.Array, weight: jax.Array) -> Layout | None:
     """Return the layout given by the types of x and weight; None without Explicit axes.
 
-    A mesh axis whose size does not divide an axis is taken not to split it.
+    If the size of a mesh axis does not divide an array axis, the array axis counts as not split.
     """
     x_type, weight_type = jax.typeof(x), jax.typeof(weight)
     mesh = sharding.explicit_mesh([x_type, weight_type])

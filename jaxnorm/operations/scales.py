@@ -37,7 +37,7 @@ def of_logits(
 
     Args:
       positions: shape of the positions, which `of` names in errors.
-      dtype: of the arithmetic.
+      dtype: the dtype of the arithmetic.
     """
     if not is_array(value):
         return Scale(checks.positive(function, "logits_scale", value))
@@ -52,7 +52,7 @@ def of_logits(
 
 
 def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Return a scalar array, the ``scale`` of a softmax, for each row; `rows` is their shape."""
+    """Return the scalar ``scale`` of a softmax, checked and broadcast to the shape `rows`."""
     array = _checked(function, "scale", value, dtype)
     if array.ndim:
         raise ValueError(

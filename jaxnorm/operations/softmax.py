@@ -111,7 +111,7 @@ def log_softmax(
     .. math::
       y_i = z_i - \log \sum_j \exp(z_j) \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
 
-    The backward recomputes probabilities as ``exp(y)``, so keep log-probabilities of a large
+    The backward pass recomputes probabilities as ``exp(y)``, so keep log-probabilities of a large
     vocabulary in float32: with bfloat16 logits, pass ``dtype=jnp.float32``.
 
     Args:

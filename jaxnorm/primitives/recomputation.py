@@ -60,7 +60,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a primitive that runs a program, its parameter `jaxpr`, with these rules."""
+    """Return a primitive with these rules, which runs the program in its parameter `jaxpr`."""
     primitive = Primitive(name)
 
     def batch(

@@ -8,8 +8,8 @@ runs, so that it sees no names in JVP rules. Each forward primitive has a remate
 
     forward     call(*primals)       binds the call with its residuals, names them, and saves those
                                      that the policy accepts
-    backward    restored(*primals)   has their values, and the derivative of the call, which starts
-                                     from the saved residuals
+    backward    restored(*primals)   returns the results; their derivative is that of the call, and
+                                     starts from the saved residuals
 """
 
 import functools
@@ -42,13 +42,13 @@ _KEPT = sorted(
 #: Policy for :func:`jax.checkpoint` that saves norms and recomputes everything else.
 #:
 #: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` saves the outputs and statistics of the
-#: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward recomputes no norm. It also
-#: saves the log-sum-exp of each row of a loss (``jaxnorm_lse``: two numbers, and results that a
-#: derivative takes), but not the logits. Two named arrays are not saved: a softmax's output, as
+#: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward pass recomputes no norm. It
+#: also saves the log-sum-exp of each row of a loss (``jaxnorm_lse``: two numbers, and results that
+#: a derivative takes), but not the logits. Two named arrays are not saved: a softmax's output, as
 #: large as the attention matrix (``jaxnorm_softmax_out``), and the matmul's result to which
 #: ``rms_norm_linear`` applies an activation (``jaxnorm_preactivation``). To save these, or arrays
-#: with names of your own, use :func:`jax.checkpoint_policies.save_only_these_names` with all of
-#: the names, or :func:`jax.checkpoint_policies.save_from_both_policies`.
+#: with names of your own, use :func:`jax.checkpoint_policies.save_only_these_names` with all of the
+#: names, or :func:`jax.checkpoint_policies.save_from_both_policies`.
 #:
 #: The policy is the return value of ``save_only_these_names``: a function or, depending on the
 #: version of JAX, data. Pass it to JAX, and do not call it.
@@ -59,9 +59,9 @@ def names(call: Call) -> list[str | None]:
     """Return the name of each result of a call, or None: statistics, and outputs of norms.
 
     Results with one number for each row may be factors of a derivative, and are as cheap to save as
-    statistics. h has a name only if the backward starts from it. Otherwise, recomputing its sum is
-    cheaper than saving it. A call inside another function (rms_norm_linear) names its statistics
-    only, since its y is not returned.
+    statistics. h has a name only if the backward pass starts from it. Otherwise, recomputing its
+    sum is cheaper than saving it. A call inside another function (rms_norm_linear) names its
+    statistics only, since its y is not returned.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -101,12 +101,13 @@ def register(primitive: Primitive, rules: Any) -> None:
     table, transform, name = private
 
     def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
-        """Return the results, what the policy saves, and a function of it and of the primals."""
+        """Return the results, what the policy saves, and a function of this and the primals."""
         (call,) = static.values()
         recompute = functools.partial(rules.bind, call)
         if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # A saved array is used as it is; its own derivative, for second order, is the forward's.
+        # A saved array is used as it is. Its own derivative, for second order, is the forward
+        # pass's.
         with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules

@@ -1,11 +1,11 @@
-"""The JAX primitives of the operations: a forward, a tangent and a backward for each function.
+"""The JAX primitives of operations: a forward, a tangent and a backward pass for each function.
 
     jaxnorm.rms_norm             x, scale                        its JVP rule binds the tangent, on
     jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale     the residuals before the bar;
     jaxnorm.rms_norm_backward    y, rstd, scale | dy             its transpose is the backward
 
 This gives reverse mode, forward mode and their mixtures, under every transformation. If the output
-is saved, x is not among the residuals. The tangent and the backward are linear in the operands
+is saved, x is not among the residuals. The tangent and the backward pass are linear in the operands
 after the bar, and each is the transpose of the other. Second-order derivatives differentiate them
 along the residuals, using the xla implementation.
 
@@ -81,7 +81,7 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
     if call.implementation is not None:
         name = call.implementation
         backends.placed(call.function, name, platforms)
-        # The rows are known only here: under `jax.vmap`, a backward has more than when called.
+        # The rows are known only here: under `jax.vmap`, a backward pass has more than when called.
         call.forced(name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
@@ -90,9 +90,10 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Return True if a kernel supports a plain norm's backward, but not with extra cotangent dh.
+    """Return True if a kernel supports a plain norm's backward pass, but not with the dh given.
 
-    The transpose rule adds dh on its own, so a call that the user named a kernel for must not fail.
+    The transpose rule adds this extra cotangent on its own, so a call that the user named a kernel
+    for must not fail.
     """
     spec = call.spec
     takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
@@ -166,7 +167,7 @@ class _RowRules(Rules[Call]):
     # --------------------------------------------------------------------------- differentiation
 
     def with_residuals(self, call: Call) -> Call | None:
-        # A call with statistics is already the forward of a derivative.
+        # A call with statistics is already the forward pass of a derivative.
         return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
@@ -209,7 +210,8 @@ class _RowRules(Rules[Call]):
             nonzeros.pop("h", None)
         if nonzeros.keys() <= {"h"}:
             return self.gradients_by_h(call, residuals, nonzeros.get("h"), names)
-        # The backward always takes y's cotangent, but those of h and of statistics only if nonzero.
+        # The backward pass always takes y's cotangent, but those of h and of statistics only if
+        # nonzero.
         absent = {"h"} - nonzeros.keys()
         if nonzeros.keys().isdisjoint(statistics):
             absent.update(statistics)

@@ -1,8 +1,9 @@
 """The differentiation, batching and lowering rules that the JAX primitives of all calls share.
 
-A call has a forward, a tangent and a backward pass, and each is a JAX primitive. The tangent and
-the backward pass are linear in the operands that follow the residuals, and each is the transpose of
-the other. Second-order derivatives differentiate them along the residuals, in plain JAX.
+A call has a forward pass, a tangent and a backward pass, and each is a JAX primitive. The tangent
+and the backward pass are linear in the operands that follow the residuals, and each is the
+transpose of the other. Second-order derivatives differentiate them along the residuals, in plain
+JAX.
 """
 
 import abc
@@ -96,7 +97,7 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def with_residuals(self, call: P) -> P | None:
-        """Return the forward that also returns its residuals; None if no policy can save any."""
+        """Return the forward pass with residuals as outputs; None if no policy can save any."""
 
     @abc.abstractmethod
     def names(self, call: P) -> Sequence[str | None]:
@@ -124,7 +125,7 @@ class Rules[P: Pass](abc.ABC):
         """Return how shardings propagate from one array to another."""
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
-        """Pick the results of a forward from the outputs of the forward with residuals."""
+        """Pick the results of a call from the outputs of its forward pass with residuals."""
         by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
         return [by_name[name] for name in call.returns]
 

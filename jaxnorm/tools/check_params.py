@@ -47,8 +47,8 @@ class NormReport:
       path: path of the norm's parameters in the tree.
       columns: number of scales, over all layers if they are stacked.
       under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
-        ``dtype``. The forward raises it to 2**-60 in bfloat16 and float32; in float16, accuracy
-        degrades below 2**-14.
+        ``dtype``. The forward pass raises it to 2**-60 in bfloat16 and float32; in float16,
+        accuracy degrades below 2**-14.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|``; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient in the worst column.
       verdict: ``"safe"``, or advice.
@@ -139,7 +139,7 @@ def check_params(
 ) -> ParamReport:
     """Predict, for each norm, what ``save="output"`` costs in gradient accuracy.
 
-    From the saved y the backward recovers ``x_hat = (y - bias) / scale``. Its rounding error
+    From the saved y the backward pass recovers ``x_hat = (y - bias) / scale``. Its rounding error
     depends only on the parameters, so a checkpoint can be judged without data:
 
         error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
@@ -326,7 +326,7 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
 
 def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return |scale|, raised to the floor as in the forward."""
+    """Return |scale|, raised to the floor as in the forward pass."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 

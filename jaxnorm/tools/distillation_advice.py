@@ -1,7 +1,7 @@
 """Advice on divergences of two distributions, as losses of distillation compute them.
 
-A divergence is known by the exponentials of a row of logits and the logarithm of their sum, and by
-a product of numbers of one row of probabilities and of numbers of another row, which is summed.
+A divergence is recognised by two features: the exponentials of a row of logits, with the logarithm
+of their sum; and a sum over products of one row's probabilities and numbers of the other row.
 """
 
 import math
@@ -12,7 +12,7 @@ from jaxnorm.tools import kept_arrays, loss_advice
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION, _LINEAR = "kl_divergence", "linear_kl_divergence"
-# What is done to each element of a row, alone and with elements of the other row.
+# Operations on each element of a row, alone or with the same element of the other row.
 _STEPS = {
     "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "stop_gradient",
     "sub", *NAMING,
@@ -29,9 +29,9 @@ class _Divergence(NamedTuple):
 
     Attributes:
       student, teacher: both arrays of logits, before casts and factors.
-      inside: the arrays of their size that are made of them, by and for the divergence alone.
+      inside: the arrays of the same size that are computed from the logits for the divergence only.
       source: the line of the student's exponentials.
-      options: what the instruction says of a scale.
+      options: the part of the advice about a scale.
     """
 
     student: Value
@@ -42,7 +42,7 @@ class _Divergence(NamedTuple):
 
 
 def divergences(program: Program) -> Iterator[Advice]:
-    """Recognise a divergence of two softmaxes, with the linear layers before them or without.
+    """Recognise a divergence of two softmaxes, optionally with the linear layers before them.
 
     ::
 
@@ -61,7 +61,7 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence whose student's exponentials a value is."""
+    """Return the divergence in which a value is the exponentials of the student's logits."""
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)

@@ -46,8 +46,8 @@ class Value:
     Attributes:
       shape, dtype: its type.
       local: the shape of one device's part, if the program says how it is sharded.
-      made_by: the name of the primitive that makes it. What the program, or the body of a scan, is
-        given is made by ``"argument"``, ``"carry"`` or ``"layer's"``.
+      made_by: the name of the primitive that makes it. An input of the program, or of the body of a
+        scan, is made by ``"argument"``, ``"carry"`` or ``"layer's"``.
       operands: the values that it is made of.
       source: the user's line.
       layers: how often the scans around it run.
@@ -88,7 +88,7 @@ class Value:
 
 
 def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape on one device: of an Explicit mesh axis, a device has its part."""
+    """Return the shape on one device: that of a part, if Explicit mesh axes split the array."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or all(axes is None for axes in getattr(sharding, "spec", ())):
         return shape
@@ -133,7 +133,8 @@ class Graph:
     ) -> list[Value]:
         """Return the results of a jaxpr, given its constants and arguments.
 
-        `source` is the line that calls the library function around it, `around` that of any call.
+        `source` is the line that calls the library function with this jaxpr. `around` is the line
+        of the call with this jaxpr, for equations without a line.
         """
         values: dict[Var, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
 
@@ -204,7 +205,7 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
 
 
 def origin(value: Value) -> Value:
-    """Return what made an array: behind names, and for what a scan stacks, a layer's value."""
+    """Return the value that made an array, without names; for a scan's stack, a layer's value."""
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
     return value
@@ -226,8 +227,8 @@ def reached(
 def _counts(equation: Any, body: Jaxpr) -> tuple[int, int]:
     """Return how many operands of a scan are constants, and how many its carry.
 
-    Stacked operands have one axis more than their slices. The parameters of the equation that say
-    so differ between versions of JAX.
+    Stacked operands have one axis more than their slices. The parameters of the equation that
+    contain these counts differ between versions of JAX.
     """
     carries = _unstacked(equation.outvars, body.outvars)
     return _unstacked(equation.invars, body.invars) - carries, carries
@@ -382,7 +383,7 @@ def is_product(value: Value) -> bool:
 
 @functools.cache
 def is_spread(value: Value) -> bool:
-    """Return True if a value is made of smaller arrays alone: numbers of rows, or of columns."""
+    """Return True if a value is made only of smaller arrays: numbers per row, or per column."""
     value = origin(value)
     if value.made_by == "broadcast_in_dim":
         return True
@@ -456,12 +457,12 @@ class Advice(NamedTuple):
 
 
 class Program:
-    """A graph, as recognisers look at it.
+    """A graph with lookups for recognisers.
 
     Attributes:
       values: all arrays, in the order in which they are made.
-      saved: those that go from forward to backward.
-      by_origin: each of these, by the identity of the value that made it.
+      saved: the arrays that the forward pass saves for the backward pass.
+      by_origin: each saved array, by the identity of the value that made it.
       advised: identities of the saved arrays that have advice.
     """
 

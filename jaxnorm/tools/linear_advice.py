@@ -8,7 +8,7 @@ from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, r
 
 
 def linear_layers(program: Program) -> Iterator[Advice]:
-    """Recognise a linear layer after an activation, with dropout between them or without.
+    """Recognise a linear layer after an activation, optionally with dropout between them.
 
     ::
 

@@ -1,7 +1,7 @@
 """Advice on cross-entropies of integer labels, and on functions of linear logits.
 
-A cross-entropy is known by the logarithm of a sum of exponentials over a row, and by an element
-that is picked from that row: by a gather, or by a product with a one-hot array.
+A cross-entropy is recognised by two features: the logarithm of a sum of exponentials over a row,
+and an element that is picked from that row, by a gather, or by a product with a one-hot array.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
-# Functions of logits, and the functions of a linear layer that stand for both.
+# Functions of logits, each with the function that replaces it and the linear layer before it.
 _LINEAR = {
     _FUNCTION: "linear_softmax_cross_entropy",
     "log_prob_and_entropy": "linear_log_prob_and_entropy",
 }
 
-# What a cross-entropy does to each element of a row, alone and with numbers of the row.
+# Operations of a cross-entropy on each element of a row, alone or with numbers of the row.
 _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop_gradient", "sub"}
 
-# What a softcap does to each element, and its derivative.
+# Operations of a softcap, and of its derivative, on each element.
 _OF_CAPS = {
     "convert_element_type", "div", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub",
     "tanh", "add", *NAMING,
@@ -60,7 +60,7 @@ class Loss:
 
 
 def losses(program: Program) -> Iterator[Advice]:
-    """Recognise a loss of integer labels, with the linear layer before it or without.
+    """Recognise a loss of integer labels, optionally with the linear layer before it.
 
     ::
 
@@ -70,9 +70,9 @@ def losses(program: Program) -> Iterator[Advice]:
         loss = -take_along_axis(logp, labels, -1)                or a product with one_hot(labels)
         loss = jaxnorm.log_prob_and_entropy(logits, labels)      or another function of jaxnorm's
 
-    With the linear layer: jaxnorm.linear_softmax_cross_entropy, which saves gradients of x and
-    weight, those of trained ones. Otherwise softmax_cross_entropy_with_integer_labels, which saves
-    the logits.
+    With the linear layer, the advice is jaxnorm.linear_softmax_cross_entropy, which saves the
+    gradients of x and weight, as far as they are trained. Otherwise it is
+    softmax_cross_entropy_with_integer_labels, which saves the logits.
     """
     for loss in _found(program):
         whole, linear = _of_logits(loss, program), _of_linear(loss, program)
@@ -80,7 +80,7 @@ def losses(program: Program) -> Iterator[Advice]:
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
-    """Return advice to use the loss of logits, which saves these as they were before a cast."""
+    """Return advice to use the loss of logits, which saves them as they were before a cast."""
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
     how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
@@ -107,7 +107,7 @@ def _found(program: Program) -> Iterator[Loss]:
 
 
 def _ours(value: Value) -> Loss | None:
-    """Return the loss of jaxnorm's whose logits a value is."""
+    """Return jaxnorm's loss that takes a value as its logits."""
     for user in kept_arrays.users(value):
         name = user.made_by.removeprefix("jaxnorm.")
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
@@ -118,7 +118,7 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the loss whose exponentials a value is."""
+    """Return the loss in which a value is the exponentials of the logits."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
@@ -225,7 +225,7 @@ def _is_logged(value: Value) -> bool:
 
 
 def _one_hots(values: Sequence[Value]) -> list[Value]:
-    """Return the one-hot arrays that rows are multiplied by, and those these are casts of."""
+    """Return the one-hot arrays that rows are multiplied by, also as they were before a cast."""
     found: dict[int, Value] = {}
     for value in values:
         for user in value.users:
@@ -249,7 +249,7 @@ def _is_pick(user: Value) -> bool:
 
 
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
-    """Return True if only the loss uses a value, or `others`, whose derivative does not."""
+    """Return True if only the loss uses a value, or `others`, whose derivatives do not need it."""
     members = {*map(id, inside)}
     return all(
         id(user) in members or _is_pick(user) or user.made_by.startswith(others)
@@ -263,8 +263,8 @@ def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str,
 def _of_linear(loss: Loss, program: Program) -> Advice | None:
     """Return advice to use the loss of the linear layer, if nothing else uses its logits.
 
-    The cross-entropy saves the gradients of its active operands, and no longer an operand that is
-    saved for the matmul alone. The log-probabilities save the operands.
+    The cross-entropy of the layer saves the gradients of its active operands. An operand that was
+    saved for the matmul alone is no longer saved. The log-probabilities save the operands.
     """
     path = from_matmul(loss.logits)
     if path is None:
@@ -329,7 +329,7 @@ def _is_saved(operand: Value, program: Program) -> bool:
 
 
 def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
-    """Return the saved array of an operand, if it is no longer saved without its matmul."""
+    """Return the saved array of an operand, if it is saved for this matmul alone."""
     value, user = origin(operand), matmul
     while True:
         others = [t for t in value.users if t is not user and t.made_by != STACKED]

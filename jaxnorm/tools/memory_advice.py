@@ -97,7 +97,7 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return the bytes that the advice saves per member, less those saved instead of it."""
+    """Return the bytes that the advice saves per member, minus the bytes saved in its place."""
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)
     instead = advice.instead

@@ -23,7 +23,7 @@ _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
 # What equal arrays have in common, in the order of the fields of `KeptArray`.
 type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
 _HEADER = ("MiB", "array", "count", "made by", "source", "advice")
-# Limits of the columns but for the source, which has what is left.
+# Limits of the widths of columns, except for the source, which takes the rest.
 _LIMITS = {"array": 28, "made by": 16, "advice": 20}
 
 
@@ -32,13 +32,13 @@ class KeptArray:
     """Equal arrays that go from forward to backward.
 
     Attributes:
-      bytes: the size of all of them, of all layers.
+      bytes: the size of all these arrays, in all layers.
       shape, dtype: of one array, with the axes that scans stack; on a mesh, of one device's part.
-      source: ``"file.py:12 (function)"``, the line that makes it; of a function of a library, the
+      source: ``"file.py:12 (function)"``, the line that makes it; for a function of a library, the
         line that calls it.
       made_by: the operation that makes it, by JAX's name.
       layers: how often scans stack it; 1 outside of them.
-      advice: what would not save it; None where nothing is known.
+      advice: how not to save it; None where nothing is known.
       saves: by how many bytes the total falls for these arrays where the advice is followed.
       count: how many arrays there are, times their layers.
     """
@@ -175,7 +175,7 @@ def _short(text: str, width: int) -> str:
 
 
 def _short_source(source: str, width: int) -> str:
-    """Return a line of code without the name of the function, or of the file, where it is long."""
+    """Return a line of code without the name of the function, or of the file, if it is too long."""
     place = source.partition(" ")[0]
     if len(source) <= width or len(place) <= width:
         return source if len(source) <= width else place

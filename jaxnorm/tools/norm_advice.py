@@ -35,7 +35,7 @@ _WITH_GATE = (
 
 
 def norms(program: Program) -> Iterator[Advice]:
-    """Recognise a norm, with an activation or a rotation of its result or without.
+    """Recognise a norm, optionally with an activation or a rotation of its result.
 
     ::
 
@@ -62,7 +62,8 @@ def gated_sums(program: Program) -> Iterator[Advice]:
         h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
         y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
 
-    That one saves the branch as it is. (A norm of plain code after a gated sum: `norms`.)
+    The function on the right saves the branch as it is. (For a norm of plain code after a gated
+    sum, see `norms`.)
     """
     for norm in program.values:
         name = norm.made_by.removeprefix("jaxnorm.")
@@ -76,7 +77,7 @@ def gated_sums(program: Program) -> Iterator[Advice]:
 
 
 def _gated_branch(h: Value) -> Value | None:
-    """Return the branch of ``residual + gate * branch``, whose gate is of rows or of columns."""
+    """Return the branch of ``residual + gate * branch``, if the gate is per row or per column."""
     for operand in h.operands if h.made_by == "add" else ():
         product = kept_arrays.uncast(operand)
         if product.made_by == "mul" and product.size == h.size:
@@ -99,7 +100,7 @@ def activations(program: Program) -> Iterator[Advice]:
 
         y = silu(jaxnorm.layer_norm(x, scale, bias))    activation="silu": saves x, not the norm
 
-    The norm's result may be reshaped before the activation, as that of groups is.
+    The norm's result may be reshaped before the activation, as in GroupNorm.
     """
     for root, region in _regions(program):
         advice = _after_norm(root, region, program) if not any(map(_is_by_a_root, region)) else None
@@ -115,7 +116,7 @@ def rotations(program: Program) -> Iterator[Advice]:
         n = jaxnorm.rms_norm(x, scale)    jaxnorm.rms_norm_rope: saves y, not n
         y = n * cos + partner(n) * sin    the elements of n in pairs: halves, or neighbours
 
-    Attention saves y in any case. (A rotation of a norm of plain code: `norms`.)
+    Attention saves y in any case. (For a rotation of a norm of plain code, see `norms`.)
     """
     for value in program.saved:
         norm = origin(value)

@@ -27,7 +27,7 @@ _XLA_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The implementations that run the forward and the backward of a call, with the reasons."""
+    """The implementations that run a call's forward and backward pass, with the reasons."""
 
     forward: backends.Choice
     backward: backends.Choice
@@ -61,8 +61,8 @@ def implementation_for(
       arguments: arguments of the function, by name. Arrays, such as ``scale``, may be given as
         ``jax.ShapeDtypeStruct``. Required arrays may be omitted: a residual or a gate is then like
         x, labels are int32, a weight is square, and cos and sin are float32 tables of all columns,
-        (length, 1, d / 2) for an x (..., length, heads, d). The backward computes all gradients
-        except those of cos and sin.
+        (length, 1, d / 2) for an x (..., length, heads, d). The backward pass computes all
+        gradients except those of cos and sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``

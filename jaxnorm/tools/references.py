@@ -234,7 +234,7 @@ def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
 
 
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
+    """``y = rms_norm(x) @ weight + bias`` of the rounded norm; the backward pass starts from x."""
     of = Norm(given["x"], given["scale"], None)
     n, weight = of.y.stored(dtype), given["weight"]
     gradients = of.backward((d[0] @ weight.transposed).stored(dtype))
@@ -396,7 +396,7 @@ def _stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
 def operands(
     shapes: Mapping[str, tuple[int, ...]], classes: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """Random arrays of numbers that bfloat16 has, and so every dtype here.
+    """Return random arrays, whose numbers bfloat16 and so every dtype here can represent.
 
     Scales stay away from 0, where a gradient from the stored output is not accurate: see
     :func:`jaxnorm.check_params`.
@@ -407,7 +407,7 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # Away from a pair that is 0, which cannot be undone; with a factor, as YaRN's have.
+        # No pair is 0, because its rotation could not be inverted. As in YaRN, there is a factor.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

@@ -96,7 +96,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def sum(self, axes: Axes = -1) -> "Bounded":
-        """Return the sum over some axes, which stay as 1."""
+        """Return the sum over some axes, which keep size 1."""
         axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
         walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
@@ -108,7 +108,7 @@ class Bounded:
         return total * (total.value.size / self.value.size)
 
     def exp(self) -> "Bounded":
-        # It is taken as a power of 2, whose argument is rounded once more.
+        # exp is computed as a power of 2, whose argument is rounded once more.
         error = self.error + _SAFETY * self.unit * np.abs(self.value)
         value = np.exp(self.value)
         return self._rounded(value, value * np.expm1(error))
@@ -128,7 +128,7 @@ class Bounded:
         )
 
     def at(self, indices: np.ndarray) -> "Bounded":
-        """One element along the last axis for each of the others, which stays as 1."""
+        """Return the element at each row's index of the last axis, which keeps size 1."""
         value, error = (
             np.take_along_axis(a, indices[..., None], -1) for a in (self.value, self.error)
         )
@@ -165,14 +165,14 @@ def rsqrt(x: Any) -> Any:
 
 
 def total(x: Any, axes: Axes = -1) -> Any:
-    """Return the sum over some axes, which stay as 1."""
+    """Return the sum over some axes, which keep size 1."""
     if isinstance(x, Bounded):
         return x.sum(axes)
     return x.sum(_axes(axes), keepdims=True)
 
 
 def mean(x: Any, axes: Axes = -1) -> Any:
-    """Return the mean over some axes, which stay as 1."""
+    """Return the mean over some axes, which keep size 1."""
     if isinstance(x, Bounded):
         return x.mean(axes)
     return x.mean(_axes(axes), keepdims=True)

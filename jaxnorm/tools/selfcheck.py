@@ -137,7 +137,7 @@ def _loss(function: str) -> tuple[Case, ...]:
 
 
 def _reference(function: str) -> Callable[..., Results]:
-    """Return the reference of a function's operation: they have one name."""
+    """Return the reference of a function's operation, which has the operation's name."""
     reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
     return reference
 
@@ -283,7 +283,7 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """The operands of a case, and those and the cotangents before they are rounded to `dtype`."""
+    """Return the operands of a case; then operands, and cotangents, before rounding to `dtype`."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}

@@ -63,7 +63,7 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Return what exponentials are over their sum."""
+    """Return the quotient of exponentials and their sum."""
     for user in exponential.users:
         if user.made_by == "div" and user.operands[0] is exponential:
             sums = kept_arrays.ancestors(user.operands[1], user.size)

@@ -96,7 +96,7 @@ CALLS = (
 def report() -> str:
     """Return a table of times, of forward and backward together.
 
-    For Triton's kernels, the last column is the speed-up because of which they are the default.
+    For Triton's kernels, the last column is the speed-up that makes them the default.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
@@ -113,7 +113,7 @@ def report() -> str:
 
 
 def _default(call: Timed) -> str:
-    """Return the implementation that runs the forward by default."""
+    """Return the implementation that runs the forward pass by default."""
     x, *others = call.shapes.items()
     arguments: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(shape, call.dtype_of(name)) for name, shape in others

@@ -56,7 +56,7 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
 ) -> Operands:
-    """Compute the backward of two norms and the sum between them by two single-norm backwards.
+    """Run the backward pass of two norms and the sum between them as two passes of single norms.
 
     The dx of the second norm is the dy of the first.
     """

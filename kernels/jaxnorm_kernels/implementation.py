@@ -1,15 +1,15 @@
 """The interface between the API and its implementations (``xla``, ``mosaic``, ``triton``).
 
 An implementation is an :class:`Implementation`: one function for each pass, which runs every
-operation of `operations.OPERATIONS`. It gets two-dimensional arrays ``(rows, cols)`` whose last
-axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that describes everything else
-about the call. It does not depend on autodiff, sharding or Flax. If ``takes_inner(spec)``, it also
-gets arrays ``(outer, cols, inner)`` with ``Spec.inner``, which need no transpose. Their statistics
-have the shape ``(outer * inner,)``.
+operation of `operations.OPERATIONS`. The functions get two-dimensional arrays ``(rows, cols)``
+whose last axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that describes
+everything else about the call. They do not depend on autodiff, sharding or Flax. If
+``takes_inner(spec)`` is True, they also get arrays ``(outer, cols, inner)`` with ``Spec.inner``,
+which need no transpose. The statistics of such arrays have the shape ``(outer * inner,)``.
 
 Only the ``xla`` implementation takes arrays of any shape with ``Spec.axes``, because XLA might
-gather sharded arrays for a reshape to rows. Only it has a ``tangent``, and a backward that takes
-cotangents of the statistics, for forward mode and second derivatives.
+gather sharded arrays for a reshape to rows. Only ``xla`` has a ``tangent``, and a backward pass
+that also takes cotangents of the statistics. Forward mode and second derivatives need these.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _ABSENT: Any = None
 
 
 class Operands(NamedTuple):
-    """The operands of a forward, or their tangents or gradients. Absent ones are None.
+    """The operands of a forward pass, or their tangents or gradients. Absent ones are None.
 
     Attributes:
       x, teacher_logits, residual, gate: ``(rows, cols)``.
@@ -61,7 +61,7 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The residuals of a tangent and a backward. Absent ones are None.
+    """The residuals that a tangent and a backward pass take. Absent ones are None.
 
     Attributes:
       saved: the operand or result that `Spec.starts_from` names.
@@ -92,7 +92,7 @@ class Residuals(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of a forward, or their tangents or cotangents. Absent ones are None.
+    """The results of a forward pass, or their tangents or cotangents. Absent ones are None.
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum.
@@ -127,14 +127,17 @@ class Implementation(NamedTuple):
       forward: returns the results in ``spec.outputs``; the others are None.
       backward: returns the gradients, each in the dtype of its operand. A bias of logits has a
         gradient if the spec has its dtype. With a residual, the residual's gradient is that of h,
-        rounded to its dtype. The gradient of x is the same array if both dtypes agree; otherwise
-        it is cast to x's dtype. With two norms, a kernel never stores the residual's gradient, so
-        the first norm's backward may start from the unrounded one. The same holds for the gradients
-        of x and its branch_scale. If y has no cotangent, h's cotangent takes the gradient's place.
-      why_unsupported: returns a sentence for the user why it cannot run a call, or None.
-      why_not_default: returns a sentence why the default leaves a call to ``xla``, or None.
-      takes_inner: returns True if it takes the view of a call with ``spec.inner``.
-      platforms: returns its platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
+        rounded to the residual's dtype. The gradient of x is the same array if both dtypes agree;
+        otherwise it is cast to x's dtype. With two norms, a kernel never stores the residual's
+        gradient, so the first norm's backward pass may start from the unrounded one. The same holds
+        for the gradients of x and its branch_scale. If y has no cotangent, h's cotangent takes the
+        gradient's place.
+      why_unsupported: returns a sentence that tells the user why the implementation cannot run a
+        call, or None.
+      why_not_default: returns a sentence that says why the default leaves a call to ``xla``, or
+        None.
+      takes_inner: returns True if the implementation takes the view of a call with ``spec.inner``.
+      platforms: returns the supported platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
       caveat: returns what is unknown about its kernels for a call on the local GPU, or None.
       tangent: returns the tangents of the results, where a tangent of None is 0. For a plain norm,
         h's tangent is x's. Only the xla implementation has this function.

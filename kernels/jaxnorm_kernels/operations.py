@@ -119,8 +119,8 @@ class Operation:
     """An entry of the table.
 
     Attributes:
-      operands: names of the arrays that the forward takes, in binding order. A call must have x,
-        residual and labels; the others may be absent.
+      operands: names of the arrays that the forward pass takes, in binding order. A call must have
+        x, residual and labels; the others may be absent.
       results: names and kinds of the arrays that it returns. y is the output. h is the sum that is
         normalised.
       statistics: names of the row statistics that it returns for the derivative. mean is present
@@ -130,9 +130,9 @@ class Operation:
       keeps: further operands and results that the derivative takes.
       constants: operands that have no tangent, although their kind may have one.
       through_h: operands to whose gradients h's cotangent contributes. A plain norm has no h, but
-        its backward may take an extra cotangent of x in h's place.
-      norms: the norms in a call: that of x before a sum ("first"), and that whose result is y
-        ("last").
+        its backward pass may take an extra cotangent of x in h's place.
+      norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
+        result is y.
       derivative: the operation whose tangent and backward this one uses, except along the residual;
         None if it has its own.
       has_kernels: False if the operation exists in plain JAX only.
@@ -162,7 +162,7 @@ class Operation:
 
     @property
     def may_add_dh(self) -> bool:
-        """True if the backward takes h's cotangent although a call has no h: for a plain norm."""
+        """True for a plain norm: it has no h, but the backward pass may take a cotangent of h."""
         return bool(self.through_h) and "h" not in self.results
 
     @property
@@ -292,7 +292,8 @@ class Function:
       subtract_mean: True if it is a LayerNorm.
       gated: the operation of a call with ``gate=``, which scales the branch that is added; None if
         the function has no such argument.
-      several: the operation of a call with several labels for each position, likewise.
+      several: the operation of a call with several labels for each position; None if the function
+        takes only one.
     """
 
     op: Op

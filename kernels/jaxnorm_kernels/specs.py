@@ -22,18 +22,18 @@ Name = Literal["xla", "mosaic", "triton"]
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-#: Row statistics that a backward needs, each ``(rows,)`` in the arithmetic dtype; empty unless
-#: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each.
-#: A cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
-#: log(sum(exp(x - m))). Their sum is the log-sum-exp. log_s is -inf for a row without an entry,
-#: and NaN for a row whose label is not one of its columns. A divergence also has those of the
+#: Row statistics that a backward pass needs, each ``(rows,)`` in the arithmetic dtype; empty unless
+#: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each. A
+#: cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
+#: log(sum(exp(x - m))). Their sum is the log-sum-exp. log_s is -inf for a row without an entry, and
+#: NaN for a row whose label is not one of its columns. A divergence also has both statistics of the
 #: teacher's logits.
 Stats = tuple[jax.Array, ...]
 
-# The forward of an output-saving norm raises smaller scales to this magnitude, so that the backward
-# can recover x_hat from y. It is small enough to vanish in any sum with ordinary numbers, and large
-# enough that 1 / floor**2, which second derivatives need, is finite. float16's range has no such
-# number.
+# The forward pass of an output-saving norm raises smaller scales to this magnitude, so that the
+# backward pass can recover x_hat from y. It is small enough to vanish in any sum with ordinary
+# numbers, and large enough that 1 / floor**2, which second derivatives need, is finite. float16's
+# range has no such number.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -80,8 +80,8 @@ class NormOptions:
       epsilon: added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
-      saved: which array the backward starts from. With two norms, this applies to the second one;
-        the backward of the first norm starts from x.
+      saved: which array the backward pass starts from. With two norms, this applies to the second
+        one; the backward pass of the first norm starts from x.
       activation: a function of `jax.nn`, with its defaults, applied to the gate or to a plain norm
         that saves its input: y = activation(norm(x)). None for y = norm(x).
       norm_before_gate: True for y = norm(x) activation(gate), False for norm(x activation(gate)).
@@ -147,7 +147,7 @@ class SoftmaxOptions(LogitsOptions):
 
     Attributes:
       logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None
-        for no bias, and for a backward that does not return its gradient.
+        for no bias, and for a backward pass that does not return its gradient.
       logits_bias_shape: shape of the bias: x's shape, with 1 where it is broadcast.
       logits_bias_rows: as `LogitsOptions.mask_rows`, for the bias.
       masked_logit: the value of a masked logit. -inf excludes it, and a row without unmasked logits
@@ -175,8 +175,8 @@ class LossOptions(LogitsOptions):
       label_smoothing, z_loss: as in the equation of a cross-entropy.
       logit_softcap: c, if the logits are c tanh(logits_scale x / c); None for no cap.
       padding: number of trailing columns that are padding and not classes; their dx is 0.
-      gradient_dtype: dtype of dx, for a backward after which nothing reads x. None for any other
-        backward, whose dx is in x_dtype.
+      gradient_dtype: dtype of dx, for a backward pass after which nothing reads x. None for any
+        other backward pass, whose dx is in x_dtype.
       teacher_dtype: dtype of the teacher's logits, of a divergence; None for any other operation.
       teacher_softcap: `logit_softcap` of the teacher's logits.
       reverse: True for the divergence of the student from the teacher.
@@ -210,13 +210,13 @@ class Spec:
       op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
-      x_dtype: dtype of the input; the backward returns dx in it.
+      x_dtype: dtype of the input; the backward pass returns dx in it.
       y_dtype: dtype of the output, such as a cross-entropy's loss, and of its cotangent dy.
       outputs: names of the forward's results and statistics that this pass includes. The forward
-        returns them, the tangent returns their tangents, and the backward takes their cotangents.
-        Without y, a forward is only a sum (the xla implementation skips the norm), and a backward
-        starts from the cotangent of h alone. A plain norm has no h: its backward adds this
-        cotangent to dx, and h's tangent is x's.
+        pass returns them, the tangent returns their tangents, and the backward pass takes their
+        cotangents. Without y, a forward pass is only a sum (the xla implementation skips the norm),
+        and a backward pass starts from the cotangent of h alone. A plain norm has no h: its
+        backward pass adds this cotangent to dx, and h's tangent is x's.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
         may also return gradients of other operands.
@@ -229,7 +229,8 @@ class Spec:
         channels of a group. Statistics then have the shape ``(outer * inner / inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded; ``cols``
         counts all shards. Only the xla implementation takes it.
-      axes_over: the same for each of ``axes``, to locate a label's column.
+      axes_over: for each of ``axes``, the mesh axes over which it is sharded, to locate a label's
+        column.
     """
 
     op: Op
@@ -321,12 +322,12 @@ class Spec:
 
     @functools.cached_property
     def overwrites_x(self) -> bool:
-        """True if the backward of a loss may write dx over x."""
+        """True if the backward pass of a loss may write dx over x."""
         return self.loss.gradient_dtype is not None and self.loss.gradient_dtype == self.x_dtype
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the arrays of x's shape that the forward reads, x first."""
+        """Dtypes of the arrays of x's shape that the forward pass reads, x first."""
         return self._dtypes_of_arrays(self.operation.operands)
 
     @functools.cached_property
@@ -393,7 +394,7 @@ class Spec:
 
     @functools.cached_property
     def reads_mask(self) -> bool:
-        """True if the pass reads the mask: softmax's backward does not if y is 0 where masked."""
+        """True if the pass reads the mask, which softmax's backward pass may infer from y = 0."""
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.logits.has_mask and not shows
 
@@ -404,7 +405,7 @@ class Spec:
 
     @functools.cached_property
     def returns_tables(self) -> bool:
-        """True if the backward returns the gradients of cos or sin."""
+        """True if the backward pass returns the gradients of cos or sin."""
         return self.direction == "bwd" and not {"cos", "sin"}.isdisjoint(self.wrt)
 
     @functools.cached_property
@@ -462,13 +463,13 @@ class Spec:
 
     @functools.cached_property
     def reads_bias(self) -> bool:
-        """True if a norm's backward takes the bias, to recover x_hat or the activation's input."""
+        """True if a norm's backward pass needs the bias, for x_hat or the activation's input."""
         has_use = self.norm.saved == "output" or self.norm.activation is not None
         return has_use and self.norm.bias_dtype is not None
 
     @functools.cached_property
     def y_limit(self) -> float | None:
-        """The limit to which the backward clips a saved y that may have overflowed; None for none.
+        """The limit to which the backward pass clips a y that may have overflowed; None for none.
 
         float16 ends at 65504, which x_hat G may exceed. A bounded function of y, such as a tanh,
         has a cotangent of 0 there, and 0 * inf would make the mean of a whole row NaN.

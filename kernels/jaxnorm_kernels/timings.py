@@ -62,7 +62,7 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """Return the name of a call's public function, with the first of these options that it has."""
+    """Return the name of a call's public function, followed by one of its options, if any."""
     norm = spec.norm
     functions = {
         name: function
@@ -94,7 +94,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return the GPU that timed a kernel and its time over XLA's; None without a timing."""
+    """Return where a kernel was timed, and its time over XLA's; None if it was not timed."""
     timing = TIMINGS.get(name_of(spec))
     if timing is None:
         return None

@@ -110,7 +110,7 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# The columns of the narrowest swizzle. Arrays are padded with zeros to a multiple of them.
+# The columns of the narrowest swizzle. Arrays are padded with zeros to a multiple of this number.
 _SWIZZLED = 16
 
 # Registers per thread, out of 65536: as many as possible for the two warpgroups that multiply, and

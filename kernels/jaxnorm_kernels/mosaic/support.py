@@ -91,8 +91,8 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities on which these kernels are the default without having been timed: they all
-# compile with few words of spills (`tests/mosaic/test_blackwell.py`). This is the B200.
+# Compute capabilities on which these kernels are the default without having been timed: all kernels
+# compile with few spilled words (`tests/mosaic/test_blackwell.py`). 100 is the B200.
 _NOT_TIMED = (100,)
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
@@ -175,7 +175,7 @@ def _is_held(spec: Spec) -> bool:
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Return True for the backward of a single norm, which uses the rows of `norm_schedule`.
+    """Return True for the backward pass of a single norm, which uses the rows of `norm_schedule`.
 
     A norm with a plain residual addition is excluded: each of its norms is checked separately. A
     scaled sum is included, because it reads rows beside the norm's.

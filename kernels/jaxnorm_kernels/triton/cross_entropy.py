@@ -19,8 +19,9 @@ are multiplied by f, and dx is
     dx = dz (dz / dx)    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
                          g = x                f = a    dz / dx = a              c = logit_softcap
 
-The forward reads a row once, block after block, without exchange between threads. Each thread holds
-the maximum of what it has read so far, and the sums relative to it (Milakov, Gimelshein 2018),
+The forward pass reads a row once, block after block, without exchange between threads. Each thread
+holds the maximum of what it has read so far, and the sums relative to it (Milakov, Gimelshein
+2018),
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
@@ -31,9 +32,9 @@ which are merged at the end. The label's own term is not in the sum s_o of the o
     log(s) = log1p(s_o)                 where D = 0
              log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
 
-In the backward, elements do not depend on each other. A program reads each element of its block
-before it stores the result, which may overwrite x. A row without entries has log(s) = -inf and dx =
-0. If the label of a row is not a class, both are NaN.
+In the backward pass, elements do not depend on each other. A program reads each element of its
+block before it stores the result, which may overwrite x. A row without entries has log(s) = -inf
+and dx = 0. If the label of a row is not a class, both are NaN.
 
 Rows that are not a multiple of 16 bytes may begin between two multiples. The blocks of such a row
 begin at the multiple of 16 bytes before its first column. All blocks but the first and the last can
@@ -386,7 +387,7 @@ def _times_slope(dz, g, options: tl.constexpr):
 
 @triton.jit
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
-    """Load the label of each row, -1 if it is not a class, and return whether it is one."""
+    """Return the label of each row, or -1 if it is not a class, and whether it is a class."""
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column

@@ -13,8 +13,8 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.triton import extra
 
-# PTX 8.7, which CUDA 12.8 accepts: Triton would emit PTX for the newest CUDA that it supports. FP
-# fusion (x * y + z with one rounding) is Triton's default, which is about to change.
+# Emit PTX 8.7, which CUDA 12.8 accepts: by default, Triton emits PTX for the newest CUDA that it
+# supports. FP fusion (x * y + z with one rounding) is Triton's default, which is about to change.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 
 
@@ -90,7 +90,7 @@ def launch(
 
 
 def run(**call: Any) -> list[jax.Array]:
-    """Call jax-triton; nothing else does."""
+    """Call jax-triton. No other function does."""
     extra.check_cuda()
     with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)

@@ -29,7 +29,7 @@ class Logits:
       mask, bias: how each is broadcast, or None if the kernel has none.
       drops: some elements are excluded by the mask or by `queries`.
       drops_zeros: elements whose output is 0 are excluded too.
-      renormalises: the backward divides by sum(y).
+      renormalises: the backward pass divides by sum(y).
     """
 
     log: bool = False
@@ -63,7 +63,7 @@ def of(spec: Spec) -> Logits:
 
 
 def sums_columns(spec: Spec) -> bool:
-    """Return True if a backward computes the gradient of a bias that has columns."""
+    """Return True if a backward pass computes the gradient of a bias that has columns."""
     shared = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
     return spec.direction == "bwd" and shared is not None and shared.has_columns
 

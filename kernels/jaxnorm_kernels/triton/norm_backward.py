@@ -7,7 +7,7 @@ For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (onl
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, the backward starts from the input. It recomputes n = xh G +
+With an activation after the norm, the backward pass starts from the input. It recomputes n = xh G +
 bias, and d = dy activation'(n).
 
 dh, a further cotangent of x, is added to dx before dx is rounded. For h = residual + branch_scale
@@ -15,15 +15,15 @@ x, let t be the dx above:
 
     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
-With a gate and a = activation(gate), either d is a dy, or the norm is that of x a and dt is the dx
-above:
+With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
+multiplies the norm's input, x a is normalised instead of x, and dt denotes the dx above:
 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a
 
-As in the forward, G is floored and the bias is rounded to y's dtype. If a bias or a vanishing G may
-have removed information about xh from y, |xh| is clipped to sqrt(N), its true bound. |y| is clipped
-to the largest finite number (`Spec.y_limit`).
+As in the forward pass, G is floored and the bias is rounded to y's dtype. If a bias or a vanishing
+G may have removed information about xh from y, |xh| is clipped to sqrt(N), its true bound. |y| is
+clipped to the largest finite number (`Spec.y_limit`).
 
 A program loops over its share of the rows and sums dscale and dbias in registers. The sums of the
 programs are added outside the kernel in a fixed order. If rows are too wide for this, they are

@@ -12,8 +12,8 @@ gate is a factor of x or of its norm, and the result is rounded once.
 Rows that fit are held in registers, as adjacent pieces, and reduced twice. For short rows,
 persistent programs may loop over the rows and prefetch the next ones. Wider rows are loaded twice,
 block after block; the second pass over h reads what the program has stored. A block of n columns
-has its own mean m and sum of squares about it, M. It is merged with those of the k columns before
-it (Chan, Golub, LeVeque 1979):
+has its own mean m and sum of squares about it, M. Both are merged with the statistics of the k
+columns before the block (Chan, Golub, LeVeque 1979):
 
     mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
 

@@ -31,8 +31,9 @@ class Norm:
       epsilon: added to the mean square.
       scale_offset: G = scale + scale_offset.
       scale_floor: the least magnitude of G; 0 for none.
-      from_output: True if the backward starts from y, False if it starts from x.
-      x_hat_limit, y_limit: the limits to which such a backward clips these; 0 for none.
+      from_output: True if the backward pass starts from y, False if it starts from x.
+      x_hat_limit, y_limit: the limits to which a backward pass from y clips x_hat and y; 0 for
+        none.
       activation: the activation after the norm, or None.
     """
 
@@ -71,8 +72,8 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
     """Return a parameter and the start of each row's part, or None if all rows share `(cols,)`.
 
-    In a parameter `(n, cols)`, `group_rows` rows share each of the n. Rows beyond the last use the
-    last.
+    Each of the n rows of a parameter `(n, cols)` is shared by `group_rows` rows of x. Rows beyond
+    the last row of x use the last row of the parameter.
     """
     if group_rows is None:
         parameter = (ptr, None)

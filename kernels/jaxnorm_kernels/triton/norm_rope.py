@@ -19,7 +19,7 @@ largest finite number (`Spec.y_limit`).
 
 Heads are short, so a program holds several whole rows. A row is held as parts: the first and the
 second columns of the pairs, and the other columns. Each column of a part is then in the same thread
-as its partner, cosine and sine. In the backward, programs loop over the rows and sum dscale in
+as its partner, cosine and sine. In the backward pass, programs loop over the rows and sum dscale in
 registers; the sums of the programs are added outside the kernel in a fixed order.
 """
 

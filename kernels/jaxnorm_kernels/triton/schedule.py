@@ -55,10 +55,10 @@ class Schedule:
       tile_rows: rows of a tile, a power of two.
       registers: register limit of a thread.
       programs: number of persistent programs, each of which loops over rows: used by a norm's
-        backward, and if stages > 1.
+        backward pass, and if stages > 1.
       stages: tiles that a persistent program has in flight; 1 for no prefetch.
-      hold_params: True if a norm's backward holds scale and bias in registers instead of loading
-        them for each row.
+      hold_params: True if a norm's backward pass holds scale and bias in registers instead of
+        loading them for each row.
     """
 
     block: int
@@ -126,7 +126,7 @@ class Line:
       values: values of a piece of a row in each thread.
       share: elements of a tile that several short rows share.
       stages: tiles of rows that a program has in flight; for norms.
-      hold_params: for a norm's backward; see `Schedule`.
+      hold_params: for a norm's backward pass; see `Schedule`.
       looped: the row is loaded piece by piece and never held as a whole.
       mean: the line is only for norms that subtract a mean.
       unaligned: the line is only for rows whose length is not a multiple of 16 bytes.
@@ -274,8 +274,8 @@ NORM_ROPE_FORWARD = (
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
-# Persistent programs loop over the rows, as in a norm's backward. 128 registers hold 16 values of
-# each array.
+# Persistent programs loop over the rows, as in a norm's backward pass. 128 registers hold 16 values
+# of each array.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=2048, stages=4),)
 
 #: Tables of the other norms, by the number of arrays that they load and the number of norms.

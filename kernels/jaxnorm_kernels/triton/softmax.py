@@ -8,8 +8,8 @@ With m = max(z), d = dy, and all sums over a row:
 
 sum(y) is 1 and not computed, unless y is rounded to 16 bits (`Spec.renormalises`). Excluded
 elements have z = -inf and y = 0 or -inf, and their d counts as 0 even if it is infinite. The
-backward of softmax with a mask looks only at y, so cotangents of values that were rounded to 0 are
-dropped too.
+backward pass of softmax with a mask looks only at y, so cotangents of values that were rounded to 0
+are dropped too.
 
 Rows that fit are held in registers. Wider rows are loaded twice, block after block, the second time
 mostly from the L2 cache. The sums of the blocks so far are relative to the largest element so far

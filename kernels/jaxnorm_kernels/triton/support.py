@@ -12,11 +12,11 @@ from jaxnorm_kernels.specs import Spec
 # Rows and columns have int32 indices, and the last step of a loop goes at most 2**21 past the end.
 _MOST = 2**31 - 2**21
 
-# A norm with a rotation has heads as rows; there is no schedule for wider ones.
+# A norm with a rotation has heads as rows; there is no schedule for wider heads.
 _MOST_ROTATED = 1024
 
-#: Minimum columns of a block in a cross-entropy's backward, except for the first and the last block
-#: of a row.
+#: Minimum columns of a block in a cross-entropy's backward pass, except for the first and the last
+#: block of a row.
 LOSS_BLOCK = 2048
 
 

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# A block may contain only -inf. Relative to this maximum its exponentials are 0; relative to its
-# own maximum, -inf, they would be NaN.
+# The lower limit of the maximum of a block, because a block may contain only -inf. Relative to
+# this limit, the exponentials of such a block are 0. Relative to -inf, they would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -130,7 +130,7 @@ Digits = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """How to find the row of such an operand that belongs to a row of x.
+    """How to find the row of a broadcast operand that belongs to a row of x.
 
     Attributes:
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.

@@ -3,9 +3,9 @@
 Cross-entropy
 -------------
 
-For a row of V logits x with label l, a = label_smoothing and b = z_loss. Sums are over unmasked
-columns, but those with targets over all columns. With a scale or a cap, differences of x are
-computed by `f_times` from those of g(x), and `times_slope` applies dz / dx:
+For a row of V logits x with label l, a = label_smoothing and b = z_loss. Sums are over the unmasked
+columns, except that sums with targets are over all columns. With a scale or a cap, differences of x
+are computed by `f_times` from those of g(x), and `times_slope` applies dz / dx:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
@@ -236,7 +236,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return T on a CPU, where XLA would store x - m, which the backward also computes."""
+        """Return T on a CPU, where XLA would store x - m, which the backward pass also computes."""
         of_all = depth(*lax.optimization_barrier((kept, m)))
         if not (spec.has_stats and shares_exponentials(spec)):
             return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""`Formulas`: an operation in plain JAX. The tangent is derived from the backward."""
+"""`Formulas`: an operation in plain JAX. The tangent is derived from the backward pass."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ _ANOTHER_S: Any = None
 class Formulas(NamedTuple):
     """The passes of an operation; see `Implementation`.
 
-    An operation that uses another one's derivative has a forward only. The tangent is the transpose
-    of the backward, which is linear in the cotangents. `own_tangent` replaces that transpose if XLA
-    fuses it badly on a CPU. For float32 arrays of 2048 x 1024, jax.jvp of softmax moves 8 arrays
-    instead of 12, and that of log_prob takes 0.3 of the time.
+    An operation that uses another one's derivative has a forward pass only. The tangent is the
+    transpose of the backward pass, which is linear in the cotangents. `own_tangent` replaces that
+    transpose if XLA fuses it badly on a CPU. For float32 arrays of 2048 x 1024, jax.jvp of softmax
+    moves 8 arrays instead of 12, and that of log_prob takes 0.3 of the time.
     """
 
     forward: Callable[[Operands, Spec], Results]

@@ -71,7 +71,7 @@ class _Logits(NamedTuple):
 
 
 def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
-    """Return the logits of x; `scale` is the factor of each row, or None for that of the spec."""
+    """Return the logits of x; `scale` is the factor of each row, or None for the spec's."""
     factor = scale_of(scale, spec)
     if cap is None:
         return _Logits(x, factor, factor)
@@ -131,7 +131,7 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """Depths of logits: factor below, where below is g - max(g)."""
+    """Depths of logits, ``factor * below``, where below is g - max(g)."""
 
     below: jax.Array
     factor: Scale
@@ -177,7 +177,7 @@ class _Distributions(NamedTuple):
       q: the student's distribution.
       weight: the derivative of the divergence along the student's z.
       slope: dz / dx.
-      takes_part: which entries do.
+      takes_part: which entries take part.
     """
 
     q: jax.Array

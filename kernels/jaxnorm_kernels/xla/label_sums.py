@@ -1,4 +1,4 @@
-"""Row sums in the forward of a cross-entropy, for logits x (-inf where masked) and label l.
+"""Row sums in a cross-entropy's forward pass, for logits x (-inf where masked) and label l.
 
     others   sum(exp(x - m), j != l)
 
@@ -14,9 +14,10 @@ The label's lane is gathered from each row, and only its columns are compared wi
 are short, since gathers are slow. Both formulas add the same terms in a different order, and no
 term is negative.
 
-Exponentials take two thirds of a CPU's time for the loss and its gradient. If they have the dtype
-of the logits, a forward with a backward and that backward compute the same array of them, and in
-one program XLA computes it once. For 16-bit logits, that array would be twice as large as x.
+Exponentials take two thirds of a CPU's time for the loss and its gradient. If exponentials have the
+dtype of the logits, a forward pass and the backward pass after it compute the same array of
+exponentials. In a program with both passes, XLA computes that array once. For 16-bit logits, that
+array would be twice as large as x.
 
     e = exp(x - m), but 0 at the label      others = sum(e)      p = e / s, but exp(x_l - m) / s
 
@@ -89,7 +90,7 @@ def label_sums(
     spec: Spec,
     scale: Scale | None = None,
 ) -> list[jax.Array]:
-    """Return each row's sum `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
+    """Return for each row: `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
 
     Args:
       x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a
@@ -97,7 +98,7 @@ def label_sums(
       m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
       label: a column, or -1 for none; the row's results are then arbitrary.
       at_label: True at that column.
-      scale: a; None for that of the spec.
+      scale: a; None for the spec's.
     """
     scale = spec.logits.logits_scale if scale is None else scale
     masked, wide = kept is not x, spec.compute_dtype
@@ -126,7 +127,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # The barrier keeps XLA from storing x - m, which the backward also computes.
+            # The barrier keeps XLA from storing x - m, which the backward pass also computes.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 
@@ -137,7 +138,8 @@ def label_sums(
 def shares_exponentials(spec: Spec) -> bool:
     """Return True if, on a CPU, forward and backward share one array of exponentials.
 
-    They do not if positions are masked, because their derivatives must be 0 even if logits are NaN.
+    They do not if positions are masked, because the derivatives of masked positions must be 0 even
+    if logits are NaN.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions

@@ -1,10 +1,10 @@
-"""LayerNorm and RMSNorm over ``spec.axes``, with a backward from the output or the input.
+"""LayerNorm and RMSNorm over ``spec.axes``, with backward passes from the output or the input.
 
 For a row x of N elements, G = scale + scale_offset; RMSNorm has mean = 0:
 
     r = 1 / sqrt(mean((x - mean)^2) + epsilon)     xh = (x - mean) r     y = xh G + bias
 
-The backward, with d = dy; RMSNorm has c1 = 0:
+The backward pass, with d = dy; RMSNorm has c1 = 0:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
@@ -19,16 +19,16 @@ h = residual + branch_scale x, let t be that sum of cotangents:
 
     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
-With a gate, let a = activation(gate). Either x is normalised, and d = a dy; or t = x a is
-normalised to th, and dt is the gradient above:
+With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
+multiplies the norm's input, t = x a is normalised to th instead, and dt denotes the dx above:
 
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
 
-The backward from the output needs no mean, and c2 needs no division, because G cancels. Three
+The backward pass from the output needs no mean, and c2 needs no division, because G cancels. Three
 measures keep it accurate:
 
-* The forward floors |G| (``Spec.scale_floor``), so that y carries xh even where scale is 0.
+* The forward pass floors |G| (``Spec.scale_floor``), so that y carries xh even where scale is 0.
 * Forward and backward use the same bias, rounded to y's dtype.
 * |xh| is clipped to its true bound sqrt(N), and |y| to the largest number (``Spec.y_limit``).
 
@@ -124,9 +124,9 @@ def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
 def _rounded(v: jax.Array, dtype: str) -> jax.Array:
     """Round v to the values of `dtype`, without changing its own dtype.
 
-    A pair of casts will not do: XLA may drop it (`xla_allow_excess_precision`) in the forward but
-    not in the backward. XLA never drops `reduce_precision`, but it flushes subnormals, which are
-    common in float16. Those are rounded to multiples of the smallest subnormal instead.
+    A pair of casts will not do: XLA may drop it (`xla_allow_excess_precision`) in the forward pass
+    but not in the backward pass. XLA never drops `reduce_precision`, but it flushes subnormals,
+    which are common in float16. Those are rounded to multiples of the smallest subnormal instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -147,7 +147,7 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward of `norm_fwd`."""
+    """The backward pass of `norm_fwd`."""
     if spec.norm.activation is not None:
         _, pullback = jax.vjp(_activation(spec), _normalised_again(residuals, spec))
         (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
@@ -162,7 +162,7 @@ def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward of `add_norm_fwd`."""
+    """The backward pass of `add_norm_fwd`."""
     of_norm = backward(residuals, cotangents, _unrounded(spec.last))
     dresidual = round_to(of_norm.x, spec.last.x_dtype)
     return of_norm._replace(x=dresidual.astype(spec.x_dtype), residual=dresidual)
@@ -174,7 +174,7 @@ def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward of `scaled_add_norm_fwd`."""
+    """The backward pass of `scaled_add_norm_fwd`."""
     if "y" not in spec.outputs:
         assert cotangents.h is not None
         of_norm = Operands(cotangents.h.astype(spec.compute_dtype))
@@ -203,7 +203,7 @@ def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward of `norm_add_norm_fwd`."""
+    """The backward pass of `norm_add_norm_fwd`."""
     first, last = _of_two_norms(residuals)
     dstats = cotangents.stats
     of_last = backward(last, cotangents._replace(stats=dstats[1:]), _unrounded(spec.last))
@@ -221,7 +221,7 @@ def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward of `norm_gated_fwd`."""
+    """The backward pass of `norm_gated_fwd`."""
     x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
     residuals = residuals._replace(saved=x)
     a, pullback = jax.vjp(_activation(spec), residuals.gate)
@@ -248,7 +248,7 @@ FORMULAS: dict[Op, Formulas] = {
 def _with_norm_of(
     h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
 ) -> Results:
-    """Return h, its norm, and its statistics after `stats`; only those in ``spec.outputs``."""
+    """Return the results in ``spec.outputs``: h, the norm of h, and `stats` with its statistics."""
     if "y" not in spec.outputs:
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)

@@ -5,7 +5,8 @@ A pair (a, b) is columns i and i + rotated / 2, or 2i and 2i + 1, of the first
 
     y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
 
-The backward, with d = dy, the rotation R, and its transpose R', (a cos + b sin, b cos - a sin):
+The backward pass, with d = dy, the rotation R, and its transpose R',
+(a cos + b sin, b cos - a sin):
 
     from the output    n = R' y / (cos^2 + sin^2)
     from the input     n = norm(x)
@@ -35,7 +36,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward of `norm_rope_fwd`."""
+    """The backward pass of `norm_rope_fwd`."""
     cos, sin = residuals.cos, residuals.sin
     saved, last = _saved_of_norm(residuals, spec)
     d = cotangents.y.astype(spec.compute_dtype)
@@ -60,8 +61,8 @@ def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Arr
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """Return `rotated`; on a CPU, by swapping the elements of each pair.
 
-    On a CPU, XLA does not fuse concatenations, so that the backward would store each rotation. The
-    forward has only one rotation, for which concatenating two halves is faster.
+    On a CPU, XLA does not fuse concatenations, so that the backward pass would store each rotation.
+    The forward pass has only one rotation, for which concatenating two halves is faster.
     """
 
     def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

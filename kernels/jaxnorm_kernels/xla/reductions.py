@@ -28,7 +28,8 @@ def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """Return the sums of each array over this shard, in one reduction without a derivative.
 
-    On a GPU, XLA fuses the computation of the values into it. On a CPU, it is a slow scalar loop.
+    On a GPU, XLA fuses the computation of the values into the reduction. On a CPU, the reduction is
+    a slow scalar loop.
     """
     axes = [axis % values[0].ndim for axis in spec.axes]
     zeros = tuple(jnp.zeros((), v.dtype) for v in values)
@@ -116,8 +117,8 @@ def _axes_of_parameter(
 ) -> tuple[list[int], list[int]]:
     """Return the axes of `like` that a parameter has, in the parameter's order, and the others.
 
-    Its last axes are the normalised ones. Leading axes, for groups of rows, are right-aligned to
-    the other axes, as numpy broadcasts.
+    The parameter's last axes are the normalised ones. Leading axes, for groups of rows, are
+    right-aligned to the other axes, as numpy broadcasts.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]

@@ -1,4 +1,4 @@
-"""softmax and log_softmax over ``spec.axes``, whose backward starts from the output.
+"""softmax and log_softmax over ``spec.axes``, with a backward pass from the output.
 
 For z = scale x + bias, m = max(z) and d = dy, with all sums over a row:
 
@@ -137,7 +137,8 @@ def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """Return which entries are unmasked, which rows have an unmasked entry, and z.
 
-    The first two are None if all of them are. z of masked entries is `SoftmaxOptions.masked_logit`.
+    The first two are None if all entries are unmasked. z of masked entries is
+    `SoftmaxOptions.masked_logit`.
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
     kept = _kept(mask, x.shape, spec)

@@ -8,7 +8,8 @@ With d = dlog_prob, e = dentropy and the entropy H:
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-With a scale or a cap, these are gradients of f g(x), and x - m is f (g(x) - m).
+With a scale or a cap, the logits are f g(x), as in `logits`. The equations then give the gradient
+of f g(x), and x - m stands for f (g(x) - m).
 
 The elements do not depend on each other: each block processes a part of a row, and may store dx
 over x. If a row has no entries, log(s) = -inf and dx is 0. If its label is not a class, log(s) and
@@ -132,7 +133,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Few units contain the label, so the columns of the others are not compared with it.
+    # Only a few units contain the label: the columns of the others are not compared with it.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

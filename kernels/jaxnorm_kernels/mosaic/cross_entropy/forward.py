@@ -61,8 +61,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: The maximum m and s of the columns read so far, then the sum of x - r (with label smoothing) or T
-#: / f.
+#: m and s of the columns read so far. A third element is the sum of x - r (with label
+#: smoothing), or T / f (for the entropy).
 Sums = tuple[jax.Array, ...]
 
 
@@ -71,7 +71,7 @@ class LossForwardSchedule:
     """How a row is read.
 
     Attributes:
-      units: units that a thread is loading, while it adds as many again.
+      units: the number of units that a thread loads while it adds as many others.
       warpgroups: warpgroups of a block, which share a row.
     """
 
@@ -203,7 +203,10 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The units of a row that a warpgroup reads, in steps; the warpgroups of a row take turns."""
+    """The units of a row that belong to one warpgroup, grouped into steps.
+
+    Warpgroups that share a row take turns: each reads every n-th unit.
+    """
 
     spec: Spec
     units: Units
@@ -270,7 +273,7 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Few units contain the label, so the others are not compared with it.
+        # Only a few units contain the label: the columns of the others are not compared with it.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -324,7 +327,7 @@ def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
 def _rescaled(
     s: jax.Array, t: Sequence[jax.Array], depth: jax.Array, exp: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """Rescale sums to another maximum; `depth` is the old minus the new one, `exp` its exp(f)."""
+    """Rescale sums to another maximum; `depth` is old minus new, `exp` is exp(f depth)."""
     if spec.returns_entropy:
         t = [(t[0] + s * finite(depth)) * exp]
     return [s * exp, *t]

@@ -181,9 +181,9 @@ _Raw = tuple[list[jax.Array], list[jax.Array]]
 
 
 class _Share(NamedTuple):
-    """The units of both rows that a warpgroup reads, in steps.
+    """The units of both rows that belong to one warpgroup, grouped into steps.
 
-    Warpgroups that share a row take turns: one reads every n-th unit.
+    Warpgroups that share a row take turns: each reads every n-th unit.
     """
 
     pair: _Pair

@@ -24,7 +24,7 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Return g of float32 elements of threads, or of the label's logit.
 
     With float32 logits, tanh is accurate to 2 units in the last place of 1. 16-bit logits use a
-    faster one: with the accurate tanh, the forward reached 0.47 of a copy's bandwidth (H200).
+    faster one: with the accurate tanh, the forward pass reached 0.47 of a copy's bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -49,8 +49,8 @@ def probability(
 ) -> tuple[jax.Array, jax.Array, float]:
     """Return p, its logarithm to a base, and the natural logarithm of the base.
 
-    `depth` is g(x) - m. For a dx of 16 bits the base is 2, which takes a multiplication, an
-    addition and an instruction.
+    `depth` is g(x) - m. For a dx of 16 bits, the base is 2: p then takes a multiplication, an
+    addition and one instruction for the exponential.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum

@@ -119,7 +119,7 @@ def _local_gpu() -> Gpu:
     try:
         each = [active_clusters(device.local_hardware_id, smem) for device in devices]
     except (OSError, RuntimeError):
-        # The CUDA driver cannot report its clusters: scale the table's numbers.
+        # The CUDA driver cannot report the GPU's clusters: scale the table's numbers.
         each = [dict(_of_size(sms, like).clusters)]
     common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
     return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})

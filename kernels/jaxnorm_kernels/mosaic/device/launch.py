@@ -1,4 +1,7 @@
-"""Launch of a kernel body: grid, warpgroups and output types; the interpreter on the CPU."""
+"""Launches a kernel body with a given grid, warpgroups and output types.
+
+On the CPU, the body runs in the interpreter.
+"""
 
 import contextlib
 import contextvars
@@ -67,10 +70,10 @@ def launch(
       cluster: if above 1, launch `blocks` clusters of this many blocks. The blocks of a cluster run
         at the same time and can access each other's shared memory.
       outputs: shape and dtype of each output.
-      overwritten: the number of leading operands that the body overwrites. They are also the first
-        results and take no additional memory; XLA copies an operand that is still needed. Pallas
-        cannot overwrite arrays that vary over mesh axes (jax 0.11.2 and 0.12.0). Such operands get
-        separate output refs before those of `outputs`.
+      overwritten: the number of leading operands that the body overwrites. These operands are also
+        the first results and take no additional memory; XLA copies an operand that is still needed.
+        Pallas cannot overwrite arrays that vary over mesh axes (jax 0.11.2 and 0.12.0). Such
+        operands get separate output refs before those of `outputs`.
       warpgroups: warpgroups (of 128 threads) per block; all of them run the body.
       scratch: shared memory and barriers of a block.
     """

@@ -177,7 +177,7 @@ def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> li
 def load_wide_columns(
     refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
 ) -> list[jax.Array]:
-    """Return columns of ``(rows, cols)`` refs, in float32: for each ref, those at each start."""
+    """Load columns of ``(rows, cols)`` refs, in float32: for each ref, an array for each start."""
     if not refs:
         return []
     if is_interpreted():
@@ -189,7 +189,7 @@ def load_wide_columns(
 def _load_wide(
     refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
 ) -> list[jax.Array]:
-    """Load all of them in one inline function.
+    """Load the arrays of all refs in one inline function.
 
     Mosaic spends more time on lowering such a function than on the operations in it.
     """
@@ -221,7 +221,7 @@ def store(ref: Ref, value: jax.Array) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """Return the same for an array of Mosaic; see `widen`."""
+    """Convert an array of Mosaic to float32, as `widen` does."""
     if isinstance(value.mlir_dtype, ir.BF16Type):
         return with_registers(value, [_widen_register(r) for r in value.registers.flat])
     return value.astype(ir.F32Type.get())

@@ -13,8 +13,9 @@ from jax.extend.core import Primitive
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-# A part of a row may contain only -inf. Relative to this maximum its exponentials are 0; relative
-# to its own maximum, -inf, they would be NaN. A whole row of -inf still gives 0 / 0.
+# The lower limit of the maximum of a part of a row, because a part may contain only -inf.
+# Relative to this limit, the exponentials of such a part are 0. Relative to -inf, they would be
+# NaN. A whole row of -inf still gives 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
 

@@ -151,7 +151,7 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the registers of arrays of one layout, and with them their address in global memory."""
+    """Yield a register of each array, and its address in global memory; the layouts are equal."""
     first, *_ = values
     at = mgpu.addresses(ref, first.layout, first.shape)
     return zip(*(value.registers.flat for value in values), at)
@@ -331,7 +331,7 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """Load, for each row of x from `first` on, the rows of operands that it shares with others.
+    """Load, for each row of x from `first` on, the row that each operand has for it.
 
     `row_of(shared, row)` maps a row of x to the row of the operands, ``(n, cols)`` refs in global
     memory. The results are float32, and have the shape ``(rows, cols)``.

@@ -78,11 +78,11 @@ class BackwardRefs(NamedTuple):
 class Formula(Protocol):
     """A backward pass as functions of the elements of one row. All arrays are float32.
 
-    `elements` are those of the row operands. `columns` are the values of their columns; `stats` and
-    `totals` are the values of their row.
+    `elements` are the elements of the row operands. `columns` are values for the elements' columns;
+    `stats` and `totals` are values for the elements' row.
     """
 
-    #: the number of leading row operands that the sums over the row and over the rows need.
+    #: the number of leading row operands that the sums need, along a row and over the rows.
     summed: int
     #: the number of sums over the row that `finish` needs.
     row_sums: int

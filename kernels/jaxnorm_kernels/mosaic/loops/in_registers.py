@@ -89,7 +89,7 @@ class BiasSums:
 
     @property
     def _tiles(self) -> Shared:
-        """`shared` for tiles instead of rows; the rows of a tile are part of a run."""
+        """`shared` with tiles in place of rows. All rows of a tile are in one run."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments

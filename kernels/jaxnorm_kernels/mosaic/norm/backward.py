@@ -7,13 +7,13 @@ For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (onl
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, the backward starts from the input. It recomputes n = xh G +
+With an activation after the norm, the backward pass starts from the input. It recomputes n = xh G +
 bias, and d = dy activation'(n).
 
-As in the forward, G is floored and the bias is rounded to y's dtype. |xh| is clipped to sqrt(N),
-its true bound, and |y| to the largest finite number (`Spec.y_limit`). dh, a further cotangent of
-the normalised row, is added to dx before dx is rounded. A block sums dscale and dbias over its own
-rows; the sums of the blocks are added outside the kernel in a fixed order.
+As in the forward pass, G is floored and the bias is rounded to y's dtype. |xh| is clipped to
+sqrt(N), its true bound, and |y| to the largest finite number (`Spec.y_limit`). dh, a further
+cotangent of the normalised row, is added to dx before dx is rounded. A block sums dscale and dbias
+over its own rows; the sums of the blocks are added outside the kernel in a fixed order.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above, for the elements of a row: saved, dy, and dh if there is one.
+    """The equations above; the row operands are the saved array, dy and, if present, dh.
 
     dx is returned `copies` times, for results of other dtypes.
     """
@@ -232,7 +232,7 @@ def _kernel(
 # Backward pass of RMSNorm with a gate, after it or before it, from x and the gate.
 #
 # For a row of N elements, with G = scale + scale_offset, r = rstd, a = activation(gate) and e = dy
-# G. t is x, or x a:
+# G. t is the input of the norm, x or x a:
 #
 #     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
 #
@@ -246,7 +246,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class GatedFormula:
-    """The equations above, for the elements of a row: x, the gate and dy."""
+    """The equations above; the row operands are x, the gate and dy."""
 
     spec: Spec
     summed: int = 3
@@ -325,7 +325,7 @@ def norm_gated_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The equations above, for the elements of a row: saved, d, x, and dh if there is one.
+    """The equations above; the row operands are the saved array, d, x and, if present, dh.
 
     `norm` is the formula of the norm of h.
     """
@@ -405,7 +405,7 @@ def scaled_sum_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class TwoNormsFormula:
-    """The equations above, for the elements of a row: x, saved, d, and dh if there is one."""
+    """The equations above; the row operands are x, the saved array, d and, if present, dh."""
 
     spec: Spec
 

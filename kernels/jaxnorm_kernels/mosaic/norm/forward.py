@@ -5,7 +5,8 @@ LayerNorm subtracts the mean; RMSNorm has mean = 0::
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias       or the activation of that
 
-With a residual, h and the y of norm_add have its dtype, and the second norm has its own scale::
+With a residual, h and the y of norm_add have the residual's dtype. A second norm has a scale of its
+own::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
@@ -126,7 +127,7 @@ class _Params:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in registers, and the terms of which the operations below consist.
+    """A row in registers, with the terms that the operations below combine.
 
     Attributes:
       columns: returns the columns of each norm, and then those of the scale of x.
@@ -290,7 +291,7 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Return the mean of a row and the sum of squares about it, from those of its parts.
+    """Return a row's mean and sum of squares about it, from these two statistics of each part.
 
     `gather` gives every part the values of all parts; see `rows.exchange.Gather`.
     """

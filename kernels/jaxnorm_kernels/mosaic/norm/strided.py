@@ -6,7 +6,7 @@ each inner element are then merged once more. Scale and bias belong to inner ele
 The equations, and the merging of parts, are those of `norm.forward` and `norm.backward`. The sums
 over the columns of an inner element are dscale and dbias. G times these sums is the element's
 contribution to c2 and c1. So from the output, too, c2 is the mean of d G xh. From the input, it
-suffices to compute c = x - mean for each element; its factors belong to the inner element:
+suffices to compute c = x - mean for each element; the factors of c belong to the inner element:
 
     n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
@@ -80,7 +80,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, and those of scale and bias from sums over columns."""
+    """Return the gradients of x, scale and bias; those of scale and bias are sums over columns."""
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     bias = residuals.bias if spec.reads_bias else None
     params = [param for param in (residuals.scale, bias) if param is not None]

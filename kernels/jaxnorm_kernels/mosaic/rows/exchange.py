@@ -95,7 +95,7 @@ class TransactionBarriers:
         wait()
 
     def receive(self, barriers: Ref, stage: Any, parity: Any) -> None:
-        """Wait until everything that was announced has arrived, for the n-th time.
+        """Wait until all announced bytes of the stage's n-th exchange have arrived.
 
         `parity` is n % 2, where n starts at 0 for each stage.
         """
@@ -272,7 +272,7 @@ class ClusterExchange:
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
-        """Wait until all values have arrived in the slots, for the n-th time.
+        """Wait until all values of the stage's n-th exchange have arrived in the slots.
 
         `parity` is n % 2, where n starts at 0 for each stage.
         """

@@ -53,7 +53,7 @@ class HeadTile:
     Attributes:
       cols: columns of a head.
       rotated: the number of leading columns that are rotated.
-      interleaved: see `Spec`.
+      interleaved: see `NormOptions`.
       vector: neighbouring columns of the first two parts in one thread.
       rest: neighbouring columns of the third part in one thread.
       threads: threads that share a row.

@@ -63,7 +63,7 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     """Increase the threads per row until a block's rows are part of a run, with a vector to match.
 
     Otherwise, all warps of a block would have to share one row. If no number of threads suffices,
-    the last one is returned, and that layout is used.
+    the last one is returned, and all warps share a row.
     """
     run = run_of_rows(spec)
     while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
@@ -180,7 +180,7 @@ class Place:
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
-        """Return the operand's row for the tile, or its rows if the tile's rows have one each."""
+        """Return the operand's row that the tile's rows share, or the rows if each has its own."""
         row = operand_row(shared, self.first)
         has_each = bool(shared.segments) and shared.segments[-1][1]
         return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row

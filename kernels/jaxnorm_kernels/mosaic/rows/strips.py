@@ -180,8 +180,8 @@ def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
 # registers.
 _VALUES = 16
 
-#: A value for each inner element of a strip, ``(width,)``; or one for each of them and each warp of
-#: the warpgroup, ``(4, width)``, over the warp's columns.
+#: A value for each inner element of a strip, ``(width,)``. Before warps have exchanged values,
+#: it is ``(4, width)``: each warp of the warpgroup has a value over its own columns.
 Stat = jax.Array
 
 

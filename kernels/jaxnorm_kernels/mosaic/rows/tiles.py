@@ -78,7 +78,7 @@ class Steps:
         float32, and to others that are stored or needed later.
       finish: reduces a row and stores its results. It also gets ``prepare(params())``.
       params: loads the parameters of columns, once for all rows of a block.
-      prepare: computations that depend on these loads.
+      prepare: computes what depends on the loaded parameters.
     """
 
     load: Callable[..., tuple[jax.Array, ...]]

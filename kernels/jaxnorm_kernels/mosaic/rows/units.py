@@ -94,7 +94,7 @@ class Units:
     """The units of rows of `cols` columns, with `vector` elements per thread.
 
     Attributes:
-      end: columns from there on are stale.
+      end: columns from this one on are stale.
     """
 
     cols: int
@@ -103,7 +103,7 @@ class Units:
 
     @classmethod
     def of(cls, cols: int, widest: int, end: int | None = None) -> "Units":
-        """Return units with the widest vector, at most `widest`, of which a body has a unit."""
+        """Return units with the widest vector, up to `widest`, for which a body has a unit."""
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
             vector //= 2

@@ -170,7 +170,8 @@ _TILE_BYTES = 2 * VECTOR_BYTES
 # less time than with units of 32 vectors of 16 bytes, and over 512 of float32 4 % less (H100).
 _CAUSAL_PARTS = 8
 
-# In a tile, the threads of a row may load up to this multiple of it; the rest is loaded twice.
+# In a tile, the threads of a row may load up to this multiple of the row: the excess is loaded
+# twice.
 _MOST_READ = 9 / 8
 
 # A pipelined tile has two groups of rows if rows have more than this many columns and each SM has
@@ -184,8 +185,8 @@ _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 # The columns of a thread in a pipelined row, by the number of parameters. Each column takes a
 # register for its value and for each parameter. From the sweep `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
-# The bytes of the slots, if these are more than 2 parts of rows: larger slots would leave fewer
-# blocks per SM. In a cluster, a third part pays off, because its blocks wait for each other.
+# The bytes that all slots of a warpgroup may take: more would leave fewer blocks per SM. At least
+# 2 slots are used even if they take more, and 3 in a cluster, whose blocks wait for each other.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
 # The shared memory of a block beside the slots: barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
@@ -387,16 +388,18 @@ TABLE = (
     # log_softmax needs x again after its exponentials, which take as many registers, so x stays in
     # shared memory. The fewer blocks share a row, the less a block waits for the others.
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
-    # The same for each part of a row. Small blocks load while others reduce.
+    # Each part of a row is held like the whole rows above, with 64 values per thread. Small
+    # blocks load while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
-    # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share a row,
-    # because the blocks of a cluster must start at the same time.
+    # Rows of half a MiB and more fill the registers of several SMs. Each row is shared by a small
+    # number of large blocks, because all blocks of a cluster must start at the same time.
     ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
-#: For softmaxes with a mask or a bias, and causal ones: the pipeline would load x alone. The
-#: smaller a unit, the more of a row is in units above the diagonal.
+#: The rules for causal softmaxes, and for those with a mask or a bias. Pipelined rules are left
+#: out, because their copies load x alone. The smaller a unit, the more units are above the
+#: diagonal.
 PLACED = (
     ForwardRule("row_tile", row_bytes=2048),
     ForwardRule("row_tile", cols=2048, causal=True),

@@ -13,7 +13,7 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
-# Columns per thread. The backward holds six values of each, and spills with 20 columns.
+# Columns per thread. The backward pass holds six values of each, and spills with 20 columns.
 _MOST_COLUMNS = 16
 #: The longest head: one that a warp holds.
 MOST_COLS = _MOST_COLUMNS * WARP
@@ -22,16 +22,16 @@ LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # The most bytes of x that a thread loads in the forward pass: two loads.
 _TILE_BYTES = 2 * VECTOR_BYTES
-# Neighbouring columns of a thread in either half of the pairs. With half of the widest load, the
-# forward pass reaches 0.96 to 0.97 of a copy's bandwidth over 64 to 256 columns of 16 bits,
-# otherwise 0.88 to 0.91.
+# The most neighbouring columns that a thread loads at once from each half of the pairs. With half
+# of the widest load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth over 64 to 256
+# columns of 16 bits, otherwise 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
-# The pipeline of the backward: bytes of both inputs per stage, stages, and blocks per
+# The pipeline of the backward pass: bytes of both inputs per stage, stages, and blocks per
 # multiprocessor. It reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16 and 0.98 of
 # float32, and 0.82 and 0.91 over 64 columns. With three blocks: 0.80, 0.92, 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# The widest load of pairs in the backward. Half of the widest load doubles the threads per row,
-# which leaves registers for these blocks.
+# The widest load of pairs in the backward pass. Half of the widest load doubles the threads per
+# row, which leaves registers for these blocks.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # The size of an asynchronous copy is a multiple of this.
 _COPY_BYTES = 16
@@ -48,8 +48,8 @@ class Heads:
       rest: neighbouring columns of a thread among those that are not rotated.
       threads: threads of a warp that share a row.
       height: rows that the warpgroup holds at a time.
-      rows: rows of a stage of the backward, a multiple of `height`; likewise `stages` and
-        `blocks_per_sm`.
+      rows: rows of a stage of the backward pass, a multiple of `height`.
+      stages, blocks_per_sm: the stages of the backward pass, and the blocks per multiprocessor.
     """
 
     vector: int

@@ -34,15 +34,16 @@ NormSchedule = PipelinedRows | PipelinedNarrowRows
 
 # The shared memory of barriers, of the sums that are being exchanged, and of Mosaic itself.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Narrow rows, from the sweep `benchmarks/sweeps/backward.py`. The bytes of all inputs: the most of
-# a short row, of a stage of short rows, and of a stage of other rows; then the number of stages.
+# Narrow rows, from the sweep `benchmarks/sweeps/backward.py`. The first three are limits in bytes
+# of all inputs: for a short row, for a stage of short rows, and for a stage of other rows. The last
+# one is the largest number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
 # With at most this many columns per thread, registers suffice for three blocks; otherwise for two.
 _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return the fastest number of blocks (or clusters) per group of rows, the fewest if equal.
+    """Return the fastest number of blocks (or clusters) per group of rows, the smallest if equal.
 
     Each block costs a row of partial sums, which must be stored, loaded and added.
     """
@@ -51,7 +52,8 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # The time in steps: each round of blocks takes its steps and fills its stages.
+    # Estimate the time for each number of blocks, in units of a step. Blocks run in rounds. A
+    # round takes as long as the steps of one block, plus the steps that fill its stages.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -59,8 +61,8 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Columns per thread in a ring. Up to 12, if the GPU has large enough clusters, because many small
-# blocks wait less for each other's sums than few large ones. 255 registers hold at most 32.
+# Columns per thread in a ring: up to 12 if the GPU has large enough clusters, because many small
+# blocks wait less for each other's sums than a few large ones. 255 registers hold at most 32.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Four steps should keep 48 to 96 KiB in flight on a multiprocessor: less leaves the memory idle,
 # more slows down the stores of dx. From this follow, in bytes,
@@ -86,7 +88,7 @@ _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 @kept
 def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
-    """Return the schedule of the backward of `spec`, or None if no kernel supports its rows."""
+    """Return the schedule of a backward pass, or None if no kernel supports its rows."""
     if not is_copied(spec):
         return None
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
@@ -203,7 +205,7 @@ def is_copied(spec: Spec) -> bool:
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
-    """Return the dtypes of the rows that a norm's backward loads.
+    """Return the dtypes of the rows that a norm's backward pass loads.
 
     These are the saved array, what is saved beside it, dy, and dh; for two norms, x comes first.
     """

@@ -1,4 +1,4 @@
-"""How the backward of a softmax, whose rows are in registers, runs: tables with their reasons."""
+"""Tables of schedules for the backward pass of softmaxes, which hold rows in registers."""
 
 import dataclasses
 
@@ -20,10 +20,10 @@ from jaxnorm_kernels.specs import Spec
 # Rows of a softmax in registers: the most columns, and the warpgroups. With more than 48 columns
 # per thread, fewer blocks fit on a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The same with a sum of each column: at most 32 columns per thread.
+# The limits if column sums are computed as well: at most 32 columns per thread.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# The least rows, or tiles, for each row of partial sums of a bias's gradient. The sums are float32,
-# and their cost is small compared to this many rows.
+# The smallest number of rows, or tiles, for each row of partial sums of a bias's gradient. The
+# sums are float32, and their cost is small compared to this many rows.
 _ROWS_OF_SPLIT = 8
 # The most blocks per multiprocessor that compute such sums.
 _MOST_SPLIT_BLOCKS = 8
@@ -31,9 +31,9 @@ _MOST_SPLIT_BLOCKS = 8
 _WARPGROUP_VECTORS = 4 * WARP
 # The most columns of a causal row that a warp holds, in units of a vector for each of its threads.
 _CAUSAL_TILE = 2048
-# The units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward took
-# 15, 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7
-# and 3 % less (H100).
+# The units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward pass took 15,
+# 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and
+# 3 % less (H100).
 _CAUSAL_PARTS = 16
 # The most that a thread holds of each input: bytes of registers, and loads in flight.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
@@ -114,7 +114,7 @@ def _sums_columns(spec: Spec) -> bool:
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     """Return the blocks, or clusters, that share the rows of x with one row of the bias.
 
-    As many are used as run at the same time.
+    It is the number that can run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:
