@@ -80,8 +80,8 @@ def readme_section(found: Results) -> str:
     parts = [
         page_tables.steps(steps, fitting),
         paragraph(
-            'Remat: `dots` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`; `block` is'
-            ' `jax.checkpoint` of each layer; "-": not measured.',
+            "Remat: `dots` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, `block` "
+            'is `jax.checkpoint` of each layer; "-": not measured.',
             "Times were measured; temp is XLA's memory plan of the same step, without arguments "
             "and results.",
             text.provenance(steps),
