@@ -1,14 +1,15 @@
 """The tables that only README.md and docs/results.md have, and the sentences beside them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks import figures, text, workloads
 from benchmarks.figures import Ahead, Comparison, Figure, Figures
-from benchmarks.models import PLAIN, VARIANTS
+from benchmarks.models import PLAIN
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
+COMPARED = (PLAIN, "jaxnorm-products")  # variants in the README
 LARGE = 100e6  # bytes: twice an H200's cache
 
 
@@ -93,40 +94,31 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
     return speed, f"{it.ahead} of {it.cells}"
 
 
-def step_times(rows: Sequence[Row]) -> str:
-    """Return milliseconds of steps: a column for each variant, with the ratio to plain jnp's."""
+def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
+    """Return time, temp memory and largest batch of steps, without jaxnorm and with all of it.
 
-    def cell(row: Row, plain: Row) -> str:
-        time = f"{float(row['ms']):.1f}"
-        return time if row is plain else f"{time} ({text.ratio(row, plain, 'ms')})"
-
-    return _by_variant(rows, cell)
-
-
-def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
-    """Return gigabytes of temp memory and the largest batch that fits, by step and variant."""
+    Steps whose largest batch is unknown are left out.
+    """
+    measured = figures.steps(row for row in rows if row["status"] == OK)
     batches = {asked: row["batch_in_80gb"] for asked, row in figures.steps(fitting).items()}
 
-    def cell(row: Row, plain: Row) -> str:
-        del plain
-        (asked,) = figures.steps([row])
-        batch = batches.get(asked, "-")
-        return f"{text.gigabytes(row['temp_bytes'])} ({batch})"
+    def cell(asked: tuple[str, ...], column: str) -> str:
+        row = measured.get(asked)
+        if column == "batch_in_80gb":
+            return batches.get(asked) or "-"
+        if row is None:
+            return "-"
+        return f"{float(row['ms']):.1f}" if column == "ms" else text.gigabytes(row[column])
 
-    return _by_variant(rows, cell)
-
-
-def _by_variant(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
-    measured = figures.steps(row for row in rows if row["status"] == OK)
-    variants = text.variants(measured.values())
     body = []
-    for asked, row in {step[:-1]: row for step, row in measured.items()}.items():
-        plain = measured.get((*asked, PLAIN))
-        found = [measured.get((*asked, variant)) for variant in variants]
-        cells = [cell(each, plain) if each and plain else "-" for each in found]
-        body.append([text.model(row), row["remat"], *cells])
-    labels = (VARIANTS[variant] for variant in variants)
-    return text.table(["model, batch x length", "remat", *labels], body)
+    for step, row in {asked[:-1]: row for asked, row in measured.items()}.items():
+        if any((*step, variant) in batches for variant in COMPARED):
+            columns = ("ms", "temp_bytes", "batch_in_80gb")
+            cells = [cell((*step, variant), c) for c in columns for variant in COMPARED]
+            body.append([text.model(row), row["remat"], *cells])
+    figures_of_steps = ("ms", "temp GB", "largest batch")
+    header = [f"{what}, {which}" for what in figures_of_steps for which in ("without", "jaxnorm")]
+    return text.table(["model, batch x length", "remat", *header], body)
 
 
 def by_product(measured: Figures) -> str:

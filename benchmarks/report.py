@@ -69,24 +69,26 @@ class Results:
 
 
 def readme_section(found: Results) -> str:
-    """Return the text between the README's markers: a table of speed, one of memory, and a plot."""
-    steps = [row for row in found.rows["training"] if row["layers"] == LAYERS[0]]
-    fitting = found.rows["capacity"]
+    """Return the text between the README's markers: a table of training steps, and its source."""
+    training, fitting = (
+        [row for row in found.rows[suite] if row["provider"] in page_tables.COMPARED]
+        for suite in ("training", "capacity")
+    )
+    steps = [row for row in training if row["layers"] == LAYERS[0]]
     if not steps:
         return ""
     parts = [
+        page_tables.steps(steps, fitting),
         paragraph(
-            "Milliseconds of a step, and in brackets their ratio to plain JAX and optax. Remat: "
-            '`dots` saves matmuls, `block` saves only the inputs of layers; "-": not measured.',
+            "Remat: `dots` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, `block` "
+            'is `jax.checkpoint` of each layer; "-": not measured.',
+            "Times were measured; temp is XLA's memory plan of the same step, without arguments "
+            "and results.",
             text.provenance(steps),
+            "The largest batch was not run: it is the largest whose arguments, results and temp "
+            "memory fit in 80 GB by XLA's memory plan.",
+            text.provenance(fitting) if fitting else "",
         ),
-        page_tables.step_times(steps),
-        paragraph(
-            "Gigabytes of temporary memory, beside arguments and results, and in brackets the "
-            "largest batch whose step fits in 80 GB."
-        ),
-        page_tables.step_memory(steps, fitting),
-        _image(found, "training", README),
     ]
     return "\n\n".join(parts)
 

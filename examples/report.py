@@ -104,8 +104,12 @@ def table(runs: Sequence[Run]) -> Table:
     return result
 
 
-def markdown(runs: Sequence[Run], caption: str) -> str:
-    rows = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *(run.cells() for run in runs)]
+def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
+    """Return a table; `freed` has the last two columns of all rows but the first."""
+    header = (*COLUMNS, "temp freed", "saved freed")
+    last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]
+    body = [(*run.cells(), *cells) for run, cells in zip(runs, last, strict=True)]
+    rows = [header, ("---", *["---:"] * (len(header) - 1)), *body]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", caption, ""])
 

@@ -201,17 +201,30 @@ def plans(config: Config) -> str:
     )
 
 
-def freed(config: Config, runs: Sequence[report.Run]) -> str:
-    """Return how much less each run saves than the one before it."""
-    activation = config.batch * config.seq * config.width * jnp.dtype(config.dtype).itemsize
-    steps = []
-    for before, run in itertools.pairwise(runs):
-        kept = (before.residual_bytes - run.residual_bytes) / activation / config.layers
-        temp = (before.temp_bytes - run.temp_bytes) / activation / config.layers
-        steps.append(f"{run.label} {kept:.2f} of residuals and {temp:.2f} of compiled temp")
+def activation_bytes(config: Config) -> int:
+    return config.batch * config.seq * config.width * jnp.dtype(config.dtype).itemsize
+
+
+def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float]]:
+    """Return what each run but the first frees beside the run before it, per layer.
+
+    The unit is an activation (tokens x width). Compiled temp comes first, then saved arrays.
+    """
+    unit = activation_bytes(config) * config.layers
+    return [
+        (
+            (before.temp_bytes - run.temp_bytes) / unit,
+            (before.residual_bytes - run.residual_bytes) / unit,
+        )
+        for before, run in itertools.pairwise(runs)
+    ]
+
+
+def caption(config: Config) -> str:
+    """Return what the last two columns of the Markdown table are."""
     return (
-        f"T*d activations per layer that each frees beside the row before it: {'; '.join(steps)} "
-        f"(T*d = {activation / report.MIB:.2f} MiB)."
+        "The last two columns have what a row frees beside the row before it, in T*d activations "
+        f"per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."
     )
 
 
@@ -360,14 +373,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = report.agreement_checks(runs, EARLY_STEPS, tolerance)
     checks += report.learning_checks(runs, bigram, LOSS_BOUND, enough=config.reaches(Config()))
     console.print(report.table(runs))
-    console.print(freed(config, runs))
+    for run, (temp, saved) in zip(runs[1:], freed(config, runs)):
+        console.print(
+            f"{run.label} frees beside the row before it: {saved:.2f} saved T*d activations per "
+            f"layer, {temp:.2f} of compiled temp"
+        )
     for check in checks:
         console.print(str(check))
     report.plot(runs, bigram, (EARLY_STEPS, tolerance), str(config), given.out)
     console.print(f"plot: {given.out.resolve()}")
     if given.markdown:
         given.markdown.write_text(
-            report.markdown(runs, f"{setting(config, placement)}. {freed(config, runs)}"),
+            report.markdown(
+                runs, freed(config, runs), f"{setting(config, placement)}. {caption(config)}"
+            ),
             encoding="utf-8",
         )
         console.print(f"table: {given.markdown.resolve()}")

@@ -100,7 +100,7 @@ NORMS_AND_LOSS = Variant(
 )
 PRODUCTS_INPUTS = dataclasses.replace(
     NORMS_AND_LOSS,
-    label="and products' inputs",
+    label="and activation_linear",
     gelu_dense=functools.partial(nn.Dense, dot_general=gelu_dot),
 )
 # Each variant uses more of jaxnorm's functions than the one before it.

@@ -234,12 +234,13 @@ def test_a_report_of_training_steps(tmp_path):
     assert "| llama-1b, length 2048, unrolled | dots | - | 14 |\n" in text
     assert "| bar |" not in text
     rows = [row for row in table.rows() if not row["mesh"]]
-    assert page_tables.step_times(rows) == (
-        "| model, batch x length | remat | plain JAX and optax | jaxnorm's residual norms and loss "
-        "|\n| --- | ---: | ---: | ---: |\n| llama-1b, 4 x 2048 | dots | 200.0 | 170.0 (0.85) |"
+    assert page_tables.steps(rows, fits.rows()) == (
+        "| model, batch x length | remat | ms, without | ms, jaxnorm | temp GB, without "
+        "| temp GB, jaxnorm | largest batch, without | largest batch, jaxnorm |\n"
+        f"| --- |{' ---: |' * 7}\n"
+        "| llama-1b, 4 x 2048 | dots | 200.0 | - | 20.0 | - | 9 | - |"
     )
-    memory = page_tables.step_memory(table.rows(), fits.rows())
-    assert "| llama-1b, 4 x 2048 | dots | 20.0 (9) | 11.0 (-) |" in memory
+    assert page_tables.steps(rows, []).count("\n") == 1  # no largest batch
 
 
 def test_a_report_of_bars(tmp_path):

@@ -55,10 +55,12 @@ def test_short_run(options, main, tmp_path, monkeypatch, capsys):
     assert [label for label, *_ in cells] == [
         "Flax",
         "jaxnorm's norms and loss",
-        "and products' inputs",
+        "and activation_linear",
     ]
-    saved = [float(saved) for *_, saved in cells]
+    saved = [float(row[4]) for row in cells]
     assert sorted(saved, reverse=True) == saved  # each step of adoption saves
+    assert cells[0][5:] == ["-", "-"]
+    assert all(float(row[6]) > 0 for row in cells[1:])
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_tied_embeddings():
         head = params["embedding"].T
         return losses_of(hidden, params["scale"], head, tokens[:, 1:]).mean()
 
-    ours = jax.value_and_grad(page("losses")["tied_loss"])(params, tokens)
+    ours = jax.value_and_grad(page("recipes")["tied_loss"])(params, tokens)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
 
@@ -154,9 +154,9 @@ def test_gradient_accumulation():
         losses = losses_of(x, params["scale"], params["head"], jnp.where(counts, labels, 0))
         return (losses * counts).sum() / counts.sum()
 
-    assert_close(page("losses")["accumulated"](params, x, labels), jax.grad(plain)(params))
+    assert_close(page("recipes")["accumulated"](params, x, labels), jax.grad(plain)(params))
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    sums = page("losses")["accumulated"](halves, x.astype(jnp.bfloat16), labels)
+    sums = page("recipes")["accumulated"](halves, x.astype(jnp.bfloat16), labels)
     assert {a.dtype.name for a in jax.tree.leaves(sums)} == {"float32"}
 
 
@@ -201,7 +201,7 @@ def test_grpo():
     assert 0.1 < np.mean((ratios > 0.8) & (ratios < 1.2)) < 0.9
     assert ratios.min() < 0.8
     assert ratios.max() > 1.2
-    ours = jax.value_and_grad(page("losses")["grpo_loss"])(params, batch)
+    ours = jax.value_and_grad(page("recipes")["grpo_loss"])(params, batch)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
 
@@ -215,7 +215,7 @@ def test_dpo():
         chosen, rejected = of_answers - of_reference
         return jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
 
-    ours = jax.value_and_grad(page("losses")["dpo_loss"])(params, reference, tokens, answer)
+    ours = jax.value_and_grad(page("recipes")["dpo_loss"])(params, reference, tokens, answer)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
 
@@ -227,7 +227,7 @@ def test_a_policy_gradient_with_an_entropy_bonus():
         log_prob, entropy = log_probs_of(params, tokens, answer)
         return -(advantages * log_prob + 0.01 * entropy).sum() / answer[:, 1:].sum()
 
-    loss = page("losses")["policy_gradient_loss"]
+    loss = page("recipes")["policy_gradient_loss"]
     ours = jax.value_and_grad(loss)(params, tokens, answer, advantages)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
@@ -248,7 +248,7 @@ def test_several_candidates():
         ours, its = (jnp.take_along_axis(p, candidates, -1) for p in log_p)
         return -jax.nn.log_softmax(0.1 * (ours - its))[:, 0].mean()
 
-    loss = page("losses")["candidates_loss"]
+    loss = page("recipes")["candidates_loss"]
     ours = jax.value_and_grad(loss)(params, reference, tokens, candidates)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
@@ -265,7 +265,7 @@ def test_on_policy_distillation():
         divergences = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
         return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
 
-    loss = page("losses")["distillation_loss"]
+    loss = page("recipes")["distillation_loss"]
     ours = jax.value_and_grad(loss)(params, teacher, tokens, answer, temperature=2.0)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
@@ -281,7 +281,7 @@ def test_the_top_k_of_a_teacher():
         divergences = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
         return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
 
-    loss = page("losses")["top_k_loss"]
+    loss = page("recipes")["top_k_loss"]
     ours = jax.value_and_grad(loss)(params, tokens, answer, top_tokens, top_log_prob)
     assert_close(ours, jax.value_and_grad(plain)(params))
 
@@ -298,7 +298,7 @@ def test_jensen_shannon():
         return (0.3 * of_p + 0.7 * of_q).mean()
 
     def ours(x, head):
-        return page("losses")["jensen_shannon"](x, head, teacher_x, teacher_head, 0.3, chunk=4)
+        return page("recipes")["jensen_shannon"](x, head, teacher_x, teacher_head, 0.3, chunk=4)
 
     assert_close(*(jax.value_and_grad(f, (0, 1))(x, head) for f in (ours, plain)))
 
