@@ -31,7 +31,7 @@ _FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
 
 
 def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
-    """Return `value` as an array of one of the supported float dtypes."""
+    """Return `value` as an array, whose dtype must be a supported float dtype."""
     if isinstance(value, jax.Array):
         array = value
     elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
@@ -49,7 +49,7 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
 def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
     """Convert `value`, such as a list, to an array.
 
-    `expected` says in the error for a huge integer what to pass instead.
+    If it holds an integer that is too large for JAX, the error says what to pass: `expected`.
     """
     try:
         return jnp.asarray(value)
@@ -87,7 +87,7 @@ def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> n
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
     """Return `given` as one of the supported dtypes."""
     try:
-        resolved = np.dtype(given if given is not None else "None")  # to numpy None is float64
+        resolved = np.dtype(given if given is not None else "None")  # numpy reads None as float64
     except TypeError as error:
         raise TypeError(
             f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"
@@ -122,9 +122,9 @@ def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
 
 
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
-    """Return `axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
+    """Return `axis` as sorted, non-negative axes of an array of `shape`; None means all axes.
 
-    `of` is the array's name.
+    `of` is the array's name in errors.
     """
     return tuple(sorted(axes_in_order(function, axis, shape, of)))
 
@@ -132,7 +132,7 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 def axes_in_order(
     function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
 ) -> tuple[int, ...]:
-    """Return non-negative axes, as `axes` does, but in the order given."""
+    """Return non-negative axes as `axes` does, but in the order in which the user gave them."""
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -170,7 +170,7 @@ def axes_in_order(
 
 
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
-    """Raise unless a parameter broadcasts to x's last other axes, then the normalised ones."""
+    """Raise unless a parameter broadcasts to x's axes, the normalised ones last."""
     expected = [view.shape[axis] for axis in view.others + view.axes]
     covered = tuple(expected[len(expected) - len(shape) :])
     if len(view.axes) <= len(shape) <= len(expected) and fits(shape, covered):
@@ -187,7 +187,7 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
 def same_shape(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
 ) -> None:
-    """Raise unless an array has the shape of the array called `of`."""
+    """Raise unless an array has the same shape as another array, which errors call `of`."""
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "
@@ -196,7 +196,7 @@ def same_shape(
 
 
 def features(function: str, name: str, shape: tuple[int, ...], size: str) -> None:
-    """Raise unless the first operand of a matmul has a last axis, whose size is called `size`."""
+    """Raise if the first operand of a matmul has no last axis; errors call its size `size`."""
     if not shape:
         raise ValueError(
             f"{function}: {name} has shape (); expected (..., {size}), a vector of features for "
@@ -207,7 +207,10 @@ def features(function: str, name: str, shape: tuple[int, ...], size: str) -> Non
 def weight(
     function: str, shape: tuple[int, ...], x_shape: tuple[int, ...], of: str = "x", also: str = ""
 ) -> None:
-    """Raise unless a weight fits the first operand, called `of`; `also` names another fix."""
+    """Raise unless a weight fits the matmul's first operand, which errors call `of`.
+
+    `also` is a second way to fix the error, appended to its text.
+    """
     if len(shape) != 2 or shape[0] != x_shape[-1]:
         raise ValueError(
             f"{function}: weight has shape {shape}; expected ({x_shape[-1]}, n), the last axis of "
@@ -219,7 +222,7 @@ def weight(
 def vector(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str
 ) -> None:
-    """Raise unless an array has the shape `expected`, with a number for each `of`."""
+    """Raise unless an array has the shape `expected`: one number for each `of`, such as "class"."""
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, a number for each {of}; "
@@ -228,13 +231,16 @@ def vector(
 
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """Return `where` as a boolean array with all axes of x that broadcasts to x's shape."""
+    """Return `where` as a boolean array with as many axes as x, which broadcasts to x's shape."""
     also = ", or add an additive mask to x with bias="
     return broadcastable(function, "where", boolean(function, "where", where, also), shape)
 
 
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
-    """Return `value` as a boolean array; `also` names another fix."""
+    """Return `value` as a boolean array.
+
+    `also` is a second way to fix the error, appended to its text.
+    """
     array = _array(function, name, value, "booleans (True keeps an entry)")
     if array.dtype != jnp.bool_:
         raise TypeError(
@@ -245,7 +251,7 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
 
 
 def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
-    """Return `value` as an array of booleans, or of float weights in `dtype` without a gradient."""
+    """Return `value` as an array: booleans, or weights in `dtype` without a gradient."""
     array = _array(function, name, value, "booleans or float weights")
     if array.dtype == jnp.bool_:
         return array
@@ -274,7 +280,7 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
 def not_one_hot(
     function: str, labels: ArrayLike, logits: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:
-    """Raise if labels have the shape of the logits, as one-hot labels or probabilities have."""
+    """Raise if labels have the shape of the logits: these would be one-hot labels."""
     shape = getattr(labels, "shape", None)
     if shape != logits:
         return
@@ -290,7 +296,7 @@ def not_one_hot(
 
 
 def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> None:
-    """Raise if positions have as many labels as there are classes, or more: `labels` is a shape."""
+    """Raise unless each position has fewer labels than there are classes. `labels` is a shape."""
     if labels[-1] >= classes:
         raise ValueError(
             f"{function}: labels have shape {labels}: {labels[-1]} labels for each position, with "
@@ -300,7 +306,10 @@ def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> 
 
 
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
-    """Clip 64-bit integers to 32 bits: if 64-bit types are off, JAX would wrap them around."""
+    """Clip 64-bit integers to the range of 32 bits, and those below 0 to -1.
+
+    If 64-bit types are off, JAX would wrap larger integers around to other values.
+    """
     if value.dtype.name not in ("int64", "uint64"):
         return value
     return np.clip(value, -1 if value.dtype.kind == "i" else 0, 2**31 - 1)
@@ -309,9 +318,10 @@ def _in_32_bits(value: np.ndarray) -> np.ndarray:
 def broadcastable(
     function: str, name: str, array: jax.Array, shape: tuple[int, ...], of: str = "x's"
 ) -> jax.Array:
-    """Return `array` with as many axes as `shape`; ValueError unless it broadcasts to `shape`.
+    """Return `array` with axes of size 1 in front, so that it has as many axes as `shape`.
 
-    `of` names the array that has this shape.
+    It raises ValueError unless the array broadcasts to `shape`. `of` says in the error whose shape
+    that is.
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):
@@ -323,12 +333,12 @@ def broadcastable(
 
 
 def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Return True if the ranks are equal and each axis has size 1 or the size of the other's."""
+    """Return True if the ranks are equal and each size in `shape` is 1 or the size in `into`."""
     return len(shape) == len(into) and all(own in (1, n) for own, n in zip(shape, into))
 
 
 def matrix(function: str, name: str, view: RowView) -> None:
-    """Raise ValueError unless the columns are the last of two or more axes of x."""
+    """Raise ValueError unless x has at least two axes and the call is over the last one."""
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
             f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
@@ -380,7 +390,10 @@ def finite_in(
     *,
     above_zero: bool = False,
 ) -> None:
-    """Raise unless numbers are finite in the arithmetic dtype and, if `above_zero`, not 0 in it."""
+    """Raise unless the numbers are finite after a cast to the arithmetic dtype.
+
+    If `above_zero`, they must not underflow to 0 either.
+    """
     for name, value in numbers.items():
         if value is None:
             continue
@@ -396,7 +409,7 @@ def finite_in(
 
 
 def integer(function: str, name: str, value: int, unit: str) -> int:
-    """Return `value` as a Python integer of at least 1; `unit` names what it counts."""
+    """Return `value` as a Python integer of at least 1. `unit` is what it counts, for errors."""
     _refuse_traced(function, name, value, "integer")
     try:
         given = _index(value)
@@ -431,7 +444,7 @@ def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
 
 
 def _index(value: int) -> int:
-    """Return `value` as an index, but refuse booleans, which Python accepts as indices."""
+    """Return `value` as an index, but refuse booleans, which Python would accept."""
     if _is_boolean(value):
         raise TypeError("a boolean is no index")
     return operator.index(value)
@@ -442,7 +455,7 @@ def _is_boolean(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return the `repr` of a value, or only the size of a huge integer."""
+    """Return the `repr` of a value for an error; for a huge integer, only its size."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"(an integer of {value.bit_length()} bits)"
     return repr(value)

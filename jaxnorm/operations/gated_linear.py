@@ -29,7 +29,7 @@ type Sharding = NamedSharding | PartitionSpec
 
 Function = Literal["gated_linear", "activation_linear"]
 
-# Names of the arguments of each function's elementwise part.
+# For each function, the names of the arguments that its elementwise part takes.
 _OPERANDS: dict[Function, tuple[str, ...]] = {
     "gated_linear": ("gate", "up"),
     "activation_linear": ("x",),
@@ -214,7 +214,10 @@ def _linear_of(
 
 
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
-    """Return a function for activation(x), or activation(gate) * up, in the arithmetic dtype."""
+    """Return the elementwise function that is computed before the matmul.
+
+    It is activation(x), or activation(gate) * up, in the arithmetic dtype.
+    """
     is_name = isinstance(activation, str) and activation in products.ACTIVATIONS
     if not (is_name or callable(activation)):
         raise ValueError(
@@ -258,7 +261,7 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """Describe, for an error, what a function returned instead of an array of real numbers."""
+    """Describe a function's result for an error, if it is not an array of real numbers."""
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 
@@ -266,7 +269,10 @@ def _given(result: Any) -> str:
 def _shardings(
     function: Function, x: jax.Array, weight: jax.Array, out_sharding: Sharding | None
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """Return the shardings of weight in the matmul and of its result; None off Explicit axes."""
+    """Return the shardings of weight (as an operand of the matmul) and of the matmul's result.
+
+    Both are None if no mesh has Explicit axes.
+    """
     layout = products.layout_of(x, weight)
     if layout is None:
         if out_sharding is not None:
@@ -293,7 +299,7 @@ def _shardings(
 def _weights(
     function: Function, weight: Any, product: Product | None
 ) -> tuple[list[jax.Array], Any]:
-    """Return weight's arrays and their tree: one array, unless a `product` takes several."""
+    """Return the leaves of weight and its tree structure. Without a `product`, it is one array."""
     if product is None:
         return jax.tree.flatten(checks.float_array(function, "weight", weight))
     if not callable(product):
@@ -353,7 +359,7 @@ def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) 
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
-    """Return bias in y's dtype, with axes of size 1 that broadcast it to y's rows."""
+    """Return bias in y's dtype, reshaped so that it broadcasts to y."""
     _check_bias(function, bias, y.shape[-1:])
     return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
 

@@ -167,7 +167,10 @@ def linear_kl_divergence(
 
 
 def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
-    """Raise if numbers are not finite in the arithmetic, or the named kernel cannot run a chunk."""
+    """Raise if a number is not finite in the arithmetic dtype, or a kernel cannot run a chunk.
+
+    The kernel is the one that the user requested by name.
+    """
     x, weight = types["x"], types["weight"]
     factors, dtype = head.dtypes(x.dtype, weight.dtype)
     _, teacher_dtype = head.dtypes(types["teacher_x"].dtype, types["teacher_weight"].dtype)

@@ -197,7 +197,7 @@ def of_linear_logits(
         array, of_classes = _where(head, where, x, weight)
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
         if function == _LOG_PROB and array.dtype != bool:
-            # The residuals are results without weights.
+            # The primitive computes unweighted results, because its residuals include them.
             weights, array = array, counted(array)
         arrays.append(array)
     if scale.array is not None:
@@ -214,7 +214,10 @@ def of_linear_logits(
 def _where(
     head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
-    """Return weights of positions, of labels' shape, or a mask of classes; and True for a mask."""
+    """Return `where` as an array, and True if it is a mask of classes.
+
+    Otherwise, the array has weights of positions, or booleans, broadcast to the shape of positions.
+    """
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
         _refuse_classes(where, x.shape, weight.shape[1])
@@ -236,7 +239,7 @@ def _where(
 
 
 def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
-    """Raise if `where` is a mask of classes, which the loss does not take."""
+    """Raise if `where` has the shape of a mask of classes, which this loss does not support."""
     shape: tuple[int, ...] = getattr(where, "shape", ())
     if len(shape) != len(x) or shape[-1] not in (1, classes):
         return
@@ -250,7 +253,7 @@ def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -
 
 
 def check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
-    """Raise unless x and weight are the operands of a matmul; `of` precedes their names."""
+    """Raise unless x and weight are operands of a matmul; errors put `of` before their names."""
     checks.features(function, f"{of}x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
@@ -283,7 +286,7 @@ def _check_labels(
 def _check_implementation(
     head: LinearLossCall, x: jax.Array, weight: jax.Array, name: Name
 ) -> None:
-    """Raise if `name` cannot run a chunk of these arrays."""
+    """Raise if the implementation `name` cannot run a chunk of the logits of x and weight."""
     (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     count = x.size // max(x.shape[-1], 1)
     rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)

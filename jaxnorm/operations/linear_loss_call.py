@@ -42,14 +42,14 @@ Function = Literal[
     "linear_softmax_cross_entropy", "linear_log_prob_and_entropy", "linear_kl_divergence"
 ]
 Reduction = Literal["mean", "sum", "none"]
-#: The kind of an operand or a result. A "row" has a number for each row, a "candidate" k of them.
+#: Kind of an operand or a result. A "row" array has one number per row, a "candidate" array k.
 Kind = Literal[
     "x", "weight", "bias", "row", "candidate", "mask", "total", "teacher_x", "teacher_weight"
 ]
-#: Kinds of arrays with an axis, or axes, of rows.
+#: Kinds of arrays that have x's rows along their leading axes.
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
 
-#: The function of logits that each function applies to a chunk.
+#: For each public function, the function of logits that it applies to each chunk.
 OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
     "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
@@ -105,7 +105,7 @@ class LinearLossCall:
 
     @property
     def operation(self) -> Operation:
-        """The operation of logits."""
+        """The operation that is applied to the logits."""
         function = FUNCTIONS[OF_LOGITS[self.function]]
         op = function.several if self.several else function.op
         assert op is not None
@@ -113,19 +113,19 @@ class LinearLossCall:
 
     @property
     def has_teacher(self) -> bool:
-        """True for a divergence."""
+        """True if the function is a divergence."""
         return "teacher_logits" in self.operation.operands
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of a forward's results without gradients; "y" is the loss or its mean."""
+        """Names of a forward's results other than gradients. "y" is a loss, a mean or a sum."""
         return (*self.operation.results, *(self.operation.statistics if self.keeps else ()))
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of results of the forward pass that ``tan`` and ``bwd`` take.
+        """Names of the forward pass's results that ``tan`` and ``bwd`` take as residuals.
 
-        Losses save nothing, so a program that needs only the gradient runs no forward pass.
+        For losses there are none, so a program that needs only the gradient runs no forward pass.
         Programs that differentiate log-probabilities use the results, too.
         """
         operation = self.operation
@@ -149,17 +149,17 @@ class LinearLossCall:
         return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
 
     def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
-        """Drop unused gradients, so that a rematerialised loss is a single matmul."""
+        """Return the call without unused gradients: a loss without gradients is one matmul."""
         if self.direction != "fwd" or self.reduction == "none":
             return self
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
 
     def rowwise(self) -> "LinearLossCall":
-        """Return the forward pass that returns the losses of rows."""
+        """Return the forward pass that returns each row's loss instead of their mean or sum."""
         return dataclasses.replace(self, reduction="none")
 
     def with_kept(self) -> "LinearLossCall":
-        """Return the forward pass that returns the results of rows and the residuals in `kept`."""
+        """Return the forward pass that also returns the residuals in `kept`."""
         return dataclasses.replace(self, keeps=bool(self.kept))
 
     @property
@@ -173,7 +173,7 @@ class LinearLossCall:
 
     @property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals: the operands in which ``tan`` and ``bwd`` are not linear."""
+        """Names of the residuals, which ``tan`` and ``bwd`` take before their linear operands."""
         return self.primals + self.kept
 
     @property
@@ -211,11 +211,11 @@ class LinearLossCall:
         return kinds.get(name, "row")
 
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
-        """Dtypes of the factors of the matmuls, and of the logits.
+        """Dtype of the matmuls' operands, and dtype of the logits.
 
-        A dtype wider than the one to which the operands promote applies to the logits only, since
-        wider factors gain no accuracy. For log-probabilities and divergences, logits are not
-        rounded.
+        A requested dtype wider than the one to which the operands promote applies to the logits
+        only, since wider operands gain no accuracy. For log-probabilities and divergences, logits
+        are not rounded.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
@@ -225,16 +225,16 @@ class LinearLossCall:
         return factors, asked
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Dtype of the gradient of an operand of this dtype.
+        """Return the dtype of the gradient of an operand that has this dtype.
 
-        Loss scaling is part of the cotangent, by which the gradient of a ``fwd`` is multiplied
-        later. In float16, numbers below 6e-8 would underflow before that.
+        A ``fwd`` returns float16 gradients as float32. The loss scale is part of the cotangent, by
+        which they are multiplied only later. Until then, float16 would underflow below 6e-8.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
 
     def result_dtype(self, types: dict[str, Any]) -> np.dtype:
-        """Dtype of the arithmetic and of results, for arrays or their types by name."""
+        """Dtype of the arithmetic and the results; `types` maps names to operands or types."""
         dtypes: tuple[np.dtype, ...] = self.dtypes(types["x"].dtype, types["weight"].dtype)
         if self.has_teacher:
             teacher = types["teacher_x"].dtype, types["teacher_weight"].dtype
@@ -277,7 +277,7 @@ def call_of(
     teacher_dtype: np.dtype | None = None,
     candidates: int | None = None,
 ) -> Call:
-    """Return the call of a chunk's logits. Its errors name the public function."""
+    """Return the call that runs on a chunk's logits. Its errors name the public function."""
     of_logits = OF_LOGITS[head.function]
     if of_logits == "kl_divergence":
         assert teacher_dtype is not None
@@ -322,7 +322,7 @@ def forward(call: Call, operands: Arrays) -> Arrays:
 
 
 def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
-    """Return the tangents of the results along a tangent of the logits."""
+    """Return the tangents of a chunk's results, given the tangent of its logits."""
     call = call.tangent(("x",))
     return _bind(call, [*(residuals[name] for name in call.residual_names), along])
 
@@ -330,9 +330,10 @@ def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
 def dlogits(
     call: Call, residuals: Arrays, cotangents: Sequence[jax.Array], dtype: np.dtype
 ) -> jax.Array:
-    """Return the gradient of sum(cotangents * results) in `dtype`.
+    """Return the gradient of sum(cotangents * results) with respect to a chunk's logits.
 
-    Nothing reads the logits afterwards, so the gradient may overwrite them if the dtypes agree.
+    The gradient has `dtype`. If the logits have the same dtype, it may overwrite them, since
+    nothing reads them afterwards.
     """
     outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(("x",), outputs, gradient_dtype=dtype)
@@ -350,7 +351,10 @@ def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run the forward pass, with a rule for its tangent: `jax.lax.pmax` has no derivative."""
+    """Run the forward pass on shards of classes, with a rule for its tangent.
+
+    The rule is needed because `jax.lax.pmax` has no derivative.
+    """
     return call.xla(*[a for a in arrays if a is not None])
 
 
@@ -370,7 +374,7 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 # 41.1 ms, 2100 and 2068 MiB (H200).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
-# Tiles of a matmul have 128 rows.
+# A tile of a matmul has 128 rows.
 _TILE = 128
 
 

@@ -76,12 +76,12 @@ def run(
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # One row shared by all, or one per row.
+        if kind == "mask":  # One row for all rows of x, or one for each.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
         if kind in ("row", "candidate", "mask"):
-            a = launching.own_buffer(a)  # Kernels read these arrays, whole or in chunks.
+            a = launching.own_buffer(a)  # Arrays that kernels read, whole or in chunks.
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
     flat = [*map(flattened, head.kinds_taken, whole)]
@@ -106,9 +106,10 @@ def run(
 def _gathered(
     a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
 ) -> jax.Array:
-    """All-gather `a` along each axis over the mesh axes in `stored`, in `dtype` if narrower.
+    """All-gather each axis of `a` over the mesh axes that `stored` lists for it.
 
-    `to`: the result's type over these mesh axes, passed on to `jax.lax.all_gather`.
+    If `dtype` is narrower than a's, `a` is cast to it first. `to` is an argument of
+    `jax.lax.all_gather`: the result's type over these mesh axes.
     """
     for axis, names in enumerate(stored):
         if names:
@@ -117,7 +118,10 @@ def _gathered(
 
 
 def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
-    """Exchange shards of x's features for whole rows, by an all-to-all over `over.moved`."""
+    """Return x with whole rows, by an all-to-all over `over.moved`.
+
+    Before it, a device has more rows, but only its shard of their features.
+    """
     for axis, names in enumerate(over.moved):
         for name in names:
             x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
@@ -125,7 +129,7 @@ def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
 
 
 def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """Return the gradient of x in shards of its features, the inverse of `_moved`."""
+    """Undo `_moved` for the gradient of x: each device gets its shard of the features again."""
     for axis, names in reversed([*enumerate(over.moved)]):
         for name in reversed(names):
             dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
@@ -138,7 +142,11 @@ def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
-    """Sum `a` over mesh axes; axes in `stored` are reduce-scattered, the others all-reduced."""
+    """Sum `a` over the mesh axes in `over`.
+
+    An axis of `a` is reduce-scattered over the mesh axes that `stored` lists for it. Over all other
+    mesh axes, `a` is all-reduced.
+    """
     scattered = sum(stored, ())
     for axis, names in enumerate(stored):
         if names:
@@ -149,7 +157,7 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
 def reduced(
     losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
 ) -> jax.Array:
-    """Return the sum of losses over axes, or that sum divided by the sum of their weights."""
+    """Return the sum of losses over axes; for a mean, divided by the sum of their weights."""
     total = jnp.sum(losses, axes)
     if reduction == "sum":
         return total
@@ -186,7 +194,7 @@ class _Chunks:
         self.teacher = _Teacher(self, by_name) if head.has_teacher else None
         dtypes = self.logits_dtype, self.dtype
         shards = lax.axis_size(over.classes) if over.classes else 1
-        # A chunk of a divergence has the logits of a student and of a teacher.
+        # For each row, a chunk of a divergence has logits of both the student and the teacher.
         shape = self.weight.shape[0], self.classes * (1 if self.teacher is None else 2)
         self.chunk = chunk_rows(head.chunk, self.rows, shape, *dtypes, shards)
         # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. In float16,
@@ -215,10 +223,11 @@ class _Chunks:
         return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
 
     def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """Return each row's largest cotangent, as a power of two: dividing by it rounds nothing.
+        """Return the magnitude of each row's largest cotangent, rounded down to a power of two.
 
-        The size includes the row's own scale of the logits as a factor. It is set to 1 where it
-        would be 0 or not finite, and in rows that do not count.
+        Dividing by a power of two rounds nothing. If the logits have a scale per row, it is a
+        factor of the magnitude. Rows that do not count, or whose magnitude is 0 or not finite, get
+        1.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
@@ -233,7 +242,7 @@ class _Chunks:
         return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
 
     def of_rows(self) -> list[jax.Array]:
-        """Return the results of each row, and the statistics if the call returns them."""
+        """Return the results of all rows, and the statistics if the call returns them."""
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
@@ -245,7 +254,7 @@ class _Chunks:
         return [results[name] for name in self.head.outputs]
 
     def empty_results(self) -> Carry:
-        """Return arrays of zeros for the results of rows."""
+        """Return arrays of zeros, which the loop fills with the rows' results."""
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.head.outputs, (self.rows,))
         if self.head.several:
             assert self.labels is not None
@@ -257,8 +266,8 @@ class _Chunks:
     ) -> list[jax.Array]:
         """Return `scale` times the gradients of sum(cotangents * results).
 
-        In a fwd, the losses come first. `sizes`: the size of each row's cotangents; None if all
-        sizes are 1.
+        A forward pass (``fwd``) returns the losses before the gradients. `sizes` is the result of
+        the method of that name; None means that all are 1.
         """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
@@ -266,7 +275,7 @@ class _Chunks:
         if factor != 1:
             cotangents, scale = [ct / factor for ct in cotangents], scale * factor
         of_x = of_weight = scale
-        shares = None  # weight of each row in the sums over rows
+        shares = None  # each row's factor in the gradients of weight and bias
         if sizes is not None:
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
             largest = self.largest(sizes)
@@ -308,7 +317,7 @@ class _Chunks:
         return [self.finished(name, results[name], of_weight) for name in names]
 
     def largest(self, sizes: jax.Array) -> jax.Array:
-        """Return the largest size among rows that count, over all shards; 1 if no row counts."""
+        """Return the maximum of `sizes` over all devices' rows that count; 1 if no row counts."""
         counts = jnp.ones_like(sizes) if self.counted is None else self.counted
         largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
         if self.over.rows:
@@ -316,14 +325,17 @@ class _Chunks:
         return jnp.where(largest > 0, largest, 1)
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """Prepare a device's gradient for the sum over devices; only weight and bias need it."""
+        """Scale a device's gradient of weight or bias and cast it for the sum over devices.
+
+        Other results are returned unchanged.
+        """
         if name not in ("weight", "bias"):
             return gradient
         gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
         return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
-        """Return the tangents of each row's results, along the given tangents of the operands."""
+        """Return the tangents of the rows' results, given the tangents of the operands in `wrt`."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
         tw = None if tw is None else self.padded(tw, self.dtype)
@@ -351,7 +363,7 @@ class _Chunks:
         return [self.weighted(y), *others]
 
     def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
-        """Return the residuals of a chunk's derivative: saved statistics, or recomputed ones."""
+        """Return the residuals for a chunk's derivative; recompute statistics if not saved."""
         operands = rows.operands(logits)
         kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
         return operands | kept
@@ -360,7 +372,7 @@ class _Chunks:
         return losses if self.where is None else weighted(losses, _like(self.where, losses))
 
     def scale(self) -> jax.Array:
-        """Return the factor of the reduction: 1 for a sum, 1 / (sum of weights) for a mean."""
+        """Return the factor of the sum of losses: 1 for a sum, 1 / (sum of weights) for a mean."""
         if self.head.reduction == "sum":
             return jnp.ones((), self.wide)
         if self.where is None:
@@ -383,7 +395,7 @@ class _Chunks:
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
-        """Contract one axis of each operand. Sums are in float32 (float64) and rounded once."""
+        """Contract one axis of each operand. The sums are float32 (float64), rounded once."""
         axes = ((over[:1], over[1:]), ((), ()))
         return lax.dot_general(
             a, b, axes, precision=self.head.precision, preferred_element_type=dtype
@@ -436,7 +448,11 @@ class _Chunks:
         return lax.fori_loop(0, count, body, carry)
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
-        """Give an initial carry the varying type that `step` returns inside `jax.shard_map`."""
+        """Cast the loop's initial carry to the type that `step` returns.
+
+        Inside `jax.shard_map`, types say over which mesh axes an array varies. A carry of zeros
+        varies over none.
+        """
         arrays = [a for a in (self.x, self.weight, self.labels) if a is not None]
         own = (jax.typeof(a).manual_axis_type.varying for a in arrays)
         over = frozenset().union(*own)
@@ -446,7 +462,7 @@ class _Chunks:
 
 
 class _Teacher:
-    """The teacher's layer of a divergence."""
+    """The teacher's linear layer: the operands of a divergence that are constants."""
 
     def __init__(self, chunks: _Chunks, arrays: dict[str, jax.Array]):
         self.chunks, self.x, weight = chunks, arrays["teacher_x"], arrays["teacher_weight"]
@@ -454,7 +470,7 @@ class _Teacher:
         self.weight, self.bias = chunks.padded(weight, self.dtype), arrays.get("teacher_bias")
 
     def logits(self, rows: "_Rows") -> jax.Array:
-        """Return the teacher's logits of a chunk."""
+        """Return the teacher's logits for the rows of a chunk."""
         x = rows.of_x(self.x).astype(self.dtype)
         logits = self.chunks.dot(x, self.weight, (1, 0), self.logits_dtype)
         if self.bias is None:
@@ -479,18 +495,18 @@ class _Rows:
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
-        # Rows shared with the next chunk are masked like rows that do not count.
+        # Rows that the next chunk also has are masked here, like rows that do not count.
         self.counted = own
 
     @property
     def mask(self) -> jax.Array:
-        """The mask of the classes, for the rows of this chunk."""
+        """Return the part of the mask of classes that belongs to this chunk's rows."""
         mask = self.chunks.mask
         assert mask is not None
         return mask if len(mask) == 1 else self.of(mask)
 
     def operands(self, logits: jax.Array) -> Carry:
-        """Return the operands of the cross-entropy of these logits."""
+        """Return the operands of the function of logits, given a chunk's logits."""
         operands = {"x": logits, "saved": logits}
         if self.chunks.labels is not None:
             name = "candidates" if self.chunks.head.several else "labels"
@@ -517,7 +533,10 @@ class _Rows:
         return launching.own_buffer(part) if self.chunks.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
-        """Return the rows of x, 0 where they do not count: the gradient of weight sums them all."""
+        """Return this chunk's rows of x, with 0 in rows that do not count.
+
+        The gradient of weight is a sum over all rows, so a NaN in an excluded row would spread.
+        """
         part = self.of(x)
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
@@ -531,12 +550,12 @@ def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
-    """Return an array of rows with axes of size 1 for the further axes of another array."""
+    """Return `rows` with axes of size 1 appended, so that it broadcasts against another array."""
     return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
 
 
 def _power_of_two(scale: float) -> float:
-    """Return the largest power of two up to `scale`: multiplying by it does not round.
+    """Return the largest power of two up to `scale`, by which multiplication is exact.
 
     The exponent is limited, so that numbers near 1 stay finite if multiplied or divided by it.
     """
@@ -545,5 +564,5 @@ def _power_of_two(scale: float) -> float:
 
 
 def _inverse(total: jax.Array) -> jax.Array:
-    """Return 1 / total, and 0 where total is 0: an empty mean is 0."""
+    """Return 1 / total, or 0 if total is 0, because an empty mean is 0."""
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))

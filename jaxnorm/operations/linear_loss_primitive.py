@@ -38,7 +38,7 @@ class _LossRules(Rules[LinearLossCall]):
     static = "head"
 
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
-        """Return the results' types: rows are sharded like x's, gradients like their operands."""
+        """Return the results' types: rows are sharded like x, gradients like their operands."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
         wide = head.result_dtype(by_name)
@@ -67,7 +67,7 @@ class _LossRules(Rules[LinearLossCall]):
         return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
 
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        if head.wrt:  # Gradients are among the results.
+        if head.wrt:  # The results may include gradients.
             return self.second_order(head, primals, tangents)
         nonzeros = nonzero(zip(head.primals, tangents))
         if head.reduction == "none":
@@ -84,8 +84,8 @@ class _LossRules(Rules[LinearLossCall]):
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
-        # All gradients, because a policy decides before it is known which of them a derivative
-        # needs. Unused ones are dropped later.
+        # Bind the call with all gradients, because a policy decides before it is known which of
+        # them a derivative needs. Unused ones are dropped later.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
     def names(self, head: LinearLossCall) -> list[str | None]:
@@ -103,26 +103,28 @@ class _LossRules(Rules[LinearLossCall]):
     def _along(
         self, head: LinearLossCall, outputs: Arrays, tangents: dict[str, jax.Array]
     ) -> tuple[list[jax.Array], list[Any]]:
-        """Return the total and its tangent, the sum of inner products of gradients and tangents."""
+        """Return the total (a mean or a sum) and its tangent.
+
+        The tangent is the sum, over the operands, of the inner products of gradient and tangent.
+        """
         total, *gradients = outputs
         of = dict(zip(head.wrt, gradients))
 
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # `linear` saves the gradient in its own dtype, and not as float32, twice the size.
+        # `linear` saves the gradient in its own dtype, not as float32 in twice the memory.
         terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
         self, head: LinearLossCall, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """Batch a call: if the batch shares weight and bias, its rows become more rows.
+        """Batch a call: if all batch elements share weight and bias, the batch becomes more rows.
 
-        Otherwise, or if each batch element has its own gradient of weight, the batch is a loop,
-        since the matmuls of one element are large enough. A batch of means becomes means over rows'
-        losses, so that a gradient taken outside `jax.vmap` sums weight's gradient over all rows
-        directly.
+        Otherwise, or if each batch element has its own gradient of weight, a loop runs one element
+        at a time, whose matmuls are large enough. A batch of means becomes means over rows' losses,
+        so that a gradient taken outside `jax.vmap` sums weight's gradient over all rows directly.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -192,7 +194,7 @@ class _LossRules(Rules[LinearLossCall]):
 
         def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
             names = axes[kind]
-            if kind == "mask":  # A mask may be broadcast.
+            if kind == "mask":  # A mask may be broadcast along some axes.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
             return PartitionSpec(*[over or None for over in names])
 
@@ -206,7 +208,8 @@ class _LossRules(Rules[LinearLossCall]):
     def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
-        # Weight's d has another name than x's, so that weight's gradient is sharded like weight.
+        # Weight's d is named differently from x's d, so that weight's gradient is sharded like
+        # weight.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         factors |= {"teacher_x": f"{rows} e", "teacher_weight": "f v", "candidate": f"{rows} c"}
         if head.has_mask:
@@ -224,11 +227,11 @@ class _LossRules(Rules[LinearLossCall]):
 def _gathered_rows(
     x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the mesh axes over which x is gathered, for each axis of its rows.
+    """Return, for each axis of x's rows, the mesh axes over which x is gathered.
 
     These mesh axes also split the classes. They are the innermost ones on their axis of the rows,
-    so that gathered rows stay in order. There are none if it is cheaper to gather weight over these
-    mesh axes.
+    so that gathered rows stay in order. If it is cheaper to gather weight over these mesh axes,
+    none are returned.
     """
     gathered = []
     for names in rows:
@@ -244,11 +247,11 @@ def _gathered_rows(
 
 
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
-    """Split an axis of the rows over the mesh axis `name` and return it; None if none fits.
+    """Split one axis of the rows over the mesh axis `name`. Return its index; None if no axis fits.
 
     `rows` lists the mesh axes that split each axis of the rows, and is changed in place. An axis
     along which `name` already splits the labels (or another array of rows) is preferred, then the
-    leftmost one.
+    leftmost axis.
     """
     splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
     for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
@@ -262,7 +265,7 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
 def _without_left_out_rows(
     head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Set x's tangent to 0 in rows that do not count: a NaN times their gradient of 0 is NaN."""
+    """Set x's tangent to 0 in rows that do not count: NaN times their zero gradient is NaN."""
     where = dict(zip(head.primals, primals)).get("where")
     if where is None or "x" not in tangents:
         return tangents

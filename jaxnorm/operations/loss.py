@@ -131,9 +131,9 @@ def of_rows(
     logits_scale: checks.ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Return the results of a function of logits and labels, and `where` if it is for positions.
+    """Return the results of a function of logits and labels, and the weights of positions or None.
 
-    `options` are those of `loss_call`.
+    `options` are those of `loss_call`. The caller multiplies the results by the weights.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -147,7 +147,7 @@ def of_rows(
     if where is not None:
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
-    if in_order != axes:  # Labels count along the axes as given, as optax's do.
+    if in_order != axes:  # labels count in row-major order of the axes as given
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")
@@ -198,7 +198,8 @@ def loss_call(
 
     Args:
       mask: shape of the mask of classes, or None.
-      candidates: number of labels of each position; None for one without an axis.
+      candidates: number of labels per position. None if labels have no axis for it, and each
+        position has one label.
     """
     axes = checks.axes(function, axis, shape, of="logits")
     of_candidates = () if candidates is None else (candidates,)
@@ -253,21 +254,22 @@ def softcap(function: str, value: float | None, name: str = "logit_softcap") -> 
 
 
 def counted(weights: jax.Array) -> jax.Array:
-    """Return True for positions with a nonzero weight."""
+    """Return a boolean array, True for positions with a nonzero weight."""
     return weights if weights.dtype == bool else weights != 0
 
 
 def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
-    """Multiply losses by float weights. Losses are 0 already where a boolean mask is False."""
+    """Multiply losses by float weights. For a boolean `weights`, the losses are 0 already."""
     return loss if weights.dtype == bool else loss * weights
 
 
 def masks(
     function: str, where: jax.Array, view: RowView, of: str = "labels'"
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return `where` as (mask of classes, None) or (None, weights of positions), by its axes.
+    """Return `where` as (mask, None) if it has the logits' axes, else as (None, weights).
 
-    `of` names the array that has the shape of positions.
+    A mask selects classes; weights belong to positions. `of` says in errors whose shape positions
+    have.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

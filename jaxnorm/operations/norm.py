@@ -14,7 +14,7 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save
 
-# Names of operands in errors, if they differ from those in the table of operations.
+# Names of operands in errors, where they differ from the names in the table of operations.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
 
 
@@ -61,7 +61,7 @@ def norm_call(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        saved=save if activation is None else "input",  # an activation cannot be undone
+        saved=save if activation is None else "input",  # an activation has no inverse
         activation=activation,
         **dtypes,
         **options,
@@ -102,10 +102,10 @@ def normalise(
     activation: NormActivation | None = None,
     **options: Any,
 ) -> list[jax.Array]:
-    """Check the arguments of a function of the table, and return its results.
+    """Check the arguments of an operation in the table, and return its results.
 
-    `gate` is the factor of x in a sum, which the table calls branch_scale. `options` are those of
-    `norm_call`.
+    `gate` is the user's name for the factor of x in a residual sum; the table calls it
+    branch_scale. `options` are those of `norm_call`.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)

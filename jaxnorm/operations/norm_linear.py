@@ -175,7 +175,7 @@ def rms_norm_linear(
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """Return h = x + residual, rounded once to residual's dtype, with its checkpoint name."""
+    """Return h = x + residual, rounded once to residual's dtype and named for policies."""
     wide = checks.arithmetic_dtype(x.dtype, residual.dtype)
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
@@ -239,7 +239,7 @@ def _call_of(
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
-    # Another function's call: policies do not save its result (`remat.name`).
+    # This norm is part of another function, so policies do not save its result (see `remat.name`).
     return norm.replaced(function=NAME, primitives=norm.function), layer
 
 
@@ -259,11 +259,11 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 
 
 def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
-    """Return y, given the arrays in `names`: x, weight and, if present, scale and bias."""
+    """Return y. `names` says which arrays are given: x, weight and, if present, scale and bias."""
     operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
     for name in ("scale", "bias"):
-        # Gather these small arrays if they are sharded (FSDP). `product` gathers weight.
+        # If these small arrays are sharded (FSDP), gather them. `product` gathers weight.
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
@@ -293,7 +293,7 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
 
 
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
-    """Return the norm. x and its statistics are saved; no policy can save the result by name."""
+    """Return the norm of x. It saves x and its statistics; no policy can save the norm by name."""
     (n,) = row_operations.bind(norm, x, *scale)
     return n
 
@@ -303,9 +303,10 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
-    """Return y by Mosaic's kernel of the norm and the matmul, with the derivative of `_composed`.
+    """Return y, computed by Mosaic's kernel of the norm and the matmul, on request only.
 
-    It raises ValueError when the call is lowered for a platform without the kernel.
+    Its derivative is that of `_composed`. Lowering raises ValueError on a platform without the
+    kernel.
     """
     return _kernel(norm, layer, names)(*arrays)
 
@@ -323,7 +324,10 @@ def _(
 
 
 def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[..., jax.Array]:
-    """Return the kernel. Under vmap, a batch of x is more rows; a batch of parameters is a loop."""
+    """Return the kernel as a function. Under vmap, a batch of x becomes more rows.
+
+    If parameters are batched, a loop runs one batch element at a time.
+    """
     from jaxnorm_kernels import mosaic
 
     def kernel(*arrays: jax.Array) -> jax.Array:
@@ -341,11 +345,11 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
             activation=layer.activation,
         )
         y = launching.own_buffer(y).reshape(*lead, weight.shape[1])
-        # A kernel's result has no type of `jax.shard_map`: it varies as the operands do.
+        # A kernel's result has no varying type. Inside `jax.shard_map`, give it the operands' type.
         return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:
-        """Request Mosaic's norm, which raises ValueError when it is lowered elsewhere."""
+        """Bind Mosaic's norm, whose lowering raises ValueError on platforms without the kernel."""
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):
             call = jax.vmap(call, (0, *[None] * (len(arrays) - 1)))

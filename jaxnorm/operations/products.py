@@ -76,7 +76,7 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A matmul of rows with a weight: the options of `product`."""
+    """The options of `product`, for the matmul of rows and a weight."""
 
     dtype: np.dtype
     precision: str | None = None
@@ -107,7 +107,7 @@ class Dot:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def dot(options: Dot, result: np.dtype, h: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return ``h @ weight`` in `result`; its cotangent is rounded to the matmul's dtype."""
+    """Return ``h @ weight`` in dtype `result`. Its cotangent is rounded to the matmul's dtype."""
     return options(h, weight, result)
 
 
@@ -129,11 +129,11 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 def _product(
     static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    """Return z = h weight for h = f(*arrays), with a derivative that does not save h.
+    """Return z, which equals h weight for h = f(*arrays), with a derivative that does not save h.
 
-    h and z are computed by the caller, so that policies of rematerialisation see the names in f,
-    and the matmul. The rule replaces the tangent of z. It ignores the tangent that it is given,
-    which JAX then does not compute.
+    The caller computes h and z, so that rematerialisation policies see the matmul and the names in
+    f. The rule below computes z's tangent from `arrays`. It ignores the incoming tangents of h and
+    z, so JAX does not compute them.
     """
     del static, h, weight, arrays
     return z
@@ -168,7 +168,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
 def activated(
     activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
 ) -> jax.Array:
-    """Return ``activation(z)``, whose derivative is taken at `kept`: z, rounded to be saved."""
+    """Return ``activation(z)``. Its derivative is evaluated at `kept`: z, rounded to be saved."""
     del kept
     return activation(z)
 
@@ -200,7 +200,7 @@ def nonzero(tangent: Any) -> jax.Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The Explicit mesh axes over which rows, columns of x and features are split.
+    """The Explicit mesh axes that split a matmul's rows, contracted axis and features.
 
     Weight's first axis is split like x's columns. Weight is gathered if it is stored in another
     sharding (FSDP), or if its features are split over mesh axes that also split x.

@@ -24,7 +24,7 @@ class Scale(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return True for arrays. NumPy's scalars and arrays without axes are numbers."""
+    """Return True if a scale is an array. NumPy's scalars and arrays without axes are numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
@@ -33,10 +33,10 @@ def is_array(value: Any) -> bool:
 def of_logits(
     function: str, value: Any, positions: tuple[int, ...], dtype: np.dtype, of: str = "labels'"
 ) -> Scale:
-    """Return the ``logits_scale`` of a loss, checked.
+    """Check the ``logits_scale`` of a loss and return it.
 
     Args:
-      positions: shape of the positions, which `of` names in errors.
+      positions: shape of the positions; errors name it by `of`.
       dtype: the dtype of the arithmetic.
     """
     if not is_array(value):
@@ -52,7 +52,7 @@ def of_logits(
 
 
 def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Return the scalar ``scale`` of a softmax, checked and broadcast to the shape `rows`."""
+    """Check the scalar ``scale`` of a softmax, and return it broadcast to the shape `rows`."""
     array = _checked(function, "scale", value, dtype)
     if array.ndim:
         raise ValueError(
@@ -63,7 +63,7 @@ def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype
 
 
 def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array:
-    """Return a scale as an array of a dtype, whose derivative is an error."""
+    """Return a scale as an array of a dtype. Differentiating it raises an error."""
     array = jnp.asarray(value)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(
@@ -75,7 +75,7 @@ def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
-    """Return a scale, and refuse to differentiate with respect to it."""
+    """Return a scale unchanged. Its derivative rule raises an error."""
     del function, name
     return scale
 

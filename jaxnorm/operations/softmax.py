@@ -158,10 +158,10 @@ def filled_softmax(
     fill: float,
     dtype: checks.DTypeLike,
 ) -> jax.Array:
-    """Return the softmax over the last axis of x + bias, or of `fill` where `where` is False.
+    """Return the softmax over the last axis of x + bias, where `fill` replaces masked entries.
 
-    Flax masks the logits of attention like this. `fill` is finite, so the weights of a row without
-    unmasked entries are equal.
+    Flax masks the logits of attention like this: where `where` is False. `fill` is finite, so the
+    weights of a row without unmasked entries are equal.
     """
     return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 
@@ -190,7 +190,7 @@ def softmax_call(
     masked_logit: float = -math.inf,
     implementation: Name | None = None,
 ) -> tuple[Call, jax.Array | None, jax.Array | None]:
-    """Check the arguments; return the call, and the mask and the bias as it takes them."""
+    """Check the arguments. Return the call, and its mask and bias with x's number of axes."""
     mask = None if where is None else checks.mask(function, where, x.shape)
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
@@ -287,10 +287,10 @@ def _with_narrow_derivative(
     mask: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Return the weights y, with a derivative whose cotangent of the logits has 16 bits.
+    """Return the attention weights y. Their derivative computes the logits' cotangent in 16 bits.
 
-    The caller computes y, so that policies of rematerialisation see its name. The rule replaces
-    the tangent of y. JAX drops the computation of the tangent that the rule ignores.
+    The caller computes y, so that rematerialisation policies see its name. The rule below computes
+    y's tangent and ignores the incoming one, which JAX then does not compute.
     """
     del call, precision, query, key, mask, bias
     return y
