@@ -30,10 +30,10 @@ _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
     "triton": lambda capability: capability >= 80 and capability not in (90, 100),
 }
 
-# Names of the passes in errors.
+# Pass names as errors print them.
 _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 
-# Modules that could not be imported, with the reason, and implementations already warned about.
+# Reasons why modules could not be imported, and the implementations that were warned about.
 _failures: dict[str, str] = {}
 _told: set[str] = set()
 
@@ -57,7 +57,7 @@ _PREFERRED = _from_environment()
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation that runs one direction of a call, and the reason."""
+    """The implementation that runs one pass of a call, and the reason for the choice."""
 
     name: str
     reason: str
@@ -72,12 +72,15 @@ def preferred() -> str | None:
 
 
 def order(platform: str) -> tuple[str, ...]:
-    """Return all names: first those that the default tries, in order, then the others."""
+    """Return all implementations: those that the default tries, in order, then the others."""
     return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
-    """Return the implementations that the default tries before xla, from the preferred one on."""
+    """Return the implementations that the default tries before xla, in order.
+
+    If the environment names one of them, those before it are left out.
+    """
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
 
@@ -85,8 +88,9 @@ def _candidates(platform: str) -> tuple[str, ...]:
 def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     """Choose the implementation of a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
-    `as_seen_by` returns the spec of the view that the implementation of a given name gets. The
-    implementation named by the environment is tried first, and runs every call that it supports.
+    `as_seen_by` takes the name of an implementation and returns the spec of the call as that
+    implementation gets it. The implementation named by the environment is tried first, and runs
+    every call that it supports.
     """
     if _PREFERRED == "xla":
         return Choice("xla", f"asked for by {VARIABLE}")
@@ -116,7 +120,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
 
 
 def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
-    """Warn once if kernels that would be this GPU's default cannot be imported.
+    """Warn once per implementation if kernels that this GPU uses by default cannot be imported.
 
     Kernels that are not a GPU's default, such as Triton's on Hopper, need no warning.
     """
@@ -145,7 +149,7 @@ def is_default_on(name: str, capability: int) -> bool:
 def refuse(
     function: str, name: str, direction: Direction, shape: tuple[int, int], refusal: str | None
 ) -> None:
-    """Raise ValueError with the reason, if there is one, why `name` cannot run a pass."""
+    """Raise ValueError if there is a reason, `refusal`, why `name` cannot run a pass."""
     if refusal is not None:
         raise ValueError(
             f"{function}: implementation={name!r} cannot run the {_PASSES[direction]} of "
@@ -154,7 +158,7 @@ def refuse(
 
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:
-    """Raise ValueError if the requested `name` cannot run on one of a program's platforms."""
+    """Raise ValueError if the implementation `name` cannot run on one of a program's platforms."""
     can = implementation(name).platforms()
     cannot = [platform for platform in platforms if can is not None and platform not in can]
     if cannot:
@@ -166,12 +170,12 @@ def placed(function: str, name: str, platforms: Sequence[str]) -> None:
 
 
 def importable(platform: str) -> tuple[str, ...]:
-    """Return the implementations besides xla that the default may run on a platform."""
+    """Return the kernel implementations that the default may run on a platform, without xla."""
     return tuple(name for name in _candidates(platform) if absence(name, platform) is None)
 
 
 def absence(name: str, platform: str) -> str | None:
-    """Return why the default never runs `name` on a platform; None if it may."""
+    """Return the reason why the default never runs `name` on a platform; None if it may run it."""
     if name == "xla":
         return None
     if name not in _CANDIDATES.get(platform, ()):
@@ -191,7 +195,7 @@ def implementation(name: str) -> Implementation:
         raise ImportError(_failures[path])
     try:
         backend: Implementation = importlib.import_module(path).IMPLEMENTATION
-    except Exception as error:  # a JAX that has moved what we import raises many kinds of errors
+    except Exception as error:  # any error: JAX may have moved or changed what the module imports
         is_told = isinstance(error, ImportError)
         _failures[path] = str(error) if is_told else f"{type(error).__name__}: {error}"
         raise ImportError(_failures[path]) from error
@@ -199,7 +203,7 @@ def implementation(name: str) -> Implementation:
 
 
 def local_platform() -> str:
-    """Return the platform of JAX's default device, by its name in lowering rules."""
+    """Return the platform of JAX's default device, as lowering rules name it."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return str(device.platform)
@@ -207,7 +211,10 @@ def local_platform() -> str:
 
 
 def has_kernels(name: str | None, platform: str) -> bool:
-    """Return True if a call may run a kernel on a platform, by name or by default."""
+    """Return True if a call may run a kernel on a platform.
+
+    `name` is the implementation that the user requested; for None, the default applies.
+    """
     if name is None:
         return _PREFERRED != "xla" and platform in _CANDIDATES
     return name != "xla"

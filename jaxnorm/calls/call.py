@@ -22,7 +22,7 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, O
 from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
 Arrays = Sequence[jax.Array]
-#: A function that computes a pass: it takes the arrays of a call and returns those of its results.
+#: A function that computes one pass of a call. It takes and returns the flat lists of arrays.
 Run = Callable[..., list[jax.Array]]
 
 # Calls are interned, so identical layers of a model share one object and its cached properties.
@@ -72,8 +72,8 @@ class Call:
         options: Options,
         implementation: Name | None,
     ) -> "Call":
-        """Return the forward pass of an operation, with all results; x and y have `dtypes`."""
-        assert op is not None  # or a function has no such form
+        """Return the forward pass of an operation. `dtypes` are those of x and y."""
+        assert op is not None  # or this function has no variant with several labels
         results = (*OPERATIONS[op].results,)
         spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
         return cls.of(function, spec, view, implementation).on(view)
@@ -138,16 +138,16 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the norm of x, whose output is added to the residual."""
+        """Return the call of the first norm, whose output is added to the residual."""
         return self.replaced(spec=self.spec.first)
 
     @_once
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
-        """Return the call of the tangent along `wrt`.
+        """Return the call that computes the tangent along the operands in `wrt`.
 
-        For a forward pass, it returns the tangents of all results. For a backward pass, it is the
-        transpose. With `takes_h`, the tangent of a plain norm also returns h's tangent, which is
-        x's.
+        For a forward pass, the call returns the tangents of all results. For a backward pass, it is
+        the transpose. With `takes_h`, the tangent of a plain norm also returns h's tangent, which
+        is x's.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -166,7 +166,7 @@ class Call:
         *,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        """Return the backward pass from the cotangents of `outputs`; by default, of all but h."""
+        """Return the backward pass, given the cotangents of `outputs`; by default, of all but h."""
         if outputs is None:
             outputs = tuple(name for name in self.spec.operation.results if name != "h")
         changes: dict[str, Any] = {}
@@ -177,7 +177,7 @@ class Call:
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
-        """Return the backward pass of a plain norm without the extra cotangent of x."""
+        """Return the backward pass of a plain norm without dh, the extra cotangent of x."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
@@ -189,7 +189,7 @@ class Call:
 
     @_once
     def on(self, view: RowView) -> "Call":
-        """Return the call with another view: of whole arrays, of a batch, or of a shard."""
+        """Return the call for another view of x: the whole array, a batch, or a shard."""
         changes: dict[str, Any] = {}
         if self.spec.is_norm:
             changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
@@ -209,7 +209,7 @@ class Call:
 
     @_once
     def replaced(self, **changes: Any) -> "Call":
-        """Return the call with other values of these fields, its own or its spec's."""
+        """Return the call with changed fields, which may be those of the call or its spec."""
         fields = {
             f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
         }
@@ -231,7 +231,10 @@ class Call:
 
     @functools.cached_property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals of ``tan`` and ``bwd``: ``saved``, and others."""
+        """Names of the residuals of ``tan`` and ``bwd``, in order.
+
+        ``saved`` is the array that the backward pass starts from: the output, or x.
+        """
         operation = self.spec.operation
         x = ("x",) * operation.starts_from_x
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
@@ -252,7 +255,7 @@ class Call:
 
     @functools.cached_property
     def residuals(self) -> int:
-        """Number of residuals, which come first among the operands of ``tan`` and ``bwd``."""
+        """Number of residuals, which are the first operands of ``tan`` and ``bwd``."""
         return len(self.residual_names)
 
     @functools.cached_property
@@ -312,21 +315,23 @@ class Call:
     # ------------------------------------------------------------------------------ running it
 
     def as_seen_by(self, name: str) -> Spec:
-        """Return the spec of the view that the implementation `name` gets.
+        """Return the spec of the view of the arrays that the implementation `name` gets.
 
-        The view is two-dimensional. It needs a transpose if the normalised axes are not the last
-        ones, unless the implementation takes the strided view.
+        The view is two-dimensional or strided. The two-dimensional view needs a transpose if the
+        normalised axes are not the last ones. The strided view needs none, but not every
+        implementation supports it.
         """
         in_rows, strided = self._in_rows, self._strided
         takes_inner = backends.implementation(name).takes_inner
         if strided is None or takes_inner is takes_no_inner:
             return in_rows
-        # If the parameters have no view in rows, the strided spec gives the reason to refuse.
+        # If the parameters have no two-dimensional view, errors should quote the strided spec's
+        # reason.
         return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once
     def forced(self, name: str) -> backends.Choice:
-        """Choose the implementation `name`; ValueError with the reason if it cannot run it."""
+        """Choose the implementation `name`; raise ValueError with the reason if it cannot run."""
         spec = self.as_seen_by(name)
         refusal = backends.implementation(name).why_unsupported(spec)
         shape = spec.rows, spec.cols
@@ -375,7 +380,7 @@ class Call:
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # xla needs whole masks; the broadcast is fused.
+            if name == "xla" and "mask" in kinds:  # xla takes a whole mask; XLA fuses the broadcast
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
@@ -389,7 +394,7 @@ class Call:
         return run
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
-        """Give a kernel's arrays separate buffers, so that none is part of a larger array."""
+        """Give each of a kernel's arrays its own buffer, so that none is part of another array."""
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
         in_place = self._in_place
@@ -407,14 +412,14 @@ class Call:
         linear = arrays[self.residuals :]
         if spec.direction == "tan":
             tangents = Operands(**dict(zip(spec.wrt, linear)))
-            assert implementation.tangent is not None  # or `Spec.plain` left it to xla
+            assert implementation.tangent is not None  # `Spec.plain` leaves others to xla
             return self._picked(implementation.tangent(residuals, tangents, spec))
         cotangents = Results(**self._record(spec.outputs, linear))
         gradients = implementation.backward(residuals, cotangents, spec)
         return [getattr(gradients, name) for name in spec.wrt]
 
     def _record(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
-        """Return arrays by name, with the statistics in one tuple."""
+        """Return a dict from names to arrays, with all statistics in one tuple, "stats"."""
         by_name: dict[str, Any] = dict(zip(names, arrays))
         statistics = [by_name.pop(name) for name in self.spec.statistics if name in by_name]
         return {**by_name, "stats": tuple(statistics)}

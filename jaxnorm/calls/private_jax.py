@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Make JAX pass the devices when it lowers `primitive`, as for its own custom_partitioning.
+    """Make JAX pass the devices when it lowers `primitive`, as it does for custom_partitioning.
 
     Without it, `auto_axes.can_partition` is False, and XLA's code runs on arrays that are sharded
     over Auto axes.
@@ -38,9 +38,9 @@ def check_floats(primitive: Primitive) -> None:
 
 
 def accumulators() -> Any:
-    """Return JAX's autodiff module if its backward passes give accumulators to transpose rules.
+    """Return JAX's autodiff module if its transpose rules can receive gradient accumulators.
 
-    Without it (None), the gradient of a residual is added outside the kernel.
+    Otherwise, return None: the gradient of a residual is then added outside the kernel.
     """
     with contextlib.suppress(ImportError):
         from jax._src.interpreters import ad
@@ -51,10 +51,10 @@ def accumulators() -> Any:
 
 
 def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:
-    """Return the API of JAX's next rematerialisation: rules, a transform, names in a rule.
+    """Return the parts of JAX's new rematerialisation: rules, a transform, names in a rule.
 
-    The rules of jax 0.11 have another form. Without it (None), policies under ``jax_remat3`` do not
-    save the arrays that our functions name.
+    In jax 0.11, rules have another form. If the result is None, policies under ``jax_remat3`` do
+    not save the arrays that our functions name.
     """
     if jax.__version_info__ < (0, 12):
         return None

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxnorm_kernels.operations import PARAMETERS, Kind
 from jaxnorm_kernels.specs import Shared
 
-#: Operands that have all axes of x, with size 1 along axes where they are broadcast.
+#: Operands with all axes of x. Their size is 1 along axes where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
 
-# Operands whose shapes do not follow from x's, in the order of the fields of `RowView`.
+# Operands whose shapes are not determined by x's shape, in the order of the fields of `RowView`.
 _SHAPES = (*PARAMETERS, *BROADCAST)
 
 
@@ -52,7 +52,7 @@ class RowView:
     @classmethod
     @_once
     def of(cls, shape: tuple[int, ...], axes: tuple[int, ...], **shapes: tuple[int, ...]) -> Self:
-        """Return the view for an x of this shape and for operands of the other shapes."""
+        """Return the view for an x of this shape; `shapes` has the shapes of the other operands."""
         return cls(shape, axes, **shapes)
 
     @functools.cached_property
@@ -81,11 +81,11 @@ class RowView:
 
     @functools.cached_property
     def strided(self) -> tuple[int, int, int, int] | None:
-        """The view ``(outer, cols, inner)`` without a transpose, and `inner_cols`; None if absent.
+        """Sizes ``(outer, cols, inner)`` of the strided view, and `inner_cols`; None if absent.
 
-        The view exists if the normalised axes are adjacent but not the last ones. The last axes
-        may be normalised as well: then each run of `inner_cols` neighbours on the inner axis
-        belongs to one row. Otherwise `inner_cols` is 1.
+        The view exists if the normalised axes are adjacent but not the last ones. The last axes may
+        be normalised as well: then each run of `inner_cols` neighbours on the inner axis belongs to
+        one row. Otherwise `inner_cols` is 1.
         """
         match [math.prod(self._sizes(axes)) for axes in self._runs]:
             case [outer, cols, inner]:
@@ -97,9 +97,9 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """Runs of adjacent axes: other axes (possibly none), normalised, other axes, and so on.
+        """Runs of adjacent axes, alternating between other axes and normalised ones.
 
-        Axes of size 1 are left out.
+        The first run has other axes, and may be empty. Axes of size 1 are left out.
         """
         runs: list[tuple[int, ...]] = [()]
         for axis in (axis for axis, size in enumerate(self.shape) if size != 1):
@@ -115,17 +115,17 @@ class RowView:
 
     @functools.cached_property
     def has_groups(self) -> bool:
-        """True if a parameter belongs to groups of rows or is broadcast along normalised axes."""
+        """True if a parameter's shape is not `normalised`: it has groups, or is broadcast."""
         return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
     @functools.cached_property
     def scattered(self) -> bool:
-        """True if a parameter has no ``(groups, cols)`` view with groups of consecutive rows."""
+        """True if a parameter has no ``(groups, cols)`` view whose groups are consecutive rows."""
         return any(self._groups(kind) is None for kind in PARAMETERS)
 
     @_once
     def groups(self, kind: Kind) -> int:
-        """Return the number of groups of consecutive rows that have a parameter each."""
+        """Return the number of groups of consecutive rows that share a parameter."""
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
@@ -135,10 +135,10 @@ class RowView:
 
     @_once
     def inner_groups(self, kind: Kind) -> int | None:
-        """Return the number of groups of outer indices, for a parameter of the inner axis.
+        """Return the number of parameter groups along the strided view's outer axis.
 
-        Such a parameter is broadcast along the columns of `strided`. The result is None for any
-        other parameter.
+        This is for a parameter that varies along the inner axis, and is broadcast along the
+        columns. For any other parameter, the result is None.
         """
         if self.strided is None:
             return None
@@ -151,7 +151,7 @@ class RowView:
         return _leading([sizes[a] for a in outer], self._sizes(outer))
 
     def _parts(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return a parameter's sizes along x's other axes, and along the normalised ones."""
+        """Return a parameter's sizes along x's other axes, and those along the normalised axes."""
         shape = self.shape_of(kind)
         padded = (1,) * (len(self.shape) - len(shape)) + shape
         return padded[: len(self.others)], padded[len(self.others) :]
@@ -160,9 +160,9 @@ class RowView:
         return tuple([self.shape[axis] for axis in axes])
 
     def shared(self, kind: Kind) -> Shared | None:
-        """Describe how x's rows share an operand's rows; None if it has only part of the columns.
+        """Describe which rows of x share a row of an operand, such as a mask or a table.
 
-        An operand of part of the columns has some of the normalised axes, but not all of them.
+        The result is None if the operand has some of the normalised axes, but not all of them.
         """
         shape = self.shape_of(kind)
         if not shape:
@@ -184,7 +184,7 @@ class RowView:
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Return the axes of x that an operand of this kind has, in the operand's order.
 
-        Candidates have one axis more.
+        Candidates have one more axis, which is not an axis of x.
         """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
@@ -205,12 +205,12 @@ class RowView:
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
-        """Return the view of another x, whose operands have the shapes ``of(kind)``."""
+        """Return the view for another shape of x; ``of(kind)`` is the shape of an operand."""
         view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
         return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
-        """Return the view with a batch axis in front of x and of the operands in `kinds`."""
+        """Return the view with a batch axis in front of x, and of operands with these `kinds`."""
 
         def batched(kind: Kind) -> tuple[int, ...]:
             shape = self.shape_of(kind)
@@ -224,11 +224,11 @@ class RowView:
         return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """View an array as ``(rows, cols)``, a statistic as ``(rows,)``, a parameter by columns.
+        """Reshape an array for a kernel: to ``(rows, cols)``, or as `kind` requires.
 
-        A mask or a bias of logits becomes ``(n, cols)`` or ``(n, 1)``, as `shared` describes it. If
-        `strided`, arrays become ``(outer, cols, inner)`` instead, and a parameter of the inner axis
-        becomes ``(inner,)`` or ``(groups, inner)``.
+        A statistic becomes ``(rows,)``. A mask or a bias of logits becomes ``(n, cols)`` or ``(n,
+        1)``, as `shared` describes it. If `strided`, arrays become ``(outer, cols, inner)``
+        instead, and a parameter of the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
             case "stat" | "label":
@@ -249,7 +249,7 @@ class RowView:
         return a.reshape(rows, cols)
 
     def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """Invert `to_rows`."""
+        """Reshape a kernel's array back: the inverse of `to_rows`."""
         if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
@@ -264,11 +264,11 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of groups of consecutive elements that share a value of a parameter.
+    """Return the number of groups of consecutive elements that share one value of a parameter.
 
     `sizes` are the sizes of some axes of x. `parameter` has the parameter's sizes along these axes:
-    equal ones, or 1 where the parameter is broadcast. The result is None unless the parameter
-    varies along the first axes only.
+    equal ones, or 1 where the parameter is broadcast. The result is None if the parameter varies
+    along an axis behind one where it is broadcast.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

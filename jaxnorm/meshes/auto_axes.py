@@ -26,12 +26,12 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes.sharding import Factors, Shards
 
-# Modules that the triton implementation imports, if it can be imported.
+# Modules that compile Triton kernels. They are loaded if the triton implementation can be imported.
 _COMPILERS = ("triton", "jax_triton")
 
 
 def are_whole(axes: Any) -> bool:
-    """Return True if code is lowered for whole arrays: one device, or inside `jax.shard_map`."""
+    """Return True if the code being lowered sees whole arrays: one device, or `jax.shard_map`."""
     if isinstance(axes, mlir.SPMDAxisContext):
         return all(size == 1 or name in axes.manual_axes for name, size in axes.mesh.shape.items())
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
@@ -94,9 +94,13 @@ def partitioned(
 
 
 def _digest(static: Any) -> str:
-    """Return a digest of a call and of all that determines its code, which the program omits."""
+    """Return a digest of a call and of everything else that determines its code.
+
+    The program itself does not contain these. The digest, in a function's name, makes JAX's
+    persistent cache distinguish the programs.
+    """
     kernels = backends.importable(backends.local_platform())
-    # Triton compiles its kernels itself. The versions of other compilers are in JAX's keys.
+    # Triton compiles its kernels itself. JAX's cache keys include the versions of other compilers.
     compilers = [sys.modules[name].__version__ for name in _COMPILERS if "triton" in kernels]
     decides = (
         *(static, jax.__version__, jax.config.jax_enable_x64, _sources()),
@@ -107,7 +111,7 @@ def _digest(static: Any) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of both packages' sources: in a checkout, they change between versions."""
+    """Return a digest of the source files of both packages, which change in a checkout."""
     files = [
         file
         for package in ("jaxnorm", "jaxnorm_kernels")

@@ -61,42 +61,42 @@ class Layout:
         return sum((self.mesh_axes[a] for a in self.view.axes), ())
 
     def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the `PartitionSpec` of an operand or result of this kind and global shape."""
+        """Return the `PartitionSpec` of an operand or result with this kind and global shape."""
         split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
         # A mask or a parameter may be broadcast along some axes.
         return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
 
     def with_whole_rows(self) -> "Layout":
-        """Return the layout with whole rows, for a rotation, whose pairs must not be split."""
+        """Return the layout with unsplit rows: a rotation must not split pairs of columns."""
         axes = self.view.axes
         split = ((() if i in axes else over) for i, over in enumerate(self.mesh_axes))
         return dataclasses.replace(self, mesh_axes=tuple(split))
 
     def summed_over(self, kind: Kind) -> tuple[str, ...]:
-        """Return the mesh axes over which devices have partial sums of a shared gradient."""
+        """Return the mesh axes over which partial gradients of an operand must be summed."""
         if kind not in SHARED:
             return ()
         split = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
         return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in split)
 
     def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
-        """Return the view of a shard of x with this shape."""
+        """Return the view for a shard of x that has this shape."""
         view = self.view
 
         def of_shard(kind: Kind) -> tuple[int, ...]:
             sizes = view.shape_of(kind)
             split = tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
-            # Pairs of columns are not split.
+            # A table's last axis (pairs of columns) is not split.
             return (*split[:-1], *sizes[-1:]) if kind == "table" else split
 
         return view.of_shapes(shape, view.axes, of_shard)
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
-        """Return the mesh axes that shard a matrix's rows, whose indices ``causal`` depends on."""
+        """Return the mesh axes that shard the queries of a causal softmax; its mask needs them."""
         return self.mesh_axes[-2] if call.spec.softmax.causal else ()
 
     def check(self, function: str, mesh: Any) -> None:
-        """Raise ValueError if an axis of x is not a multiple of its shards."""
+        """Raise ValueError if an axis of x cannot be split into shards of equal size."""
         for size, axes in zip(self.view.shape, self.mesh_axes):
             shards = math.prod(mesh.shape[a] for a in axes)
             if size % shards:
@@ -108,7 +108,7 @@ class Layout:
 
 
 def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-    """Return the sharding of a call, which follows its first array.
+    """Return how a call is sharded: all arrays follow the sharding of its first array, x.
 
     ``run(call, *arrays)`` computes the call on a shard. Rows are independent of each other. A
     parameter's gradient is summed over the devices that have rows of it. If rows are split, their
@@ -188,7 +188,7 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
 def run(
     whole: Run, shards: Callable[[Sequence[Any], Any], Shards], arrays: Arrays
 ) -> list[jax.Array]:
-    """Return ``whole(*arrays)``, computed on shards if the mesh has Explicit axes.
+    """Return ``whole(*arrays)``; if the mesh has Explicit axes, computed on shards instead.
 
     `shards` takes the types of the arrays and the mesh, and returns their sharding and the function
     that each device runs.
@@ -213,10 +213,11 @@ def run(
 def map_batch(
     function: Callable[..., list[jax.Array]], arrays: Arrays, dims: Sequence[int | None]
 ) -> list[jax.Array]:
-    """Map a function over a batch as `jax.vmap` does, but in a loop; results have the batch first.
+    """Map a function over a batch like `jax.vmap`, but in a loop.
 
-    `dims`: the batch axis of each array; None for an array that the whole batch shares. If Explicit
-    mesh axes split the batch, each device loops over its own part.
+    The batch axis of results is axis 0. `dims` has the batch axis of each array; None for an array
+    that all batch elements share. If Explicit mesh axes split the batch, each device loops over its
+    own part.
     """
     batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
     shared = {i: arrays[i] for i, d in enumerate(dims) if d is None}
@@ -228,7 +229,8 @@ def map_batch(
 
         return lax.map(one, batched)
 
-    # `jax.vmap` ensures that all batches are sharded alike, and no shared array over the same axes.
+    # `jax.vmap` ensures that all batch axes have the same sharding, and that shared arrays are not
+    # sharded over the same mesh axes.
     batch = jax.typeof(next(iter(batched.values())))
     over = axes_over(batch, 0, batch.sharding.mesh)
     if not over:
@@ -245,22 +247,25 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """Return x's type with another shape and dtype; `split` names the mesh axes of each axis."""
+    """Return x's type with another shape, dtype and sharding.
+
+    `split` has an entry for each axis, as in a `PartitionSpec`.
+    """
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshard `a` like another array of its shape."""
+    """Reshard `a` to the sharding of `like`, which has the same shape."""
     sharding = jax.typeof(like).sharding
     differs = not sharding.mesh.empty and jax.typeof(a).sharding.spec != sharding.spec
     return reshard(a, sharding.mesh, sharding.spec) if differs else a
 
 
 def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """Reshard `a`, which broadcasts to another array, like that array.
+    """Reshard `a` to match the sharding of `like`, to which it broadcasts.
 
-    Axes of size 1, or of a size that differs from the other array's, are not split.
+    Axes where the sizes differ, or are 1, are not split.
     """
     sharding = jax.typeof(like).sharding
     if sharding.mesh.empty:
@@ -271,7 +276,7 @@ def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax
 
 
 def lie_as(a: jax.Array, aval: Any) -> jax.Array:
-    """Reshard `a` to the sharding of a type."""
+    """Reshard `a` to the sharding in the type `aval`."""
     sharding = aval.sharding
     return a if sharding.mesh.empty else reshard(a, sharding.mesh, sharding.spec)
 
@@ -306,13 +311,13 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
-    """Return the first mesh of these types that is not empty; an empty one if all are."""
+    """Return the first of the types' meshes that is not empty; an empty mesh if all are empty."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
-    """Return the mesh axes that split an array's axis; none if they do not divide its size."""
+    """Return the mesh axes that split an axis of an array; none if they do not divide its size."""
     entry = (*aval.sharding.spec, *[None] * len(aval.shape))[axis]
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return () if aval.shape[axis] % math.prod(mesh.shape[name] for name in names) else names

@@ -26,7 +26,8 @@ def compiled[**P, T](
       arrays: names of the arguments that are arrays or None.
       functions: names of the arguments that may be functions. A call with a function is not
         compiled, since each call may pass a new one.
-      either: names of the arguments that are numbers, part of the compiled program, or arrays.
+      either: names of the arguments that may be arrays, or numbers. A number is a constant of the
+        compiled program.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
@@ -43,7 +44,10 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return the compiled function if `others` are arrays too, and what it takes."""
+            """Return the compiled function, and getters of its array and static arguments.
+
+            `others` are the arguments that are arrays in this call, besides `arrays`.
+            """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]
             static_argnums = [0, *(1 + [*parameters].index(name) for name in statics)]
@@ -78,13 +82,13 @@ def compiled[**P, T](
 def alone(
     primitive: Primitive, plain: Callable[..., Any], names: Callable[..., Sequence[str]]
 ) -> Callable[..., Any]:
-    """Return the implementation of a primitive outside `jax.jit`, which compiles it alone.
+    """Return the function that evaluates a primitive outside `jax.jit`, by compiling it alone.
 
     Under `jax.disable_jit`, which exists to step through code, `plain` runs instead. If JAX checks
     for NaNs or infinities, one in a result raises the same error as for JAX's own primitives. The
     exception is -inf in ``log_sum``, by which a loss marks a position that does not count.
 
-    `names` returns the names of the results.
+    `names` takes the primitive's static arguments and returns the names of its results.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -104,8 +108,8 @@ def alone(
         checks_nans, checks_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
         if not (checks_nans or checks_infs):
             return run(*arrays, **static)
-        # jax.jit answers a NaN by calling the function again, uncompiled. That would be this very
-        # function, without end.
+        # If a result is NaN, jax.jit calls the function again, uncompiled. Here that would be this
+        # function itself, in an infinite recursion.
         with jax.debug_nans(False), jax.debug_infs(False):
             results = run(*arrays, **static)
             named = zip(names(**static), results, strict=True)
@@ -124,17 +128,18 @@ def alone(
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for an array of numbers, except NumPy's without axes, which count as numbers."""
+    """Return True for arrays of numbers. NumPy arrays without axes count as numbers instead."""
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
     return is_array and a.dtype.kind != "b"
 
 
 def _is_given(a: Any) -> bool:
-    """Return True if `a` is None or a JAX or NumPy array with a value, even if differentiated.
+    """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    Outside `jax.jit`, `jax.grad` differentiates one primitive at a time, and traces the derivative
-    of a composition at each call. The derivative of a compiled function is cached. But if JAX
-    checks for infinities, it would find those that a loss saves as marks (see `alone`).
+    This includes arrays that are being differentiated. Outside `jax.jit`, `jax.grad` differentiates
+    one primitive at a time, and traces the derivative of a composition at each call. The derivative
+    of a compiled function is cached. But if JAX checks for infinities, it would find those that a
+    loss saves as marks (see `alone`).
     """
     kind: type = type(a)
     if _is_concrete(kind):
@@ -148,7 +153,10 @@ def _is_given(a: Any) -> bool:
 
 
 def _keeps_value(a: np.ndarray) -> bool:
-    """True if `jax.jit` takes a NumPy array as it is; others have rules or errors of their own."""
+    """Return True if `jax.jit` takes a NumPy array without changing its values.
+
+    For other arrays, the plain function applies its own conversions and errors.
+    """
     if not a.dtype.isnative or a.dtype.kind not in "biuf":
         return False
     kept = jax.dtypes.canonicalize_dtype(a.dtype)
@@ -165,10 +173,10 @@ def _is_concrete(kind: type) -> bool:
 
 
 def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the type of each value, and of each element of a tuple.
+    """Return the type of each value; for a tuple, the types of its elements.
 
-    They are part of the key of a compiled call, because `jax.jit` compares static arguments by
-    ``==``, by which False is 0 and 1.0 is 1.
+    The types are part of the key of a compiled call. `jax.jit` compares static arguments by ``==``,
+    for which False equals 0 and 1.0 equals 1.
     """
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 

@@ -60,7 +60,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a primitive with these rules, which runs the program in its parameter `jaxpr`."""
+    """Return a primitive with these rules. It runs the program that its parameter `jaxpr` holds."""
     primitive = Primitive(name)
 
     def batch(
@@ -87,7 +87,7 @@ def _of_program(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
-    """The JVP of plain JAX, which saves more residuals: it is only for second derivatives."""
+    """The JVP rule, used for second derivatives only: plain JAX's, which saves more residuals."""
     return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
 
 
@@ -102,13 +102,13 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
 
     def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
-        # The select is here and not in f, where it would be differentiated.
+        # If the select were in f, it would be differentiated.
         x = lax.select(true, x, jnp.zeros_like(x))
         return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
     operands = (np.True_, np.True_, *arrays, *_partition(along, tangents)[0])
     traced = jax.make_jaxpr(tangent)(*operands)
-    # Drop the equations that only compute y.
+    # Drop the equations that are needed for y only.
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
     traced = ClosedJaxpr(jaxpr, traced.consts)
     groups = tuple(int(i >= rows) for i, is_along in enumerate(along) if is_along)
@@ -124,7 +124,7 @@ def _lower_recomputed(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # The cotangents must be in the barrier: with the bools alone, XLA would compute f's
+        # The barrier must include the cotangents: with the bools alone, XLA would compute f's
         # derivative early and save it.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
@@ -141,7 +141,7 @@ def _transpose_recomputed(
     is_linear = [ad.is_undefined_primal(a) for a in operands]
     undefined, known = _partition(is_linear, operands)
     avals = [a.aval for a in undefined]
-    # Some tangents may be known, because JAX transposes with respect to the others.
+    # Some tangents may be known values, if JAX transposes with respect to the others only.
     wanted = [group for group, linear in zip(groups, is_linear[-len(groups) :]) if linear]
     cotangents = [ad.instantiate_zeros(a) for a in cotangents]
 
@@ -171,16 +171,16 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# A linear function (true, true, *arrays, *tangents) -> tangent, or its transpose
-# (true, true, *arrays, cotangent) -> cotangents, in which the bools wait for the cotangent
-# (`awaits`). groups: for each tangent, the index of the bool on which its cotangent depends.
+# The primitive of a linear function (true, true, *arrays, *tangents) -> tangent. If `awaits`, it is
+# the transpose (true, true, *arrays, cotangent) -> cotangents, where the bools wait for the
+# cotangent. `groups` has, for each tangent, the index of the bool on which its cotangent depends.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 
 def _jvp_along(
     f: Callable[..., Any], along: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> Any:
-    """Call `jax.jvp` along the primals that `along` selects."""
+    """Call `jax.jvp` with tangents for the primals where `along` is True; others are constants."""
     given, rest = _partition(along, primals)
     return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tuple(tangents))
 
@@ -199,7 +199,7 @@ def _partition(chosen: Sequence[bool], arrays: Sequence[Any]) -> tuple[tuple[Any
 
 
 def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Invert `_partition`."""
+    """Merge two sequences into one: the inverse of `_partition`."""
     sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
     return [next(sources[c]) for c in chosen]
 
@@ -231,7 +231,7 @@ def linear(
 
 
 def _without_constants(traced: Any) -> ClosedJaxpr:
-    """Return the program with its constants as its first arguments."""
+    """Return the program without constants: they become its first arguments."""
     jaxpr = traced.jaxpr
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
@@ -276,6 +276,6 @@ def _jvp_linear(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) 
     return _linear_p.bind(*primals, **static), _linear_p.bind(*of, **static)
 
 
-# (*residuals, tangent) -> result, or, `transposed`, (*residuals, cotangent) -> the tangent's
-# cotangent.
+# The program computes (*residuals, tangent) -> result. If `transposed`, it computes (*residuals,
+# cotangent) -> the tangent's cotangent.
 _linear_p = _of_program("jaxnorm.linear", _run_linear, _jvp_linear, _transpose_linear)

@@ -56,12 +56,12 @@ save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def names(call: Call) -> list[str | None]:
-    """Return the name of each result of a call, or None: statistics, and outputs of norms.
+    """Return, for each result of a call, its name for policies, or None if it has no name.
 
-    Results with one number for each row may be factors of a derivative, and are as cheap to save as
-    statistics. h has a name only if the backward pass starts from it. Otherwise, recomputing its
-    sum is cheaper than saving it. A call inside another function (rms_norm_linear) names its
-    statistics only, since its y is not returned.
+    Outputs of norms and results with one number per row have names. The latter may be factors of a
+    derivative, and are as cheap to save as statistics. h has a name only if the backward pass
+    starts from it. Otherwise, recomputing its sum is cheaper than saving it. A call inside another
+    function (rms_norm_linear) names its statistics only, since its y is not returned.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -77,7 +77,7 @@ def named(
     arrays: Sequence[jax.Array],
     name: Callable[[jax.Array, str], jax.Array] = checkpoint_name,
 ) -> list[jax.Array]:
-    """Give each array its name, for policies of `jax.checkpoint`; None for no name."""
+    """Name arrays for policies of `jax.checkpoint`; a name of None leaves an array unnamed."""
     return [a if n is None else name(a, n) for n, a in zip(names, arrays, strict=True)]
 
 
@@ -91,7 +91,7 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 
 
 def register(primitive: Primitive, rules: Any) -> None:
-    """Let policies save the named outputs of a forward primitive under ``jax_remat3``.
+    """Add a rule to a forward primitive: under ``jax_remat3``, policies can save its named outputs.
 
     `rules` are the `jaxnorm.primitives.rules.Rules` of its calls.
     """
@@ -101,20 +101,23 @@ def register(primitive: Primitive, rules: Any) -> None:
     table, transform, name = private
 
     def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
-        """Return the results, what the policy saves, and a function of this and the primals."""
+        """Return the results, what the policy saves, and a function for the backward pass.
+
+        That function takes what was saved and the primals, and returns the results again.
+        """
         (call,) = static.values()
         recompute = functools.partial(rules.bind, call)
         if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # A saved array is used as it is. Its own derivative, for second order, is the forward
-        # pass's.
+        # A saved array replaces its recomputation. For second-order derivatives, its own derivative
+        # is that of the forward pass.
         with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules
         )
         types = rules.types(full, *map(jax.typeof, primals))
         shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-        if not jax.tree.leaves(jax.eval_shape(apply, shapes)[1]):  # Nothing is saved.
+        if not jax.tree.leaves(jax.eval_shape(apply, shapes)[1]):  # The policy saves nothing.
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
         outputs, saved = apply(rules.bind(full, *primals))
 
@@ -130,7 +133,7 @@ def register(primitive: Primitive, rules: Any) -> None:
 def _restored(
     rules: Any, call: Any, outputs: Sequence[jax.Array], *primals: jax.Array
 ) -> list[jax.Array]:
-    """Return the results of a call whose outputs are given, with the derivative of the call."""
+    """Return the given `outputs` as the results of a call, with the call's derivative."""
     del primals
     return rules.results(call, outputs)
 

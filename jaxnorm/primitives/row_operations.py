@@ -36,7 +36,7 @@ from jaxnorm_kernels.specs import Direction
 
 
 def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """Return the function that a call is lowered to.
+    """Return the function whose code a call lowers to: a kernel, or plain JAX.
 
     ``bind(call, *arrays)`` binds another call. `partitioned` returns the function for a call whose
     arrays XLA's partitioner shards.
@@ -71,17 +71,21 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
 
 
 def _is_scattered(call: Call) -> bool:
-    """Return True if the requested implementation has no view of the parameters."""
+    """Return True if the parameters cannot be reshaped to the form that the implementation needs.
+
+    Only an implementation that the user requested counts.
+    """
     name = call.implementation
     return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
 
 
 def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
-    """Return the implementation of a call that kernels may run."""
+    """Return the name of the implementation that runs a call for which kernels are possible."""
     if call.implementation is not None:
         name = call.implementation
         backends.placed(call.function, name, platforms)
-        # The rows are known only here: under `jax.vmap`, a backward pass has more than when called.
+        # Check the number of rows here: under `jax.vmap`, a backward pass has more than the user's
+        # call.
         call.forced(name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
@@ -90,10 +94,10 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Return True if a kernel supports a plain norm's backward pass, but not with the dh given.
+    """Return True if a kernel supports a plain norm's backward pass, but not with its operand dh.
 
-    The transpose rule adds this extra cotangent on its own, so a call that the user named a kernel
-    for must not fail.
+    The transpose rule adds this extra cotangent on its own. A call for which the user requested
+    that kernel must not fail because of it.
     """
     spec = call.spec
     takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
@@ -128,7 +132,7 @@ class _RowRules(Rules[Call]):
     # -------------------------------------------------------------------------------- evaluation
 
     def types(self, call: Call, *avals: Any) -> list[Any]:
-        """Return the results' types: rows are sharded as x, gradients as their parameters."""
+        """Return the results' types: rows are sharded like x, gradients like their parameters."""
         x, *_ = avals
         mesh, spec, view = sharding.mesh_of(avals), x.sharding.spec, call.view
         types = []
@@ -154,7 +158,7 @@ class _RowRules(Rules[Call]):
         return self.bind(call, *arrays)
 
     def uncompiled(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
-        return self.plain(call, *arrays)  # JAX propagates shardings through plain code
+        return self.plain(call, *arrays)  # JAX derives the sharding from plain code
 
     def lowered(self, call: Call, ctx: Any) -> Run:
         return lowered(ctx, call, self.bind, self.partitioned)
@@ -167,7 +171,7 @@ class _RowRules(Rules[Call]):
     # --------------------------------------------------------------------------- differentiation
 
     def with_residuals(self, call: Call) -> Call | None:
-        # A call with statistics is already the forward pass of a derivative.
+        # A call whose outputs include statistics is the forward pass of a derivative already.
         return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
@@ -182,7 +186,7 @@ class _RowRules(Rules[Call]):
     def derived(self, call: Call, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats, operation = call.with_stats(), call.spec.operation
         arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.returns, outputs))
-        # This must be the same array as the result: a reshaped or cast copy would be stored again.
+        # The saved array must be the result itself: a reshaped or cast copy would be stored again.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
         nonzeros = nonzero([(name, tangent_of[name]) for name in call.differentiable])
@@ -203,7 +207,7 @@ class _RowRules(Rules[Call]):
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the cotangents of the tangents `names`, given those of the tangent's results."""
+        """Return the cotangents of a tangent pass's operands, given those of its results."""
         by_name, statistics = dict(zip(call.returns, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
         if {*names}.isdisjoint(call.spec.operation.through_h):
@@ -224,7 +228,7 @@ class _RowRules(Rules[Call]):
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the result of `transposed_tangent` if y is unused."""
+        """Return the result of `transposed_tangent` for a call whose y is unused."""
         by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
         operation = call.spec.operation
         if dh is None:
@@ -277,10 +281,10 @@ class _RowRules(Rules[Call]):
     def batch(
         self, call: Call, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """Batch a call: batched rows become more rows, batched parameters groups of rows.
+        """Batch a call: batched rows become more rows, batched parameters become groups of rows.
 
-        A batch of parameters' gradients also becomes groups of rows. The pass stays the same, so
-        that a gradient taken outside `jax.vmap` uses the same backward.
+        In a backward pass, gradients of parameters are batched in any case. The same backward pass
+        runs, so a gradient taken outside `jax.vmap` uses it, too.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         batched = {kind for kind, dim in zip(call.kinds_taken, dims) if dim is not None}
@@ -290,7 +294,7 @@ class _RowRules(Rules[Call]):
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):
-                if dim is None and name in call.parameters:  # It gets the other scale's batch axis.
+                if dim is None and name in call.parameters:  # The other scale is batched.
                     call, by_name[name] = call.widened(name, by_name[name])
             arrays = list(by_name.values())
 
@@ -320,7 +324,10 @@ class _RowRules(Rules[Call]):
 
 
 def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
-    """Return the sum of the terms that are not None, rounded once to `dtype`; None if all are."""
+    """Return the sum of the terms, rounded once to `dtype`. Terms that are None are left out.
+
+    If all terms are None, so is the result.
+    """
     arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
     if not arrays:
         return None
@@ -334,7 +341,7 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 
 
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run a user's call; raise ValueError if the named implementation cannot run it."""
+    """Run a user's call; raise ValueError if the requested implementation cannot run it."""
     if call.implementation is not None:
         call.forced(call.implementation)
     return bind(call, *arrays)

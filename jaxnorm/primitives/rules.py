@@ -48,7 +48,7 @@ class Pass(Protocol):
 
     @property
     def residuals(self) -> int:
-        """Number of residuals among the operands of ``tan`` and ``bwd``."""
+        """Number of residuals, which are the first operands of ``tan`` and ``bwd``."""
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -66,10 +66,10 @@ class Pass(Protocol):
 
 
 class Rules[P: Pass](abc.ABC):
-    """The JAX rules of a family of calls whose static part is a P.
+    """The JAX rules of a family of calls: row operations, or functions of linear logits.
 
     Attributes:
-      static: name of the static part in jaxprs.
+      static: name of the primitive's parameter that holds the call, as jaxprs show it.
     """
 
     static = "call"
@@ -81,7 +81,7 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def types(self, call: P, *avals: Any) -> list[Any]:
-        """Return the types of the results for operands of these types."""
+        """Return the types of a call's results, given the types of its operands."""
 
     @abc.abstractmethod
     def plain(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
@@ -89,7 +89,7 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def on_shard(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results from the shards of one device."""
+        """Compute the results on one device, from its shards of the operands."""
 
     @abc.abstractmethod
     def forward_jvp(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def with_residuals(self, call: P) -> P | None:
-        """Return the forward pass with residuals as outputs; None if no policy can save any."""
+        """Return the forward pass that also returns residuals; None if policies can save none."""
 
     @abc.abstractmethod
     def names(self, call: P) -> Sequence[str | None]:
@@ -105,7 +105,7 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return a forward's results and tangents, computed from the residuals in `outputs`."""
+        """Return a forward's results and their tangents. The residuals are in `outputs`."""
 
     @abc.abstractmethod
     def batch(
@@ -115,22 +115,22 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def shards(self, call: P, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Describe the shards of arrays of these types.
+        """Return how arrays of these types are split into shards, and what each device runs.
 
         ``run(call, *arrays)`` computes a pass on the shards of one device.
         """
 
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
-        """Return how shardings propagate from one array to another."""
+        """Return the rule by which shardings of some arrays determine those of the others."""
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
-        """Pick the results of a call from the outputs of its forward pass with residuals."""
+        """Return the results of a call, selected from the `outputs` of `with_residuals(call)`."""
         by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
         return [by_name[name] for name in call.returns]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results as `plain` does, in a form for second-order derivatives."""
+        """Compute the results as `plain` does, in JAX code that can be differentiated again."""
         return self.plain(call, *arrays)
 
     def uncompiled(self, call: P, *arrays: jax.Array) -> list[jax.Array]:
@@ -155,7 +155,7 @@ class Rules[P: Pass](abc.ABC):
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
-        # Only in `jax.shard_map`, where a mesh is set, may arrays vary over different mesh axes.
+        # Arrays may vary over different mesh axes only inside `jax.shard_map`, where a mesh is set.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
@@ -184,7 +184,7 @@ class Rules[P: Pass](abc.ABC):
         return self.bind(call, *primals), self.bind(call, *primals[:count], *linear)
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return the results of a pass, and their tangents differentiated in plain JAX."""
+        """Return the results of a pass, and the tangents that plain JAX computes for them."""
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
             plain = functools.partial(self.anywhere, self.differentiated, call)
@@ -194,7 +194,7 @@ class Rules[P: Pass](abc.ABC):
     def tangents_of(
         self, call: P, residuals: Arrays, tangents: dict[str, Any]
     ) -> list[jax.Array | None]:
-        """Run the tangent pass of a call. Zero tangents are None, in `tangents` and results."""
+        """Run the tangent pass of a call. A zero tangent is None, as operand and as result."""
         nonzeros = nonzero(tangents.items())
         tangent = call.tangent((*nonzeros,))
         if not nonzeros:
@@ -219,7 +219,7 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the cotangents of the tangents `names`, given those of the tangent's results."""
+        """Return the cotangents of a tangent pass's operands, given those of its results."""
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
         arrays = map(ad.instantiate_zeros, cotangents)
@@ -246,7 +246,7 @@ class Rules[P: Pass](abc.ABC):
         return sharding.run(whole, shards, arrays)
 
     def partitioned(self, call: P) -> Run:
-        """Return the pass with the rule by which XLA's partitioner runs it on shards."""
+        """Return a function that runs the pass on shards if XLA's partitioner splits arrays."""
         shards = functools.partial(self.shards, call, with_wide_types(self.on_shard))
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
@@ -269,7 +269,7 @@ class Rules[P: Pass](abc.ABC):
     # ------------------------------------------------------------------------------ registration
 
     def registered(self, function: str, direction: Direction, partitioned: bool) -> Primitive:
-        """Return a new primitive, with its rules registered in JAX's tables.
+        """Return a new primitive, whose rules are registered with JAX.
 
         `partitioned`: True for the primitive of calls that `_may_be_partitioned` selects.
         """
@@ -304,7 +304,7 @@ class Rules[P: Pass](abc.ABC):
 
 
 def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule to JAX, which passes the static part by keyword instead of first."""
+    """Adapt a rule to JAX, which passes the call by keyword, while our rules take it first."""
     return lambda *arguments, **static: rule(*static.values(), *arguments)
 
 
@@ -314,12 +314,12 @@ def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
-    """Return the tangents, or cotangents, that are neither symbolic zeros nor None."""
+    """Return the tangents or cotangents by name, without symbolic zeros and None."""
     return {n: t for n, t in tangents if t is not None and not isinstance(t, ad.Zero)}
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return `jax.jvp` along the tangents that are not symbolic zeros."""
+    """Return `jax.jvp` of f, where primals with symbolic zero tangents are constants."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
 
     def function(*arrays: jax.Array) -> Any:
@@ -337,7 +337,7 @@ def zero_like(a: jax.Array) -> ad.Zero:
 
 
 def batch_first(a: jax.Array, dim: int | None, size: int) -> jax.Array:
-    """Move the batch axis to the front. If `dim` is None, broadcast along a new one."""
+    """Move the batch axis to the front. If `dim` is None, broadcast along a new batch axis."""
     return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 
@@ -349,7 +349,7 @@ def _no_taylor_series(name: str, *_: Any, **__: Any) -> Any:
 
 
 def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
-    """Call a function on one large chunk of Python's stack, which makes lowering faster.
+    """Call a function in a frame with a large chunk of Python's stack, which makes lowering faster.
 
     Python's stack consists of 16 KiB chunks. In Python 3.12, a call that needs a new chunk maps its
     memory, and its return unmaps it. A loop that makes such calls deep in a trace takes up to three
