@@ -48,14 +48,14 @@ def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, N
 
 
 def are_known(parameters: Iterable[Any]) -> bool:
-    """Return True if the values of all of these parameters are known."""
+    """Return True if the values of all these parameters can be read now."""
     return all(_values(parameter) is not None for parameter in parameters)
 
 
 def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
-    """Return why a norm with these parameters must save its input instead of its output.
+    """Return the reason why a norm with these parameters must save its input, not its output.
 
-    The result is None if it need not, or if the parameters' values are unknown.
+    The result is None if there is no reason, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if there is one, bias.
@@ -98,16 +98,16 @@ def decided(
     why_left: Callable[[Any], str | None],
     why_input: Callable[[Any], str | None],
 ) -> dict[str, Save]:
-    """Return what each norm that is converted saves, by its path, and log the other norms.
+    """Return the `save` mode of each norm that is converted, by its path; log the other norms.
 
     Args:
       function: the conversion, such as ``"nnx.convert"``.
       norms: all norms of a model, by path.
-      classes: jaxnorm's class for each of the package's.
-      save: for all norms except those that must save their input.
+      classes: a dict from each of the package's classes to jaxnorm's.
+      save: the mode of all norms except those that must save their input.
       calls: the functions that replace classes, for the log line.
-      why_left: returns why a norm is left to its package, or None.
-      why_input: returns why a norm must save its input, or None.
+      why_left: returns the reason why a norm is left to its package, or None.
+      why_input: returns the reason why a norm must save its input, or None.
     """
     ours = tuple(classes.values())
     theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, ours)}
@@ -128,13 +128,16 @@ def decided(
 
 
 def subclass(module: Any, base: type, package: str) -> str:
-    """Return why a conversion leaves a module whose class is derived from a package's norm."""
+    """Return the reason why a conversion leaves a module of a subclass of a norm's class."""
     name = type(module).__name__
     return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
 
 
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
-    """Return the base class to convert a class as: itself, or a base to which it adds no code."""
+    """Return the norm class as which a class is converted; None if the class overrides code.
+
+    It is the class itself, or a base class to which it adds no code.
+    """
     bases = set(bases)
     while kind not in bases:
         if len(kind.__bases__) != 1 or not _adds_nothing(kind):
@@ -163,7 +166,7 @@ _OF_STATEMENTS = {
 
 
 def _contents(kind: type) -> dict[str, Any]:
-    """Return the attributes that a class itself defines, with the files of its functions."""
+    """Return the attributes that a class defines itself, with the source files of its functions."""
     contents: dict[str, Any] = {"annotations": bool(vars(kind).get("__annotations__"))}
     for name, value in vars(kind).items():
         if name not in _OF_STATEMENTS:
@@ -220,7 +223,11 @@ class Calls:
         )
 
     def of(self, kind: type, path: str) -> Callable[..., Any] | None:
-        """Return the function for modules of a class; note where it was used, or was not."""
+        """Return the function that replaces ``__call__`` in modules of a class, or None.
+
+        The path is recorded if there is a function, or if the class derives from one that has a
+        function.
+        """
         kind = _ORIGINAL.get(kind, kind)
         if kind in self.functions:
             self.applied[path] = kind.__name__
@@ -231,18 +238,18 @@ class Calls:
         return None
 
     def has(self, path: str) -> bool:
-        """Return True if ``calls`` has the class of the module at a path, or a base of it."""
+        """Return True if ``calls`` has the class of the module at this path, or its base."""
         return path in self.applied or path in self.left
 
     def note(self, kind: type, path: str) -> None:
-        """Note a module of a class unknown to the conversions, if it is named like a norm."""
+        """Record a module of an unknown class, if the name of the class ends in "norm"."""
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
         if is_own and kind.__name__.lower().endswith("norm"):
             self.others[path] = kind.__name__
 
     def sentences(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> Iterator[str]:
-        """Yield the sentences of a log line on these modules.
+        """Yield sentences about these modules for a log line.
 
         Args:
           left: names of classes that the conversion has left because they override code.
@@ -272,7 +279,7 @@ class Calls:
 
 
 def with_call(kind: type, function: Callable[..., Any]) -> type:
-    """Return a subclass whose ``__call__`` is `function`; the same one for equal arguments."""
+    """Return a subclass with `function` as ``__call__``. Equal arguments return the same class."""
     key = kind, id(function)
     made = _WITH_CALLS.get(key)
     if made is None:
@@ -286,14 +293,14 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     return made
 
 
-# The classes of `with_call`, by original class and identity of the function. Each holds its
-# function, so no other function gets the same identity.
+# The classes that `with_call` made, by original class and id() of the function. Each class holds
+# its function, so no other function can get the same id.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 def original(kind: type) -> type:
-    """Return the original class of a class that `with_call` made; any other class as it is."""
+    """Return the class from which `with_call` made `kind`; `kind` itself for any other class."""
     return _ORIGINAL.get(kind, kind)
 
 
@@ -329,7 +336,7 @@ def log(
     Args:
       function: the conversion, such as ``"nnx.convert"``.
       seen: number of norms.
-      outcomes: for each outcome, the paths of its norms with the reasons.
+      outcomes: for each outcome, a dict from the paths of its norms to the reasons.
       sentences: further sentences.
     """
     parts = [

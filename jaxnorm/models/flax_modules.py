@@ -35,7 +35,7 @@ class Added(NamedTuple):
 
 
 def added(module: Any) -> Added:
-    """Return the fields of one of jaxnorm's modules that Flax's does not have."""
+    """Return jaxnorm's additional fields of a module: those that Flax's class does not have."""
     return Added(module.save, module.implementation, module.scale_offset)
 
 
@@ -46,7 +46,7 @@ def set_fields(module: Any, added: Added) -> None:
 
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """Check the arguments of a conversion and return them as fields."""
+    """Check the arguments of a conversion, and return them as jaxnorm's additional fields."""
     conversion.check(function, save, implementation)
     return Added(save, implementation)
 
@@ -54,7 +54,7 @@ def given_to(function: str, save: Save, implementation: Name | None) -> Added:
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the axes that are normalised and scaled; None if the two sets differ."""
+    """Return the axes that are both normalised and scaled; None if these are different axes."""
     reduced, features = (
         tuple(
             sorted(
@@ -70,13 +70,13 @@ def shared_axes(
 
 
 class Groups(NamedTuple):
-    """A GroupNorm as a LayerNorm: x's shape with channels in groups, and the axes to normalise."""
+    """A GroupNorm as a LayerNorm: x's shape with split channels, and the normalised axes."""
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
 
     def of_parameter(self, parameter: Any) -> Any:
-        """Reshape a parameter of channels to groups and channels per group."""
+        """Reshape a parameter of channels to (groups, 1, ..., channels per group)."""
         if parameter is None:
             return None
         *_, groups, size = self.shape
@@ -98,7 +98,7 @@ def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
 def options(
     dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
 ) -> dict[str, Any]:
-    """Return the keyword arguments of the functions.
+    """Return the keyword arguments with which a norm calls jaxnorm's functions.
 
     The output's dtype follows Flax's rule in linen's or nnx's `dtypes`: the module's dtype, or the
     one to which the operands promote.
@@ -143,7 +143,10 @@ def norm_and_dense(
 
 
 def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Return Flax's own norm of x or, with a residual, (y, h), with h in the residual's dtype."""
+    """Return the result y of Flax's own code or, with a residual, (y, h).
+
+    h has the residual's dtype.
+    """
     if residual is None:
         return norm(x)
     dtype = jnp.result_type(residual)
@@ -152,14 +155,14 @@ def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
 
 
 def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Apply the activation of one of jaxnorm's GroupNorms to Flax's own result."""
+    """Apply the activation of one of jaxnorm's GroupNorms, if Flax's own code computed the norm."""
     valid = (None, *get_args(NormActivation))
     checks.one_of(type(module).__name__, "activation", module.activation, valid)
     return y if module.activation is None else getattr(jax.nn, module.activation)(y)
 
 
 def no_offset(module: Any) -> None:
-    """Raise if a module whose call is left to Flax has a scale_offset, which Flax lacks."""
+    """Raise if a call must be left to Flax's code but has a scale_offset, which Flax lacks."""
     if module.scale_offset:
         name = type(module).__name__
         raise ValueError(
@@ -173,7 +176,7 @@ def no_offset(module: Any) -> None:
 
 
 class Dropout(NamedTuple):
-    """Dropout of the weights, with one draw for all batches and heads if `broadcast`."""
+    """Dropout of attention weights; with `broadcast`, all batches and heads share one mask."""
 
     rng: jax.Array
     rate: float
@@ -189,7 +192,7 @@ class Dropout(NamedTuple):
 def dropout(
     rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
 ) -> Dropout | None:
-    """Check Flax's four arguments of dropout; return None if there is none."""
+    """Check Flax's four arguments of dropout. Return None if the call has no dropout."""
     if deterministic or rate == 0.0:
         return None
     if not 0.0 < rate < 1.0:
@@ -239,7 +242,7 @@ def attend(
 
 
 def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raise a ValueError unless the shapes fit together. Numbers of heads are not compared."""
+    """Raise a ValueError unless the shapes fit together. The numbers of heads are not checked."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     expected = "(batch..., length, heads, depth)"
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
@@ -285,7 +288,7 @@ def masked_softmax(
 
 
 def is_supported(*dtypes: jax.typing.DTypeLike) -> bool:
-    """True if jaxnorm's functions support all of the dtypes."""
+    """Return True if all of the dtypes are supported by jaxnorm's functions."""
     return all(np.dtype(dtype).name in FLOAT_DTYPES for dtype in dtypes)
 
 
@@ -299,7 +302,7 @@ def fits(
 
 
 def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise a ValueError unless `other` has as many heads as the query, or a divisor of these."""
+    """Raise a ValueError unless the number of heads of `other` divides that of the query."""
     heads, shared = query.shape[-2], other.shape[-2]
     if heads % shared:
         raise ValueError(

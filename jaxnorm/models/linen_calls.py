@@ -15,14 +15,14 @@ from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# A function that returns the `save` mode, given a module's parameters and its output's dtype.
+# A function from a module's parameters and its output's dtype to the `save` mode.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
 def called(
     norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
 ) -> Any:
-    """Call one of jaxnorm's modules; `flax_norm` is the call of its base class."""
+    """Run a call of one of jaxnorm's modules; `flax_norm` is its base class's ``__call__``."""
     if why_flax(norm, x if residual is None else residual, mask):
         flax_modules.no_offset(norm)
         flax_norm = functools.partial(flax_norm, mask=mask)
@@ -71,7 +71,7 @@ def _of_groups(norm: Any, added: flax_modules.Added, x: Any, judged: Judged) -> 
 
 
 def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
-    """Create the parameters that the module's fields request, in its scope."""
+    """Create the parameters that a module's fields ask for, in the module's scope."""
     inits = {"scale": norm.scale_init if norm.use_scale else None}
     if not isinstance(norm, nn.RMSNorm):
         inits["bias"] = norm.bias_init if norm.use_bias else None
@@ -97,7 +97,7 @@ def _options(
 
 
 def _groups(norm: Any, x: Any) -> flax_modules.Groups | None:
-    """Return the groups of a GroupNorm's channels; None if Flax refuses the module or x."""
+    """Return the view of a GroupNorm, with channels in groups; None if Flax refuses the call."""
     count, size = norm.num_groups, norm.group_size
     if (count is None) == (size is None):
         return None
@@ -113,7 +113,7 @@ def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return why a call is left to Flax's own code; None if it is not."""
+    """Return the reason why a call is left to Flax's own code; None if it is converted."""
     dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
     if norm.dtype is not None:
         dtypes_seen.append(jnp.dtype(norm.dtype))
@@ -136,14 +136,14 @@ def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
 
 
 class Stored:
-    """The norms that must save their input, judged by the values in a tree of parameters, or None.
+    """The norms that must save their input, according to a tree of parameter values.
 
-    Two objects are equal if they name the same norms, so that `jax.jit` retraces only if these
-    change.
+    Without such a tree (None), there are none. Two objects are equal if they name the same norms,
+    so that `jax.jit` retraces only if these change.
     """
 
     def __init__(self, params: Any) -> None:
-        self.reasons: dict[tuple[str, str], str] = {}  # by the norm's path and its output's dtype
+        self.reasons: dict[tuple[str, str], str] = {}  # keys: path and output dtype of a norm
         self._paths: set[str] | None = None
         if params is not None:
             if not isinstance(params, Mapping):
@@ -155,7 +155,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree, and note which of them must save their input."""
+        """Yield the paths of the norms in a tree; put those that save their input in `reasons`."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -181,11 +181,11 @@ class Stored:
 
 
 class Seen:
-    """The calls of modules inside a context.
+    """A record of the modules that were called inside a context.
 
     Attributes:
-      modules: names of the classes of all modules.
-      has_norms: True if some of them were norms, of Flax or of jaxnorm.
+      modules: class names of all modules.
+      has_norms: True if some modules were norms, of Flax or of jaxnorm.
       norms: paths of Flax's norms, each with the reason why it was left to Flax, or None.
       kept: paths of the norms that save their input, each with the reason.
       unknown: paths of norms that are missing in the given parameters.
@@ -203,14 +203,14 @@ class Seen:
         self.unknown: dict[str, str] = {}
 
     def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
-        """Note the class of a norm that is left to Flax because it overrides code."""
+        """Record the class of a norm if it is left to Flax because it overrides code."""
         if conversion.converted_as(type(norm), flax) is None:
             self.own[type(norm).__name__] = None
 
     def judged(
         self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
     ) -> Save:
-        """Return whether a norm can save its output, judged by its parameters or `stored` ones."""
+        """Return a norm's `save` mode, from its parameters or, if they are traced, `stored`."""
         if "scale" not in parameters:
             return "output"
         if conversion.are_known(parameters.values()):
@@ -225,7 +225,7 @@ class Seen:
         return "input"
 
     def tell(self, settings: Hashable, around: Hashable) -> None:
-        """Log what was converted at the end of a context, and warn if nothing was.
+        """At the end of a context, log what was converted, and warn if nothing was.
 
         `settings` are the settings of the context, `around` those of the enclosing one, or None.
         """
@@ -262,5 +262,5 @@ class Seen:
         )
 
 
-#: By settings, the names of the module classes called in earlier contexts with these settings.
+#: For each settings, the names of the module classes that earlier contexts with them called.
 _seen_before: dict[Hashable, set[str]] = {}

@@ -15,7 +15,7 @@ from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.softmax import attention_weights, logits_of
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The fill value of jax.nn.dot_product_attention, which uses it for float64 logits as well.
+# The fill value of masked logits in jax.nn.dot_product_attention, also for float64 logits.
 _FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 
 

@@ -16,11 +16,11 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 def convert(
     model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
 ) -> None:
-    """Give each of Flax's norms in a model jaxnorm's class, and its additional attributes.
+    """Convert each of Flax's norms in a model: set jaxnorm's class and its additional attributes.
 
     Args:
       model: an `nnx.Module`, or a container of some.
-      classes: jaxnorm's class for each of Flax's.
+      classes: a dict from each of Flax's classes to jaxnorm's.
       added: the additional attributes, for all norms except those that must save their input.
       calls: functions for classes, which take precedence.
 
@@ -68,7 +68,7 @@ def convert(
 
 
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:
-    """Return why a norm of Flax's `classes` is not converted; None if it is."""
+    """Return the reason why a norm of Flax's `classes` is not converted, or None."""
     if conversion.converted_as(type(norm), classes) is None:
         base = next(base for base in classes if isinstance(norm, base))
         return conversion.subclass(norm, base, "Flax")
@@ -91,7 +91,7 @@ def why_left(norm: Any, classes: Sequence[type]) -> str | None:
 
 
 def why_input(norm: Any) -> str | None:
-    """Return why a converted norm must save its input instead of its output; None if not."""
+    """Return the reason why a converted norm must save its input instead of its output, or None."""
     if norm.scale is None:
         return None
     parameters = [norm.scale.get_value()]
