@@ -13,8 +13,8 @@ from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# Rounding of y to the output dtype: the relative error of x_hat where y is a normal number (half a
-# unit roundoff, the measured mean), and the spacing of subnormal numbers.
+# For each output dtype, what rounding y costs: the relative error of x_hat where y is a normal
+# number (half a unit roundoff, the measured mean), and the spacing of subnormal numbers.
 _ROUNDING = {
     "bfloat16": (2.0**-9, 2.0**-133),
     "float16": (2.0**-12, 2.0**-24),
@@ -22,8 +22,8 @@ _ROUNDING = {
     "float64": (2.0**-54, 2.0**-1074),
 }
 
-# save="input" is advised if the predicted error in the worst column exceeds this, which is about
-# the noise of ordinary minibatch gradients.
+# save="input" is advised if the predicted error of the worst column exceeds this limit, which is
+# about the noise of ordinary minibatch gradients.
 _ADVISE_INPUT = 0.1
 
 SAFE = "safe"
@@ -114,7 +114,7 @@ class _Rotation:
     interleaved: bool
 
     def partners(self, path: str, columns: int) -> np.ndarray:
-        """Return the partner of each column; a column that is not rotated is its own partner."""
+        """Return each column's partner, by index; an unrotated column is its own partner."""
         rotated = columns if self.columns is None else self.columns
         if rotated % 2 or not 0 <= rotated <= columns:
             raise ValueError(
@@ -246,13 +246,13 @@ def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> t
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Return True if a path ends with the parts of a name, joined by dots or slashes."""
+    """Return True if a path ends with `name`, whose parts are joined by dots or slashes."""
     parts = re.split("[./]", name)
     return path.split("/")[-len(parts) :] == parts
 
 
 def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) -> int:
-    """Return the number of columns whose gradients would be lost, by `check_params`' verdict."""
+    """Return the number of columns whose gradients `check_params` would consider inaccurate."""
     b = None if bias is None else bias.astype(np.float64)
     _, error = _ratio_and_error(scale.astype(np.float64), b, y_dtype)
     return int(np.sum(~(error <= _ADVISE_INPUT)))
@@ -300,7 +300,10 @@ def _report(
 def _ratio_and_error(
     scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return |bias / scale|, with the scale raised as in y, and the predicted error, by column."""
+    """Return |bias / scale| and the predicted error, for each column.
+
+    If |scale| is below the floor of the forward pass, the floor replaces it.
+    """
     ratio = np.zeros_like(scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if bias is not None:
@@ -309,16 +312,19 @@ def _ratio_and_error(
 
 
 def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return the size of each column's partner in y, over that of the column."""
+    """Return, for each column, its partner's |scale| over its own |scale|."""
     carried = _carried(scale, y_dtype)
     of_partner = carried[..., partners]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # If both are 0, without a floor, neither is in y, and the ratio does not matter.
+        # If both are 0, and there is no floor, y has neither column, and the ratio does not matter.
         return np.where(of_partner == carried, 1.0, of_partner / carried)
 
 
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return the error of each column: y's rounding over the size of the column in y."""
+    """Return the predicted error of each column: the rounding error of y, relative to the column.
+
+    `spread` is the size of y relative to that of x_hat times the scale.
+    """
     u, quantum = _ROUNDING[y_dtype.name]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         subnormal = quantum / (math.sqrt(12) * _carried(scale, y_dtype))
@@ -326,7 +332,7 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
 
 def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return |scale|, raised to the floor as in the forward pass."""
+    """Return |scale| as the forward pass uses it: raised to the floor."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 
@@ -336,7 +342,7 @@ def _shown(ratio: float | None) -> str:
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
-    """Return the floor of an output-saving norm's scale."""
+    """Return the smallest |scale| that a norm uses if it saves its output; None for no floor."""
     float32 = np.dtype(np.float32)
     return Spec(
         "norm", "fwd", 1, 1, float32, y_dtype, ("y",), NormOptions(scale_dtype=float32)

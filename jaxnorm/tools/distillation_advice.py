@@ -12,7 +12,7 @@ from jaxnorm.tools import kept_arrays, loss_advice
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION, _LINEAR = "kl_divergence", "linear_kl_divergence"
-# Operations on each element of a row, alone or with the same element of the other row.
+# Elementwise operations on a row, alone or with the same element of the other row.
 _STEPS = {
     "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "stop_gradient",
     "sub", *NAMING,
@@ -20,12 +20,12 @@ _STEPS = {
 _REDUCTIONS = ("reduce_", STACKED)
 _ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
 
-#: Primitives that are in no other table.
+#: Primitives that this module looks for, and that no other table lists.
 PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
 
 
 class _Divergence(NamedTuple):
-    """A divergence.
+    """A divergence that was found in a program.
 
     Attributes:
       student, teacher: both arrays of logits, before casts and factors.
@@ -61,7 +61,7 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence in which a value is the exponentials of the student's logits."""
+    """Return the divergence that contains `exponentials`, of the student's logits; None if none."""
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)
@@ -97,18 +97,18 @@ def _found(exponentials: Value) -> _Divergence | None:
 
 
 def _region(logits: Sequence[Value]) -> dict[int, Value]:
-    """Return the arrays of the logits' size that are computed element by element from them."""
+    """Return the logits and all arrays of their size that are computed elementwise from them."""
     size = logits[0].size
     return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])
 
 
 def _is_inside(value: Value, region: dict[int, Value]) -> bool:
-    """Return True if only the divergence uses a value."""
+    """Return True if this value is used by the divergence and by nothing else."""
     return all(id(t) in region or t.made_by.startswith(_REDUCTIONS) for t in value.users)
 
 
 def _logits_of(value: Value) -> tuple[Value, float]:
-    """Return the logits of a softmax or its logarithm, before a factor, and that factor."""
+    """Return the logits of a softmax or log-softmax, and the constant factor of the logits."""
     value = origin(value)
     while value.operands:
         first, *others = value.operands

@@ -33,10 +33,11 @@ _HIGH_LEVEL = {
     "RematTraced": "checkpoint",
 }
 
-#: The name of what a scan stacks. (jnp.stack is JAX's "stack".)
+#: Name of the operation that stacks the layers of a scan. (JAX's "stack" is jnp.stack.)
 STACKED = "stacked layers"
 
-#: Primitives that return their operand's elements; none of them counts as what made an array.
+#: Primitives that return their operand unchanged. They are skipped when an array's maker is looked
+#: up.
 NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary"}
 
 
@@ -83,12 +84,12 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device."""
+        """Number of bytes on one device."""
         return math.prod(self.local) * self.dtype.itemsize
 
 
 def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape on one device: that of a part, if Explicit mesh axes split the array."""
+    """Return the shape of one device's part of the array, if Explicit mesh axes split it."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or all(axes is None for axes in getattr(sharding, "spec", ())):
         return shape
@@ -196,7 +197,10 @@ class Graph:
 
 
 def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
-    """Return what a scan stacks of a layer's value, or `jax.shard_map` of a device's part."""
+    """Return the array that a scan stacks from one layer's value.
+
+    For `jax.shard_map`, it is the array that consists of the devices' parts.
+    """
     stacked = Value(aval, STACKED, [part], line, layers)
     axes = len(stacked.shape) - len(part.shape)
     if stacked.local == stacked.shape:
@@ -205,7 +209,10 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
 
 
 def origin(value: Value) -> Value:
-    """Return the value that made an array, without names; for a scan's stack, a layer's value."""
+    """Return the value that made an array, skipping primitives that only name or copy it.
+
+    For a scan's stack, it is one layer's value.
+    """
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
     return value
@@ -214,7 +221,10 @@ def origin(value: Value) -> Value:
 def reached(
     start: Iterable[Value], following: Callable[[Value], Iterable[Value]]
 ) -> dict[int, Value]:
-    """Return `start` and everything that follows from it, by identity, breadth first."""
+    """Return all values reached from `start`, by identity, in breadth-first order.
+
+    `following` returns the values that follow a value directly.
+    """
     seen = {id(v): v for v in start}
     queue = [*seen.values()]
     for value in queue:  # grows in the loop
@@ -225,7 +235,7 @@ def reached(
 
 
 def _counts(equation: Any, body: Jaxpr) -> tuple[int, int]:
-    """Return how many operands of a scan are constants, and how many its carry.
+    """Return the number of a scan's constants, and the number of arrays in its carry.
 
     Stacked operands have one axis more than their slices. The parameters of the equation that
     contain these counts differ between versions of JAX.
@@ -268,7 +278,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _line(equation: Any) -> str:
-    """Return the innermost line outside of libraries; "" if it is unknown."""
+    """Return the innermost line of the traceback that is not in a library; "" if unknown."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith((*_folders(), "<")):
@@ -278,12 +288,12 @@ def _line(equation: Any) -> str:
 
 
 def _line_of(operands: Sequence[Value]) -> str:
-    """Return an operand's line, for an equation of JAX's derivatives without a line."""
+    """Return the line of the first operand that has one: equations of derivatives may have none."""
     return next((v.source for v in operands if v.source), "")
 
 
 def _is_library_s(body: Jaxpr) -> bool:
-    """Return True for a jitted function of a library: all its callers share one trace."""
+    """Return True for a jitted function of a library, whose trace all its callers share."""
     place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
     return any(folder in place for folder in _folders())
 
@@ -304,18 +314,18 @@ ELEMENTWISE = {
     "tanh", "xor", *NAMING,
 }  # fmt: skip
 
-# Primitives of activations. A product with a gate, or a norm, uses others.
+# Primitives of activation functions. Products with a gate, and norms, consist of others.
 NONLINEAR = {
     "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
     "max", "min", "select_n", "tanh",
 }  # fmt: skip
 
-# Values that are there without being computed.
+# Ways to make values that need no computation.
 GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:
-    """Yield the users of a value, also those of its casts and of its other names."""
+    """Yield the users of a value, including users of its casts and of its named copies."""
     for user in value.users:
         yield user
         if user.made_by in NAMING or user.made_by == "convert_element_type":
@@ -323,7 +333,7 @@ def users(value: Value) -> Iterator[Value]:
 
 
 def uncast(value: Value) -> Value:
-    """Return what made an array, before it was cast."""
+    """Return the `origin` of an array, skipping casts."""
     value = origin(value)
     while value.made_by == "convert_element_type":
         value = origin(value.operands[0])
@@ -331,7 +341,7 @@ def uncast(value: Value) -> Value:
 
 
 def number(value: Value) -> float | None:
-    """Return the number that a literal, or a cast or broadcast of one, consists of."""
+    """Return the number that all elements of a value have: a literal, or its cast or broadcast."""
     value = origin(value)
     while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
         value = origin(value.operands[0])
@@ -359,7 +369,7 @@ def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
 
 
 def _is_given(value: Value) -> bool:
-    """Return True for a parameter, or a copy of one."""
+    """Return True for a value that needs no computation, such as a parameter, or its copy."""
     value = origin(value)
     while value.made_by in COPYING:
         value = origin(value.operands[0])
@@ -367,7 +377,7 @@ def _is_given(value: Value) -> bool:
 
 
 def is_product(value: Value) -> bool:
-    """Return True for a matmul, also with a linear layer's bias, a cast or a reshape after it."""
+    """Return True for a matmul. A bias, a cast or a reshape may follow the matmul."""
     value = origin(value)
     if value.made_by == "dot_general":
         return True
@@ -383,7 +393,10 @@ def is_product(value: Value) -> bool:
 
 @functools.cache
 def is_spread(value: Value) -> bool:
-    """Return True if a value is made only of smaller arrays: numbers per row, or per column."""
+    """Return True if a value has one number per row, or per column, of a larger array.
+
+    Such a value is computed elementwise from smaller arrays and their broadcasts.
+    """
     value = origin(value)
     if value.made_by == "broadcast_in_dim":
         return True
@@ -395,20 +408,23 @@ def is_spread(value: Value) -> bool:
 
 
 def is_zeros(value: Value, like: Value) -> bool:
-    """Return True for an array of one number, which JAX saves for some derivatives."""
+    """Return True for a broadcast constant of the same shape, as some derivatives of JAX save."""
     is_of_literals = all(v.made_by == "literal" for v in value.operands)
     return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
 
 
 def is_reduced(value: Value, limit: int) -> bool:
-    """Return True if a small array depends on a sum, or on another reduction."""
+    """Return True if an array depends on a sum, or on another reduction; see `ancestors`."""
     return any(
         v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
     )
 
 
 def ancestors(value: Value, limit: int) -> Iterable[Value]:
-    """Return a value and what it is made of; an array of `limit` elements is not followed."""
+    """Return a value and the values that it is computed from.
+
+    Arrays of `limit` elements or more are included, but not what these are computed from.
+    """
 
     def made_of(v: Value) -> Sequence[Value]:
         is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"
@@ -421,16 +437,16 @@ def ancestors(value: Value, limit: int) -> Iterable[Value]:
 
 
 class Advice(NamedTuple):
-    """A change that saves fewer bytes, and where.
+    """A change to the user's code that saves fewer bytes, and the line to change.
 
     Attributes:
       function: the function to use, as the report's summary names it.
-      line: where: ``"file.py:12 (function)"``.
+      line: the line to change: ``"file.py:12 (function)"``.
       template: an instruction, with ``{at}`` in place of "at file.py:12".
       members: saved arrays that are no longer saved if the advice is followed.
-      instead: bytes that are saved in place of the members.
-      runs: how often the line runs.
-      label: what the sentence begins with, if not the function.
+      instead: number of bytes that are saved in place of the members.
+      runs: number of times that the line runs.
+      label: first words of the sentence, if not the function.
     """
 
     function: str
@@ -443,7 +459,7 @@ class Advice(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file and the number of the line."""
+        """The file name and line number of the line."""
         return self.line.partition(" ")[0] or "an unknown line"
 
     @property
@@ -457,13 +473,13 @@ class Advice(NamedTuple):
 
 
 class Program:
-    """A graph with lookups for recognisers.
+    """A graph with lookup tables for recognisers.
 
     Attributes:
       values: all arrays, in the order in which they are made.
       saved: the arrays that the forward pass saves for the backward pass.
-      by_origin: each saved array, by the identity of the value that made it.
-      advised: identities of the saved arrays that have advice.
+      by_origin: a dict from the identity of each saved array's `origin` to the saved array.
+      advised: identities of the saved arrays that have advice already.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -472,17 +488,17 @@ class Program:
         self.advised: set[int] = set()
 
     def saved_of(self, values: Iterable[Value]) -> list[Value]:
-        """Return the saved arrays of values, each once, without those that have advice."""
+        """Return the saved arrays among `values`, each once, without those that have advice."""
         found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
         return [v for v in found.values() if id(v) not in self.advised]
 
     def zeros_like(self, value: Value) -> list[Value]:
-        """Return zeros of a value's shape that JAX saves, without those that have advice."""
+        """Return the saved constants of a value's shape, without those that have advice."""
         zeros = [v for v in self.saved if is_zeros(origin(v), value)]
         return [v for v in zeros if id(v) not in self.advised]
 
     def extra_bytes(self, value: Value) -> int:
-        """Return the bytes of all layers of a value, or 0 if it is there anyway."""
+        """Return the bytes that saving a value in all layers adds; 0 if it exists anyway."""
         is_there = id(value) in self.by_origin or value.made_by in GIVEN
         return 0 if is_there else value.bytes * value.layers
 

@@ -25,13 +25,13 @@ def linear_layers(program: Program) -> Iterator[Advice]:
 
 
 def clear_caches() -> None:
-    """Forget what was found in a graph."""
+    """Clear the caches, whose keys are values of one graph."""
     _sources.cache_clear()
 
 
 def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
     sources, is_nonlinear, is_alone = _sources(h)
-    # The mask of a dropout is recomputed from its key.
+    # Leave out random bits: the mask of a dropout is recomputed from its key.
     arrays = [s for s in sources.values() if s.made_by != "random_bits"]
     if not (is_nonlinear and is_alone and len(arrays) in (1, 2)):
         return None
@@ -40,7 +40,7 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
     by_origin = program.by_origin.items()
     between = [v for key, v in by_origin if key not in sources and _is_between(origin(v), sources)]
     members = [v for v in between if id(v) not in program.advised]
-    members += program.zeros_like(h)[: bool(members)]  # one array in each layer
+    members += program.zeros_like(h)[: bool(members)]  # one per layer
     function = "gated_linear" if len(arrays) == 2 else "activation_linear"
     if function == "gated_linear":
         how = "replace the down projection {at} with jaxnorm.gated_linear"
@@ -56,10 +56,10 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
 
 @functools.cache
 def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
-    """Return the arrays of h's size from which h is computed elementwise.
+    """Return the arrays of h's size from which h is computed elementwise, and two flags.
 
-    Also return whether an activation is on the way, and whether the computation is purely
-    elementwise, unlike a norm or a softmax.
+    The first flag is True if an activation is among the operations. The second is True if no
+    operand is a sum over rows, as in a norm or a softmax.
     """
     sources: dict[int, Value] = {}
     is_nonlinear, is_alone = False, True
@@ -80,7 +80,7 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
 
 
 def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if only this matmul uses the arrays between the sources and h."""
+    """Return True if the arrays between the sources and h are used by this matmul only."""
 
     def before(value: Value) -> list[Value]:
         made_of = (v for v in map(origin, value.operands) if not kept_arrays.is_spread(v))
@@ -99,6 +99,6 @@ def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
 
 
 def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if an array is computed elementwise from the sources only."""
+    """Return True if an array is computed elementwise from the sources, and from nothing else."""
     own, _, is_alone = _sources(value)
     return bool(own) and is_alone and own.keys() <= sources.keys()

@@ -13,27 +13,28 @@ from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
-# Functions of logits, each with the function that replaces it and the linear layer before it.
+# For each function of logits: the function that replaces it together with the linear layer before
+# it.
 _LINEAR = {
     _FUNCTION: "linear_softmax_cross_entropy",
     "log_prob_and_entropy": "linear_log_prob_and_entropy",
 }
 
-# Operations of a cross-entropy on each element of a row, alone or with numbers of the row.
+# Elementwise operations of a cross-entropy on a row, alone or with one number per row.
 _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop_gradient", "sub"}
 
-# Operations of a softcap, and of its derivative, on each element.
+# Elementwise operations of a softcap and of its derivative.
 _OF_CAPS = {
     "convert_element_type", "div", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub",
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Users of whole rows whose derivative saves no array of their size. With the linear layer's loss,
-# there are no logits for an argmax.
+# Operations that may use whole rows, because their derivative saves no array of that size. With the
+# linear layer's loss, there are no logits for an argmax.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
-#: Primitives that are in no other table.
+#: Primitives that this module looks for, and that no other table lists.
 PRIMITIVES = {
     "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
     "slice",
@@ -42,11 +43,11 @@ PRIMITIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A cross-entropy, or another function of logits and labels.
+    """A cross-entropy, or another function of logits and labels, that was found in a program.
 
     Attributes:
       logits: the logits before they are capped and cast.
-      inside: the arrays of their size that are computed from them for the loss only.
+      inside: the arrays of the logits' size that are computed from them for the loss only.
       source: the line of the loss.
       ours: the name of the function, if it is jaxnorm's.
       options: the part of the advice about a softcap.
@@ -80,7 +81,7 @@ def losses(program: Program) -> Iterator[Advice]:
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
-    """Return advice to use the loss of logits, which saves them as they were before a cast."""
+    """Return advice to use jaxnorm's loss of logits, which saves the logits before any cast."""
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
     how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
@@ -107,7 +108,7 @@ def _found(program: Program) -> Iterator[Loss]:
 
 
 def _ours(value: Value) -> Loss | None:
-    """Return jaxnorm's loss that takes a value as its logits."""
+    """Return the call of one of jaxnorm's losses that takes this value as its logits, or None."""
     for user in kept_arrays.users(value):
         name = user.made_by.removeprefix("jaxnorm.")
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
@@ -118,7 +119,7 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the loss in which a value is the exponentials of the logits."""
+    """Return the loss, written in plain JAX, whose exponentials of the logits are this value."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
@@ -136,9 +137,9 @@ def _plain(value: Value) -> Loss | None:
 
 
 def _uncapped(loss: Loss) -> Loss:
-    """Return a loss with the softcap before it: ``cap * tanh(logits / cap)``, or the loss itself.
+    """Return the loss including the softcap before it, ``cap * tanh(logits / cap)``.
 
-    The softcap must be for the loss alone.
+    If there is no softcap, or if anything but the loss uses it, the loss is returned unchanged.
     """
     sliced = [loss.logits] * _is_slice(loss.logits)
     capped, factors = factors_of(sliced[0].operands[0] if sliced else loss.logits)
@@ -170,7 +171,7 @@ def _uncapped(loss: Loss) -> Loss:
 
 
 def factors_of(value: Value) -> tuple[Value, list[float]]:
-    """Return the value that is multiplied by constants, before casts, and the constants."""
+    """Return the value inside multiplications by constants and casts, and these constants."""
     value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
         numbers = [kept_arrays.number(v) for v in value.operands]
@@ -184,7 +185,7 @@ def factors_of(value: Value) -> tuple[Value, list[float]]:
 
 
 def _inside(logits: Value) -> list[Value]:
-    """Return the arrays that are computed elementwise from the logits and numbers per row."""
+    """Return the arrays that are computed elementwise from the logits and from numbers per row."""
 
     def is_step(value: Value) -> bool:
         same = [v for v in value.operands if v.size == logits.size]
@@ -197,7 +198,10 @@ def _inside(logits: Value) -> list[Value]:
 
 
 def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
-    """Return True if a logarithm is taken of a sum over the last axis, or of shares of that sum."""
+    """Return True if these exponentials are summed over the last axis, and a logarithm follows.
+
+    It may be the logarithm of the sum, or of the exponentials divided by the sum.
+    """
     last = len(exponential.shape) - 1
     sums = [t for t in kept_arrays.users(exponential) if t.made_by == "reduce_sum"]
     if not any(
@@ -217,7 +221,7 @@ def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
 
 
 def _is_logged(value: Value) -> bool:
-    """Return True if the logarithm, and nothing else, uses a probability."""
+    """Return True if a probability is used by a logarithm, and by nothing else."""
     users = [t for t in value.users if t.made_by != STACKED]
     names = (*kept_arrays.COPYING, *NAMING)
     of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in users]
@@ -225,7 +229,7 @@ def _is_logged(value: Value) -> bool:
 
 
 def _one_hots(values: Sequence[Value]) -> list[Value]:
-    """Return the one-hot arrays that rows are multiplied by, also as they were before a cast."""
+    """Return the one-hot arrays by which these values are multiplied."""
     found: dict[int, Value] = {}
     for value in values:
         for user in value.users:
@@ -249,7 +253,10 @@ def _is_pick(user: Value) -> bool:
 
 
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
-    """Return True if only the loss uses a value, or `others`, whose derivatives do not need it."""
+    """Return True if the loss alone uses a value; operations named in `others` may use it, too.
+
+    The derivatives of these operations do not need the value.
+    """
     members = {*map(id, inside)}
     return all(
         id(user) in members or _is_pick(user) or user.made_by.startswith(others)
@@ -263,8 +270,8 @@ def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str,
 def _of_linear(loss: Loss, program: Program) -> Advice | None:
     """Return advice to use the loss of the linear layer, if nothing else uses its logits.
 
-    The cross-entropy of the layer saves the gradients of its active operands. An operand that was
-    saved for the matmul alone is no longer saved. The log-probabilities save the operands.
+    The layer's cross-entropy saves the gradients of its differentiated operands. An operand that
+    was saved for the matmul alone is no longer saved. The log-probabilities save the operands.
     """
     path = from_matmul(loss.logits)
     if path is None:
@@ -296,7 +303,7 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
 
 
 def from_matmul(logits: Value) -> list[Value] | None:
-    """Return the arrays from the logits back to the matmul of rows with a weight, or None."""
+    """Return the arrays from the logits back to a linear layer's matmul; None if none."""
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
         path.append(value)
@@ -316,7 +323,7 @@ def from_matmul(logits: Value) -> list[Value] | None:
 
 
 def _is_slice(value: Value) -> bool:
-    """Return True for a slice of rows: of all positions but the last, say."""
+    """Return True for a slice of whole rows, for example of all positions but the last."""
     return value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
 
 
@@ -329,7 +336,7 @@ def _is_saved(operand: Value, program: Program) -> bool:
 
 
 def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
-    """Return the saved array of an operand, if it is saved for this matmul alone."""
+    """Return the saved array that belongs to an operand, if only this matmul needs it."""
     value, user = origin(operand), matmul
     while True:
         others = [t for t in value.users if t is not user and t.made_by != STACKED]

@@ -18,7 +18,8 @@ from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
-# The shapes for which the report lists implementations: a transformer's activations, and its heads.
+# Shapes for which the report lists implementations: a transformer's activations, and attention's
+# heads.
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
 # Functions that have a scale but are not in the table of operations.
 _WITH_SCALE = ("rms_norm_linear",)
@@ -111,7 +112,7 @@ _TOOLS = {
 
 
 def _choices() -> Iterator[tuple[str, str, str]]:
-    """Yield each function's forward and backward plan, with reasons; one line if they agree."""
+    """Yield the plan of each function, with the reasons; passes with the same plan share a line."""
     for function in functions():
         # Functions outside the table need no scale, except for those in _WITH_SCALE.
         op = FUNCTIONS[function].op if function in FUNCTIONS else None
@@ -132,7 +133,7 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 
 
 def _advice() -> str | None:
-    """Return advice to install the extra `triton` if its kernels would be this GPU's default."""
+    """Return advice to install the extra `triton`, if its kernels are this GPU's default."""
     capability = launching.local_capability()
     if capability is None or not backends.is_default_on("triton", capability):
         return None
@@ -167,6 +168,6 @@ def _missing_extras() -> Iterator[tuple[str, str]]:
 
 
 def _package_of(requirement: str) -> str:
-    """Return the package that a requirement installs: JAX's plugin for ``jax[cuda13]``."""
+    """Return the package that a requirement installs; for ``jax[cuda13]``, JAX's CUDA plugin."""
     name, of_jax = re.findall(r"^([\w.-]+)(?:\[(\w+)\])?", requirement)[0]
     return f"{name}-{of_jax}-plugin" if of_jax else name

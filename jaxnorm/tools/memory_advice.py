@@ -47,7 +47,7 @@ def saved_twice(program: Program) -> Iterator[Advice]:
 
 
 def _original(copy: Value, program: Program) -> Value | None:
-    """Return a saved array with the same elements in another shape or dtype."""
+    """Return a saved array that is a copy of a value in another shape or dtype, or None."""
     while copy.made_by in kept_arrays.COPYING:
         copy = origin(copy.operands[0])
         if id(copy) in program.by_origin:
@@ -64,7 +64,7 @@ class Recognised(NamedTuple):
 
 _COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in_dim", "scan"}
 
-#: All recognisers, in the order in which they run: an array has the advice of the first.
+#: All recognisers, in the order in which they run. An array gets the first advice that is found.
 RECOGNISERS = (
     Recognised(linear_advice.linear_layers, frozenset({*_COMMON, "dot_general", "random_bits"})),
     Recognised(norm_advice.gated_sums, frozenset({*_COMMON, "reduce_sum"})),
@@ -82,7 +82,7 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return a piece of advice for saved arrays, by identity, and the bytes that it saves there."""
+    """Return each saved array's advice, by identity, and the bytes that it saves there."""
     program = Program(graph)
     found: dict[int, tuple[Advice, int]] = {}
     try:
@@ -90,14 +90,17 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
             for one in recognised.find(program):
                 found |= _shared_out(one, program)
                 program.advised.update(found)
-    finally:  # caches that are keyed by the values of this graph
+    finally:  # the caches' keys are values of this graph
         linear_advice.clear_caches()
         kept_arrays.is_spread.cache_clear()
     return found
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return the bytes that the advice saves per member, minus the bytes saved in its place."""
+    """Return the advice for each member, and the bytes that it saves there.
+
+    The bytes that are saved in place of the members are subtracted from the largest members first.
+    """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)
     instead = advice.instead

@@ -18,12 +18,13 @@ from jaxnorm.tools import kept_arrays, memory_advice
 from jaxnorm.tools.kept_arrays import Advice
 from jaxnorm.tools.text import table
 
-# Limits of what is printed: columns, rows, and the share of the total below which rows are summed.
+# Limits of the printed table: columns, rows, and the fraction of the total below which rows are
+# combined.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
-# What equal arrays have in common, in the order of the fields of `KeptArray`.
+# The fields that arrays in one row share, in the order of the fields of `KeptArray`.
 type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
 _HEADER = ("MiB", "array", "count", "made by", "source", "advice")
-# Limits of the widths of columns, except for the source, which takes the rest.
+# Maximum widths of columns. The column "source" takes the rest.
 _LIMITS = {"array": 28, "made by": 16, "advice": 20}
 
 
@@ -124,7 +125,7 @@ class MemoryReport:
         return "\n\n".join([*rows, self._after_rows()])
 
     def _after_rows(self) -> str:
-        """Return the summary of each function's advice, the largest saving first, and totals."""
+        """Return a line per advised function, the largest saving first, and the totals."""
         saves: dict[str, int] = {}
         pieces: dict[str, list[Advice]] = {}
         for sentence, advice in self._advice.items():
@@ -165,7 +166,7 @@ def _wrapped(text: str, first: str, others: str) -> list[str]:
 
 
 def _mib(size: int) -> str:
-    """Return MiB with three significant digits, and no exponent."""
+    """Return a number of bytes in MiB, as text with three significant digits and no exponent."""
     mib = size / 2**20
     return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
 
@@ -175,7 +176,7 @@ def _short(text: str, width: int) -> str:
 
 
 def _short_source(source: str, width: int) -> str:
-    """Return a line of code without the name of the function, or of the file, if it is too long."""
+    """Return a source line that fits a width: if it is too long, without function or file name."""
     place = source.partition(" ")[0]
     if len(source) <= width or len(place) <= width:
         return source if len(source) <= width else place
@@ -238,7 +239,7 @@ def memory_report(
     moving = [i for i, a in arrays.items() if arguments[i] in places and _is_inexact(a)]
 
     def residuals(arrays: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the residuals, and what f returns."""
+        """Return the residuals, and the results of f."""
 
         def of_moving(moving: dict[int, Any]) -> Any:
             return f(*jax.tree.unflatten(tree, (leaves | arrays | moving).values()))
@@ -246,7 +247,7 @@ def memory_report(
         primals = {i: arrays[i] for i in moving}
         results = jax.vjp(of_moving, primals, has_aux=has_aux)  # type: ignore[call-overload]
         y, backward, *aux = results
-        # Some functions have no transpose: a while loop of unknown length, for one.
+        # Some functions cannot be transposed, for example a while loop of unknown length.
         jax.eval_shape(backward, jax.tree.map(_cotangent, y))
         returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
         return jax.tree.leaves(backward), returned
@@ -256,7 +257,7 @@ def memory_report(
     parts = _parts(residuals, arrays, graph)
     pieces = memory_advice.advice(graph)
     told: dict[str, Advice] = {}
-    groups: dict[_Key, list[int]] = {}  # bytes, saves and count of equal arrays
+    groups: dict[_Key, list[int]] = {}  # [bytes, saved bytes, count] of equal arrays
     for value in graph.saved:
         advice, saves = pieces.get(id(value), (None, 0))
         made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)
@@ -274,7 +275,7 @@ def memory_report(
 
 
 def _cotangent(y: Any) -> Any:
-    """Return a cotangent of a result: zeros, and for integers zeros of float0."""
+    """Return a zero cotangent for a result; its dtype is float0 if the result is an integer."""
     if jax.numpy.issubdtype(y.dtype, jax.numpy.inexact):
         return jax.numpy.zeros_like(y)
     return np.zeros(y.shape, jax.dtypes.float0)
@@ -283,9 +284,9 @@ def _cotangent(y: Any) -> Any:
 def _parts(
     residuals: Callable[..., Any], arrays: Mapping[int, Any], graph: kept_arrays.Graph
 ) -> dict[int, tuple[int, ...]]:
-    """Return the shape of each saved array on one device, if XLA chooses the shardings.
+    """Return each saved array's shape on one device, if XLA chooses the shardings.
 
-    It does so if arguments, or arrays inside, are sharded over Auto axes of a mesh.
+    XLA chooses them if arguments, or arrays in the function, are sharded over Auto axes of a mesh.
     """
     shardings = [getattr(a, "sharding", None) for a in arrays.values()]
     constraints = [v for v in graph.values if v.made_by == "sharding_constraint"]
@@ -302,7 +303,7 @@ def _parts(
 
 
 def _is_auto(sharding: Any) -> bool:
-    """Return True if a sharding splits an array over Auto axes of devices that are there."""
+    """Return True if a sharding splits an array over Auto axes of a mesh of existing devices."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return False
     kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
@@ -329,7 +330,7 @@ def _places(argnums: int | Sequence[int], count: int) -> set[int]:
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for arrays and shapes, but not for Python's numbers, which are model options."""
+    """Return True for arrays and shapes. Python's numbers are options of the model."""
     is_number = isinstance(a, (bool, int, float, complex))
     return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not is_number
 

@@ -11,15 +11,15 @@ from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, o
 # Primitives whose derivative does not use their operand.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *kept_arrays.COPYING, *NAMING}
 
-# Activations that a norm can have: the one nonlinear primitive of each, another primitive of it,
-# and the primitive of its result.
+# Activations that a norm can have. Each is recognised by its one nonlinear primitive, by another of
+# its primitives, and by the primitive that makes its result.
 _ACTIVATIONS = {
     "silu": ("logistic", "mul", "mul"),
     "gelu": ("tanh", "integer_pow", "mul"),
     "relu": ("max", "gt", "max"),
 }
 
-# Primitives that are in neither norms nor activations.
+# Primitives that occur in neither norms nor activations.
 _WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
 
 #: Primitives that cut rows into pairs, rotate these, and put them together again.
@@ -125,7 +125,7 @@ def rotations(program: Program) -> Iterator[Advice]:
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
-    """Yield arrays that may be normalised, with those computed from them elementwise, in order."""
+    """Yield each array that may be normalised, and the arrays computed elementwise from it."""
     done: set[int] = set()
     for value in program.saved:
         root = _root(value)
@@ -136,11 +136,14 @@ def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Return the single array of its size from which a value is computed elementwise."""
+    """Return the array at the start of a chain of elementwise operations that ends at a value.
+
+    Each step of the chain has a single operand of the value's size.
+    """
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # A matmul that is cast to more bits may be cast more than once.
+        # A matmul's result that is cast to more bits may be cast by several users.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -156,13 +159,16 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return an activation that a norm supports, if nothing else uses the norm's result."""
+    """Return the name of the activation that is applied to a norm, if a norm supports it.
+
+    The result is None if the norm without the activation is among the results.
+    """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(
         o.size < v.size or kept_arrays.is_spread(o) for v in ends for o in v.operands
     ):
-        return None  # a multiple of one
+        return None  # the result is a multiple of an activation
     if _in_a_row(region):
         return None
     for name, (nonlinear, other, result) in _ACTIVATIONS.items():
@@ -174,7 +180,7 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
 def _in_a_row(region: Iterable[Value]) -> bool:
     """Return True if an activation is applied to an activation's result."""
     after: set[int] = set()
-    for value in region:  # in the order in which they are made
+    for value in region:  # in order of computation
         is_nonlinear = value.made_by in kept_arrays.NONLINEAR
         is_after = any(id(v) in after for v in value.operands)
         if is_nonlinear and is_after:
@@ -185,7 +191,7 @@ def _in_a_row(region: Iterable[Value]) -> bool:
 
 
 def _region(root: Value) -> list[Value]:
-    """Return the arrays computed elementwise from `root` and numbers per row or column."""
+    """Return the arrays computed elementwise from `root` (and numbers per row or column)."""
     region = {id(root): root}
     stack = [root]
     while stack:
@@ -221,7 +227,7 @@ def _is_for_sums(reshaped: Value) -> bool:
 
 
 def _is_by_a_root(value: Value) -> bool:
-    """Return True for something times the reciprocal root of a sum over its row."""
+    """Return True for a product with the reciprocal root of a sum over rows, as in a norm."""
     for operand in value.operands:
         operand = origin(operand)
         if operand.size == value.size and not kept_arrays.is_spread(operand):
@@ -237,7 +243,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     inside = {id(root), *map(id, region)}
     # A cast of x that leaves the region is not a result: it is saved, or not, for its user.
     normalised: set[int] = set()
-    for value in region:  # in the order in which they are made
+    for value in region:  # in order of computation
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
             normalised.add(id(value))
     out = _leaving(root, region)
@@ -247,7 +253,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # Factors of x's size: numbers of rows times numbers of columns.
+    # Operands of full size that are not in the region: numbers per row times numbers per column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -257,7 +263,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     if activation == "relu":
         members += program.zeros_like(results[0])[:1]  # of one layer
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
-    # What the function takes and returns is saved as it is. A grouped norm also saves a reshape.
+    # The function's operands and results are saved. A grouped norm also saves a reshaped array.
     its = results if activation is None else [root]
     if any(v.made_by == "reshape" for v in region):
         instead = sum(v.bytes * v.layers for v in its)
@@ -319,7 +325,7 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
 
 
 def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
-    """Return the function with its option, and an instruction."""
+    """Return the name of the function with its option, and the instruction."""
     how = (
         f"replace the norm {{at}} and the {activation} after it with jaxnorm.{name}, with "
         f'activation="{activation}"{cast}: only its input and its result are saved'
@@ -328,7 +334,7 @@ def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
 
 
 def _narrowest(result: Value) -> Value:
-    """Return an array before it is cast to more bits."""
+    """Return an array as it was before it was cast to more bits."""
     value = result
     while value.made_by == "convert_element_type" or value.made_by in NAMING:
         value = value.operands[0]
@@ -338,7 +344,7 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return results that repeat the cast of another one: the norm itself returns one array."""
+    """Return repeated casts among the results, because a norm returns a single array."""
     seen: set[tuple[int, str]] = set()
     again = []
     for value in results:
@@ -354,7 +360,7 @@ def _cast_again(results: Sequence[Value]) -> list[Value]:
 
 
 def _rotated(line: str, members: Sequence[Value], runs: int) -> Advice:
-    """Return advice for a norm whose rotation is saved in any case."""
+    """Return advice for a norm whose result is rotated, where the rotated array is saved anyway."""
     template = (
         "replace the norm {at} and the rotation after it with jaxnorm.rms_norm_rope: only the "
         "rotated result is saved"
@@ -363,7 +369,7 @@ def _rotated(line: str, members: Sequence[Value], runs: int) -> Advice:
 
 
 def _is_saved_rotated(result: Value, program: Program) -> bool:
-    """Return True if only the rotation of a norm's result is saved, and nothing else uses it."""
+    """Return True if a norm's result is used by a rotation only, whose result is saved."""
     inside = _made_of(result)
     for value in inside.values():
         if value.size != result.size or value.made_by not in ("add", "concatenate", "reshape"):
@@ -380,7 +386,7 @@ def _is_saved_rotated(result: Value, program: Program) -> bool:
 
 
 def _made_of(result: Value) -> dict[int, Value]:
-    """Return a value and what steps of a rotation make of it, by identity, in order."""
+    """Return a norm's result and the arrays that a rotation computes from it, by identity."""
 
     def steps(value: Value) -> list[Value]:
         return [t for t in value.users if t.made_by in STEPS and t.size <= result.size]
@@ -389,7 +395,7 @@ def _made_of(result: Value) -> dict[int, Value]:
 
 
 def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value]:
-    """Return the steps from a norm's result to a value, which is one of them."""
+    """Return the steps between a norm's result and `value`, a later step, including `value`."""
 
     def before(value: Value) -> list[Value]:
         return [v for v in value.operands if id(v) in inside and v is not result]
@@ -398,6 +404,6 @@ def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value
 
 
 def _is_for_it(values: list[Value], inside: Mapping[int, Value]) -> bool:
-    """Return True if only steps of the rotation use what comes before its result."""
+    """Return True if `values` are used by steps of the rotation only."""
     users = (user for value in values for user in value.users)
     return all(id(user) in inside or user.made_by == STACKED for user in users)

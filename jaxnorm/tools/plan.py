@@ -91,7 +91,7 @@ def implementation_for(
     x_dtype = checks.dtype(caller, "dtype", dtype)
     try:
         x = jax.ShapeDtypeStruct(tuple(shape), x_dtype)
-        jax.eval_shape(jnp.zeros_like, x)  # raises for sizes that are negative or not integers
+        jax.eval_shape(jnp.zeros_like, x)  # raises if a size is negative or no integer
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
@@ -128,7 +128,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # Not a row operation's kernel: the function has checked its name.
+        if first is None:  # The call has no row operation. Its function has checked the name.
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 
@@ -136,14 +136,14 @@ def implementation_for(
 
 
 def functions() -> tuple[str, ...]:
-    """Return the names that `implementation_for` takes: every public function with a gradient."""
+    """Return the names that `implementation_for` accepts: all public functions with a gradient."""
     return (*operations.FUNCTIONS, "rms_norm_linear", *_XLA_ONLY, *OF_LOGITS)
 
 
 def _of_linear_logits(
     function: str, x: jax.ShapeDtypeStruct, arguments: dict[str, Any], platform: str
 ) -> Plan:
-    """Return the plan of a chunk of the logits of a linear layer.
+    """Return the plan for one chunk of the logits of a linear layer.
 
     A chunk's logits are float32 (float64 for float64), or, for the cross-entropy, of x's dtype.
     """
@@ -184,7 +184,7 @@ def calls_in(jaxpr: Any) -> Iterator[Call]:
 def _required(
     call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Return arrays for the operands that a function requires and `arguments` do not have."""
+    """Return abstract arrays for the operands that a function requires and `arguments` lacks."""
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}

@@ -18,7 +18,7 @@ from jaxnorm.tools import running_error
 from jaxnorm.tools.running_error import Axes, Bounded, exp, kept, largest, mean, rsqrt, total
 
 Arrays = dict[str, Any]
-#: Results of the call, and gradients by the names of operands.
+#: The results of a call, and its gradients by the names of operands.
 Results = tuple[list[Bounded], dict[str, Bounded]]
 
 
@@ -50,7 +50,10 @@ def softmax(
 
 
 def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = False) -> Any:
-    """The softmax of the entries where the mask is True, or its logarithm; 0 or -inf elsewhere."""
+    """Return the softmax, or its logarithm, over the entries where the mask is True.
+
+    Other entries are 0, or -inf.
+    """
     shifted = z - largest(z, mask, axes)
     exponentials = kept(exp(shifted), mask)
     sums = total(exponentials, axes)
@@ -59,12 +62,12 @@ def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = Fals
 
 
 def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
-    """The gradient along the logits, from the softmax or its logarithm."""
+    """Return the gradient of the logits, given the softmax or its logarithm, y."""
     return d - exp(y) * total(d, axes) if log else y * (d - total(d * y, axes))
 
 
 def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
-    """The logarithm of `softmax`."""
+    """Return the logarithm of `softmax`."""
     return softmax(given, cotangents, dtype, log=True, **options)
 
 
@@ -72,7 +75,9 @@ class Norm:
     """LayerNorm or RMSNorm of x: ``y = x_hat scale + bias``, and its gradients.
 
     Attributes:
-      mean, r, x_hat: the mean, or 0; the reciprocal standard deviation; x normalised by both.
+      mean: the mean of each row; 0 for RMSNorm.
+      r: the reciprocal standard deviation, or root mean square, of each row.
+      x_hat: the normalised x.
       y: the result, which is not rounded.
     """
 
@@ -85,7 +90,7 @@ class Norm:
         subtract_mean: bool | None = None,
         epsilon: float = 1e-6,
     ) -> None:
-        """`subtract_mean`: by default True for norms with a bias."""
+        """`subtract_mean` is True by default for norms with a bias."""
         self.scale, self.bias = scale, bias
         self.subtract_mean = bias is not None if subtract_mean is None else subtract_mean
         self.mean = mean(x) if self.subtract_mean else 0.0
@@ -97,11 +102,11 @@ class Norm:
             self.y = self.y + bias
 
     def means(self, dg: Any, x_hat: Any) -> tuple[Any, Any]:
-        """The means that are subtracted in the gradient of x: of dg, and of dg along x_hat."""
+        """Return the two means that the gradient of x subtracts: of dg, and of dg times x_hat."""
         return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
 
     def backward(self, dy: Any, saved: Any = None) -> dict[str, Any]:
-        """The gradients from y as it was stored, or from x for None."""
+        """Return the gradients, computed from the saved y; from x if `saved` is None."""
         x_hat = self.x_hat
         if saved is not None:
             x_hat = (saved - self.bias if self.bias is not None else saved) / self.scale
@@ -116,7 +121,7 @@ class Norm:
 
 
 def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None = None) -> Results:
-    """A norm, or the silu of one: y, and the gradients of x and the parameters."""
+    """Return a norm, or the silu of one, and the gradients of x and the parameters."""
     of = Norm(given["x"], given["scale"], given.get("bias"))
     if activation is not None:
         a, slope = _silu(of.y)
@@ -171,7 +176,7 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 class Rotation:
-    """The rotation of pairs of columns: ``v cos + partner(v) sin``, with a sign for each column."""
+    """The rotation of pairs of columns: ``v cos + partner(v) sin``, with signs in sin."""
 
     def __init__(self, cos: Any, sin: Any, cols: int, *, interleaved: bool):
         pairs = cos.shape[-1]
@@ -181,7 +186,7 @@ class Rotation:
         self.partner[first], self.partner[second] = second, first
 
         def along(table: Any, of_first: float, of_others: float) -> Any:
-            """Spread a table over the columns; columns that are not rotated get `of_others`."""
+            """Expand a table to one value per column; `of_others` is for unrotated columns."""
             if isinstance(table, Bounded):
                 return Bounded(along(table.value, of_first, of_others), along(table.error, 1, 0))
             spread = np.full((*table.shape[:-1], cols), float(of_others))
@@ -213,7 +218,10 @@ def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool 
 def norm_gated(
     given: Arrays, d: list[Bounded], dtype: str, *, norm_before_gate: bool = True
 ) -> Results:
-    """``y = norm(x) silu(gate)``, or ``norm(x silu(gate))``; from x and gate as they are."""
+    """Return ``norm(x) silu(gate)`` or ``norm(x silu(gate))``.
+
+    The gradients start from x and gate, not from y.
+    """
     x, gate, scale = given["x"], given["gate"], given["scale"]
     a, slope = _silu(gate)
     of = Norm(x if norm_before_gate else x * a, scale, None)
@@ -228,13 +236,16 @@ def norm_gated(
 
 
 def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
-    """The silu of v, and its derivative."""
+    """Return the silu of v, and the derivative of silu at v."""
     sigmoid = Bounded.exact(np.ones_like(v.value)) / ((-v).exp() + 1)
     return v * sigmoid, sigmoid * (v * (1 - sigmoid) + 1)
 
 
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``y = rms_norm(x) @ weight + bias`` of the rounded norm; the backward pass starts from x."""
+    """Return ``rms_norm(x) @ weight + bias``, where the norm is rounded before the matmul.
+
+    The gradients start from x.
+    """
     of = Norm(given["x"], given["scale"], None)
     n, weight = of.y.stored(dtype), given["weight"]
     gradients = of.backward((d[0] @ weight.transposed).stored(dtype))
@@ -243,7 +254,7 @@ def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``(silu(gate) up) @ weight``, whose left operand and its gradient are rounded."""
+    """Return ``h @ weight`` for ``h = silu(gate) up``; h and its gradient are rounded."""
     gate, up, weight = given["gate"], given["up"], given["weight"]
     a, slope = _silu(gate)
     h, dh = (a * up).stored(dtype), (d[0] @ weight.transposed).stored(dtype)
@@ -252,7 +263,7 @@ def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation: str) -> Results:
-    """Return ``silu(x) @ weight``, whose left operand and its gradient are rounded."""
+    """Return ``h @ weight`` for ``h = silu(x)``; h and its gradient are rounded."""
     assert activation == "silu"
     a, slope = _silu(given["x"])
     h, dh = a.stored(dtype), (d[0] @ given["weight"].transposed).stored(dtype)
@@ -261,20 +272,20 @@ def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation
 
 
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``log sum exp(x) - x[label]`` of each row."""
+    """Return ``log sum exp(x) - x[label]`` for each row."""
     loss, slope = _losses(given["logits"], given["labels"])
     of_rows = d[0].reshape(loss.value.shape)
     return [loss], {"logits": (of_rows * slope).stored(dtype)}
 
 
 def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``log p[label]`` and ``-sum p log p`` of each row."""
+    """Return ``log p[label]`` and ``-sum p log p`` for each row."""
     results, gradient = _log_probs(given["logits"], given["labels"], d)
     return results, {"logits": gradient.stored(dtype)}
 
 
 def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool = False) -> Results:
-    """``sum p log(p / q)`` of each row; p of the teacher's logits, q of the student's."""
+    """Return ``sum p log(p / q)`` for each row: p is the teacher's, q the student's."""
     x, teacher = given["logits"], given["teacher_logits"]
     divergence, slope = _divergence(x, teacher, reverse=reverse)
     of_rows = d[0].reshape(divergence.value.shape)
@@ -283,7 +294,7 @@ def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool 
 
 
 def _divergence(x: Bounded, teacher: Bounded, *, reverse: bool) -> tuple[Bounded, Bounded]:
-    """The divergence of each row, with size 1 for the columns, and its derivative along x."""
+    """Return the divergence of each row, as a column, and its derivative along x."""
     log_q, log_p = (_log_softmax(logits) for logits in (x, teacher))
     if not reverse:
         return (log_p.exp() * (log_p - log_q)).sum(), log_q.exp() - log_p.exp()
@@ -298,7 +309,7 @@ def _log_softmax(x: Bounded) -> Bounded:
 
 
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """The mean loss of ``x @ weight + bias``; products and logits are stored in `dtype`."""
+    """Return the mean loss of ``x @ weight + bias``; logits and matmuls are rounded to `dtype`."""
     x, weight = given["x"], given["weight"]
     logits = ((x @ weight).stored(dtype) + given["bias"]).stored(dtype)
     loss, slope = _losses(logits, given["labels"])
@@ -309,7 +320,8 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
-    # Saved in this dtype, and rounded again when they are multiplied by the cotangent of the loss.
+    # Gradients are saved in this dtype, and rounded again after a multiplication by the loss's
+    # cotangent.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
 
 
@@ -343,7 +355,7 @@ def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
-    # Saved in this dtype, and rounded again when they are multiplied by the cotangent.
+    # Gradients are saved in this dtype, and rounded again after a multiplication by the cotangent.
     gradients = _stored(_stored(gradients, dtype), dtype)
     none = {name: np.zeros_like(given[name].value) for name in ("teacher_x", "teacher_weight")}
     return [divergence.mean(0)], gradients | {n: Bounded.exact(a) for n, a in none.items()}
@@ -365,7 +377,7 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
 def _log_probs(
     x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
 ) -> tuple[list[Bounded], Bounded]:
-    """The results of each row, with size 1 for the columns, and the gradient of x."""
+    """Return the results of each row, as columns, and the gradient of x."""
     loss, slope = _losses(x, labels)
     shifted = x - x.at(x.value.argmax(-1))
     exponentials = shifted.exp()
@@ -379,7 +391,7 @@ def _log_probs(
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
-    """The loss of each row, with size 1 for the columns, and its derivative along x."""
+    """Return the loss of each row, as a column, and its derivative along x."""
     largest = x.at(x.value.argmax(-1))
     lse = (x - largest).exp().sum().log() + largest
     one_hot = np.arange(x.value.shape[-1]) == labels[..., None]
@@ -396,7 +408,7 @@ def _stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
 def operands(
     shapes: Mapping[str, tuple[int, ...]], classes: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """Return random arrays, whose numbers bfloat16 and so every dtype here can represent.
+    """Return random arrays whose numbers are exact in bfloat16, and so in every other dtype here.
 
     Scales stay away from 0, where a gradient from the stored output is not accurate: see
     :func:`jaxnorm.check_params`.
@@ -407,7 +419,8 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # No pair is 0, because its rotation could not be inverted. As in YaRN, there is a factor.
+        # The tables have no pair (0, 0), whose rotation has no inverse. They include a factor, as
+        # in YaRN.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

@@ -22,7 +22,7 @@ Operand = Union["Bounded", np.ndarray, float]
 # For each dtype, its unit roundoff and half the spacing of its subnormals.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
-#: Factor of the expected error, so that the bound holds for each of many elements.
+#: Factor by which the bound exceeds the expected error, so that it holds for many elements.
 _SAFETY = 4.0
 
 
@@ -38,7 +38,7 @@ class Bounded:
     error: np.ndarray
     unit: float = 2.0**-24
 
-    __array_ufunc__ = None  # so that an array on the left leaves the operation to this class
+    __array_ufunc__ = None  # NumPy then leaves operations with an array on the left to this class
 
     @classmethod
     def exact(cls, array: np.ndarray) -> "Bounded":
@@ -122,7 +122,7 @@ class Bounded:
         return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
 
     def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
-        """Return the array with an exact number where the mask is False."""
+        """Return the array with an exact number in the places where the mask is False."""
         return dataclasses.replace(
             self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
         )
@@ -135,7 +135,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def stored(self, dtype: str) -> "Bounded":
-        """Return the array as it is after it was stored in this dtype."""
+        """Return the array rounded to this dtype, as if it was stored."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
         return dataclasses.replace(self, error=self.error + rounding)
@@ -184,14 +184,14 @@ def kept(x: Any, mask: np.ndarray, fill: float = 0) -> Any:
 
 
 def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
-    """Return the largest elements along some axes out of those where the mask is True, or 0."""
+    """Return the maximum over axes of the elements where the mask is True; 0 if there are none."""
     axes = _axes(axes)
     among = np.where(mask, x.value if isinstance(x, Bounded) else x, -np.inf)
     found = among.max(axes, keepdims=True, initial=-np.inf)
     found = np.where(mask.any(axes, keepdims=True), found, 0)
     if not isinstance(x, Bounded):
         return found
-    # It is one of the elements, with its error.
+    # The maximum is one of the elements, so it has that element's error.
     error = np.where(among == found, x.error, 0).max(axes, keepdims=True)
     return dataclasses.replace(x, value=found, error=error)
 

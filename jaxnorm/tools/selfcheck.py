@@ -34,10 +34,10 @@ _IN_PROCESSES = {"cuda"}
 # Skip XLA's autotuning of matmuls, which takes time and does not affect correctness.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
-# Enough rows for all kernels, and a number of columns that is a multiple of 16 bytes but not a
-# power of two.
+# The number of rows suffices for all kernels. A row is a multiple of 16 bytes, but not a power of
+# two.
 _X = (2, 128, 1000)
-# Shapes of attention's heads, for a rotation, and of its tables: positions and pairs of columns.
+# Shapes for a rotation: of attention's heads, and of the tables (positions, pairs of columns).
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
@@ -47,12 +47,12 @@ _LINEAR_LOG_PROB = "linear_log_prob_and_entropy"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of a public function.
+    """A call of a public function that is checked.
 
     Attributes:
-      function: its name.
-      reference: function in `references` that returns its results and gradients.
-      shapes: shapes of its operands, by name.
+      function: name of the function.
+      reference: function in `references` that returns the expected results and gradients.
+      shapes: shapes of the operands, by name.
       options: other arguments of the function and of the reference, which takes no
         ``implementation``.
       note: description of what is special about the case.
@@ -188,7 +188,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The worst errors of a case in one dtype, in units of their bounds, or a failure."""
+    """The result of a case in one dtype: its largest errors over their bounds, or a failure."""
 
     case: Case
     dtype: str
@@ -199,7 +199,7 @@ class Outcome:
 
     @property
     def has_kernel(self) -> bool:
-        # The linear losses choose the kernels of each chunk when it is lowered.
+        # A linear loss chooses the kernels of its chunks only when it is lowered.
         return not {*self.implementations} <= {"xla"}
 
     @property
@@ -232,7 +232,7 @@ def _pool() -> Executor:
 
 
 def _start(platform: str) -> None:
-    """Start a worker, which fails if it finds no such device, instead of checking the CPU."""
+    """Initialise a worker process. It fails if JAX does not find `platform`, such as a GPU."""
     jax.config.update("jax_platforms", platform)
 
 
@@ -258,12 +258,12 @@ class Operands(NamedTuple):
     cotangents: list[jax.Array]
 
 
-#: Both passes of a case: the results and the gradients, by name, of its operands.
+#: A function that runs both passes of a case. It returns the results, and the gradients by name.
 Passes = Callable[[Operands], tuple[list[jax.Array], dict[str, jax.Array]]]
 
 
 def passes(case: Case) -> Passes:
-    """Return the passes of a case, not compiled."""
+    """Return the function that runs both passes of a case, not compiled."""
 
     def run(operands: Operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
         function = functools.partial(_results, case, constants=operands.constants)
@@ -283,7 +283,7 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return the operands of a case; then operands, and cotangents, before rounding to `dtype`."""
+    """Return the operands of a case in `dtype`; and, unrounded, its operands and its cotangents."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
@@ -300,9 +300,10 @@ def check(
     form: Callable[[Passes], Passes] = lambda run: run,
     read: Callable[[np.ndarray], np.ndarray] = lambda a: a,
 ) -> Outcome:
-    """Return the errors of all results and of all gradients.
+    """Return the largest errors of the results and of the gradients.
 
-    Tests transform the passes by another `form`; `read` then extracts the results of the passes.
+    Tests transform the passes by `form`, for example by a mesh; `read` then extracts the original
+    results from those of the transformed passes.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -312,7 +313,7 @@ def check(
         implementations = _implementations(both.trace(operands).jaxpr)
         try:
             results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
-        except Exception as error:  # a kernel that does not compile or start is what is looked for
+        except Exception as error:  # the check looks for kernels that do not compile or start
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
     expected, expected_gradients = case.reference(
@@ -332,20 +333,20 @@ def _is_differentiated(name: str, array: jax.Array) -> bool:
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the names of the implementations that run the passes of a jaxpr here, in order."""
+    """Return the implementations that this machine chooses for the calls in a jaxpr, in order."""
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:
-    """Return the largest error in units of its bound; infinite if either is not finite."""
+    """Return the largest error over its bound; infinite if a value is not finite."""
     computed = np.asarray(computed).astype(np.float64)
     value, bound = (a.reshape(computed.shape) for a in (expected.value, expected.error))
     finite = np.isfinite(value)
     if not np.array_equal(computed[~finite], value[~finite]):
         return math.inf
     error = np.abs(computed[finite] - value[finite])
-    # 0 / 0 where an element is masked, and exactly 0.
+    # A masked element is exactly 0: both its error and its bound are 0.
     ratio = np.where(error == 0, 0, error / np.maximum(bound[finite], 1e-300))
     return float(np.max(np.where(np.isnan(ratio), math.inf, ratio), initial=0))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
-#: Primitives that are in no other table.
+#: Primitives that this module looks for, and that no other table lists.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
@@ -40,7 +40,7 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
         options.append(f"dtype={path[-1].dtype.name}")
     mask, option = _mask(exponential.operands[0], program)
     if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
-        option = option and "where="  # causal=True is of the last two axes
+        option = option and "where="  # causal=True applies to the last two axes
     options += [option] * bool(option)
     members = program.saved_of([exponential, *mask])
     how = "replace the softmax {at} with jaxnorm.softmax"
@@ -63,7 +63,7 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Return the quotient of exponentials and their sum."""
+    """Return the quotient of these exponentials and their sum, or None."""
     for user in exponential.users:
         if user.made_by == "div" and user.operands[0] is exponential:
             sums = kept_arrays.ancestors(user.operands[1], user.size)
@@ -73,10 +73,10 @@ def _quotient(exponential: Value) -> Value | None:
 
 
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
-    """Return the copies of a softmax's result, up to the one that is saved.
+    """Return the chain of copies from a softmax's result to the copy that is saved, or None.
 
-    If another copy has other users, or a reshape changes the softmax's axis, a softmax
-    of copied logits does not have this result.
+    The result is None if another copy has other users, or if a reshape changes the softmax's axis:
+    then a softmax of copied logits does not return the saved array.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:
@@ -95,9 +95,9 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
 
 
 def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
-    """Return the arrays that are saved for a mask of logits, and the option that avoids them."""
+    """Return the saved arrays that exist only for a mask, and the option that replaces the mask."""
     value = origin(logits)
-    if value.made_by == "sub":  # less the maximum of its row
+    if value.made_by == "sub":  # the row's maximum is subtracted
         value = origin(value.operands[0])
     select = kept_arrays.uncast(value)
     if select.made_by != "select_n" or len(select.operands) != 3:
@@ -116,7 +116,7 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
-    """Return True for a causal mask: `jnp.tril`, or the inverse of ``jnp.triu(.., 1)``."""
+    """Return True if a mask is causal: `jnp.tril`, or the inverse of ``jnp.triu(.., 1)``."""
     shape = mask.shape[-2:]
     while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
         if mask.made_by == "select_n":
@@ -126,7 +126,7 @@ def _is_causal(mask: Value, is_inverted: bool) -> bool:
             is_inverted ^= numbers[0] == 1
         is_inverted ^= mask.made_by == "not"
         mask = origin(mask.operands[0])
-        if mask.shape[-2:] != shape:  # rows are on another axis than the last but one
+        if mask.shape[-2:] != shape:  # the axis of the rows is not the last but one
             return False
     if mask.made_by != "ge" or is_inverted:
         return False

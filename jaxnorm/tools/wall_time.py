@@ -32,9 +32,9 @@ class Timed:
 
     Attributes:
       function: name of the public function.
-      shapes: shapes of its operands, which are random. Labels are integers, cos and sin float32.
+      shapes: shapes of the operands, which are random. Labels are integers, cos and sin float32.
       dtype: dtype of the other operands.
-      options: its other arguments.
+      options: the call's other arguments.
     """
 
     function: str
@@ -43,7 +43,7 @@ class Timed:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the name that `jaxnorm_kernels.timings` has for the call."""
+        """Return the call's key in `jaxnorm_kernels.timings`."""
         return " with ".join([self.function, *self.options])
 
     def dtype_of(self, operand: str) -> str:
@@ -94,12 +94,12 @@ CALLS = (
 
 
 def report() -> str:
-    """Return a table of times, of forward and backward together.
+    """Return a table of times; each is the sum of forward and backward.
 
     For Triton's kernels, the last column is the speed-up that makes them the default.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
-    with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
+    with ThreadPoolExecutor(len(CALLS)) as pool:  # compile all calls before any is timed
         ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
     for call, (programs, arguments) in zip(progress(CALLS, after=2.0), ready):
         ours, xla = _times(programs, arguments)
@@ -123,7 +123,7 @@ def _default(call: Timed) -> str:
 
 
 def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
-    """Return jaxnorm's and XLA's program, each run once to compile it, and their arguments."""
+    """Run jaxnorm's and XLA's program once, to compile. Return both, and their arguments."""
     keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
     operands: Operands = {}
     constants: Operands = {}
@@ -145,7 +145,7 @@ def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
 def _times(
     programs: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]
 ) -> tuple[float, float]:
-    """Return the seconds of both programs: medians of batches that alternate between them."""
+    """Return the seconds of both programs: medians over batches, which alternate between them."""
     batches = [[_batch(p, *arguments) for p in programs] for _ in range(_BATCHES)]
     ours, xla = (statistics.median(times) for times in zip(*batches))
     return ours, xla
