@@ -63,6 +63,6 @@ __version__ = "0.3.0"
 # Show these objects as members of jaxnorm in signatures, tracebacks and help(jaxnorm), which lists
 # only what a module defines.
 for _name in __all__:
-    if _name != "save_policy":  # save_policy is an object of JAX
+    if _name != "save_policy":  # save_policy belongs to JAX
         globals()[_name].__module__ = __name__
 del _name

@@ -26,7 +26,7 @@ _NO_STATE: Any = object()
 
 
 class _Settings(eqx.Module):
-    """The fields that equinox's norms do not have."""
+    """jaxnorm's additional fields, which equinox's norms do not have."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
@@ -269,7 +269,7 @@ def convert[Model](
     decided = conversion.decided(
         "equinox.convert", norms, _CONVERTED, save, replaced, _why_left, _why_input
     )
-    new: dict[int, Any] = {}  # new norms by the identity of the old ones
+    new: dict[int, Any] = {}  # keys: id() of the old norm
     for path, saved in decided.items():
         if id(norms[path]) not in new:
             new[id(norms[path])] = _converted(norms[path], saved, implementation)
@@ -284,9 +284,9 @@ _CONVERTED: dict[type, type] = {
 
 
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Return a model whose modules call the functions of ``calls``, and its norms by path.
+    """Return a model in which ``calls`` are applied, and a dict of its norms by path.
 
-    Norms whose class, or a base of it, is in ``calls`` are left out.
+    Norms whose class, or a base class of it, is in ``calls`` are left out of the dict.
     """
     norms: dict[str, Any] = {}
 
@@ -341,7 +341,7 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _of_class(module: Any, kind: type) -> Any:
-    """Return a copy of a module as an instance of another class with the same fields."""
+    """Return a copy of a module that is an instance of another class and has the same fields."""
     made: Any = object.__new__(kind)
     for name, value in vars(module).items():
         object.__setattr__(made, name, value)
@@ -357,7 +357,7 @@ def _is_norm(node: Any) -> bool:
 
 
 def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """Return jaxnorm's counterpart of one of equinox's modules, with its parameters."""
+    """Return the module of jaxnorm that replaces one of equinox's norms, with its parameters."""
     base = conversion.converted_as(type(norm), _CONVERTED)
     assert base is not None
     options: dict[str, Any] = {"save": save, "implementation": implementation}
@@ -374,7 +374,7 @@ def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
 
 
 def _why_left(norm: Any) -> str | None:
-    """Return why one of equinox's norms is not converted; None if it is."""
+    """Return the reason why one of equinox's norms is not converted; None if it is converted."""
     if conversion.converted_as(type(norm), _CONVERTED) is None:
         base = next(base for base in _CONVERTED if isinstance(norm, base))
         return conversion.subclass(norm, base, "equinox")
@@ -383,7 +383,7 @@ def _why_left(norm: Any) -> str | None:
 
 
 def _why_input(norm: Any) -> str | None:
-    """Return why a converted norm must save its input instead of its output; None if not."""
+    """Return the reason why a converted norm must save its input instead of its output, or None."""
     if not hasattr(norm.weight, "dtype"):
         return None
     parameters = _parameters(norm)
@@ -392,7 +392,7 @@ def _why_input(norm: Any) -> str | None:
 
 
 def _parameters(norm: Any) -> list[Any]:
-    """Return weight and bias, without absent ones; they may be abstract arrays."""
+    """Return those of weight and bias that the norm has; they may be abstract arrays."""
     return [a for a in (norm.weight, norm.bias) if hasattr(a, "dtype")]
 
 
@@ -417,7 +417,7 @@ def _added(norm: Any) -> dict[str, Any]:
 
 
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:
-    """Return True if equinox's own code computes a call; ValueError if it cannot."""
+    """Return True if equinox's own code must run; ValueError if an offset prevents it."""
     if x.dtype.name in FLOAT_DTYPES and x.size and x.ndim:
         return False
     if norm.scale_offset:

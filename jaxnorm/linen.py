@@ -198,7 +198,7 @@ _Declared = dict[str, tuple[Any, tuple[int, ...]]]  # initialisers and shapes by
 
 
 class _Parameters(nn.Module):
-    """Parameters in a subtree of another module's."""
+    """A submodule that only holds parameters, in a subtree of its parent's parameters."""
 
     dtype: DTypeLike
 
@@ -294,7 +294,7 @@ def converted(
         yield
         return
     seen = Seen(replaced)
-    running: list[nn.Module] = []  # modules whose functions in `calls` are running
+    running: list[nn.Module] = []  # the modules of `calls` whose replacement functions are running
 
     def call(
         call: Callable[..., Any],
@@ -345,7 +345,7 @@ _OURS = (LayerNorm, RMSNorm, GroupNorm)
 
 
 def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return why a call of one of Flax's modules is not converted; None if it is."""
+    """Return the reason why a call of one of Flax's modules is not converted, or None."""
     if conversion.converted_as(type(norm), _FLAX) is None:
         base = next(kind for kind in _FLAX if isinstance(norm, kind))
         return conversion.subclass(norm, base, "Flax")

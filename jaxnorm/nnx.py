@@ -33,11 +33,11 @@ __all__ = [
     "dot_product_attention",
 ]
 
-dot_product_attention.__module__ = __name__  # where users find it
+dot_product_attention.__module__ = __name__  # users find it in this module
 
 
 class _NormFields(TypedDict, total=False):
-    """Flax's arguments of every norm, which are passed on to its class."""
+    """Flax's arguments that all norms share; they are passed on to Flax's class."""
 
     epsilon: float
     dtype: DTypeLike | None
@@ -422,13 +422,13 @@ def _called(
     mask: jax.Array | None,
     residual: Any,
 ) -> Any:
-    """Return y or, with a residual, (y, h).
+    """Return the result y of a norm or, with a residual, (y, h).
 
     Args:
       norm: a LayerNorm or an RMSNorm, whose fields are options of the functions.
-      functions: jaxnorm's function without and with a residual.
+      functions: jaxnorm's function without a residual, and the one with a residual.
       parameters: Flax's parameters of the norm, in the functions' order.
-      flax_norm: Flax's own code, for what the functions do not support.
+      flax_norm: Flax's own code, for calls that the functions do not support.
     """
     function, add_function = functions
     normalised = x if residual is None else residual
