@@ -22,11 +22,12 @@ _REMATS: dict[Remat, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on a figure of a step, relative to the same figure of a step of plain JAX.
+    """A limit on a figure of a training step, relative to the same figure of a plain JAX step.
 
     Attributes:
-      most: the largest allowed ratio.
-      remat, plain_remat: the rematerialisation of the two steps.
+      most: maximum of the ratio.
+      remat: rematerialisation of the step.
+      plain_remat: rematerialisation of the plain JAX step.
     """
 
     model: str
@@ -37,7 +38,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The step, and the step of plain JAX."""
+        """The cell of the step, and that of the plain JAX step."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),
@@ -63,5 +64,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield the cells that the bars compare, each once, in their order."""
+    """Yield each cell that a bar compares, once, in the order of the bars."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
 
-# These give bfloat16 arrays of 50 MB to 128 MB.
+# Shapes for which a bfloat16 array has 50 MB to 128 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
     (32768, 768),
     (32768, 1024),
@@ -32,15 +32,14 @@ QUICK_COLS = 4096
 LOGITS: Shape = (4, 16, 2048, 2048)
 #: The scale of attention's logits: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
-#: Shapes of attention's heads (batch, length, heads, columns): queries, keys, and both of a layer.
+#: Shapes of attention's heads (batch, length, heads, columns): queries, keys, and the two together.
 HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
 )
-#: Operands in float32 that have one number for each pair of columns, and are the same for all
-#: heads.
+#: Operands in float32 that have one number for each pair of columns. All heads share them.
 TABLES = ("cos", "sin")
-#: Shapes of gated norms: rows of heads, as in gated delta nets, and of whole layers.
+#: Shapes of gated norms: a head per row, as in gated delta nets, and a whole layer per row.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
 #: The number of groups of channels that GroupNorm normalises.
 CHANNEL_GROUPS = 32
@@ -110,7 +109,7 @@ BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
     "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
     "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
-    # The same with a library's plain norm and a separate addition, as models often write it.
+    # The same step with a library's norm and a separate addition, as models often write it.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.
@@ -151,7 +150,7 @@ BLOCKS: dict[str, Block] = {
     "biased_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "bias"), gradients=("x", "bias"), broadcast={"bias": 0}
     ),
-    # The softmax axis is not the last: queries, and channels of images.
+    # Softmaxes whose axis is not the last: over queries, and over the channels of images.
     "column_softmax": dataclasses.replace(_SOFTMAX, shapes=((8, 4096, 4096),), axis=-2),
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
@@ -177,7 +176,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction. `shape` is x's, and `dtype` the dtype of arrays of this shape."""
+    """One block in one direction. `shape` is that of x; `dtype` is that of arrays of this shape."""
 
     @property
     def block(self) -> Block:
@@ -192,7 +191,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype == "mixed"
 
     def dtype_of(self, name: str) -> str:
-        """Return the dtype of the array of this name, and of its cotangent."""
+        """Return the dtype of the array called `name`, and of its cotangent."""
         if name == "where":
             return "bool"
         if name in TABLES:
@@ -203,7 +202,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def x_dtype(self) -> str:
-        """The dtype of the normalised array; a library may derive its parameters' dtype from it."""
+        """The normalised array's dtype, from which a library may derive its parameters'."""
         return self.dtype_of("h" if "h" in self.block.results else "x")
 
     @property
@@ -211,7 +210,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype_of("y")
 
     def shape_of(self, name: str) -> Shape:
-        """Return the shape of the array of this name, if it is not a parameter."""
+        """Return the shape of the array called `name`, which is not a parameter."""
         if name in TABLES:
             length, _, cols = self.sizes[-3:]
             return (length, 1, cols // 2)
@@ -244,7 +243,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """The least traffic: in each of the two passes, each array of rows once."""
+        """The minimum memory traffic in bytes: each pass moves each of its arrays once."""
         block = self.block
         arrays = [*block.operands, *block.results]
         if self.direction == "fwd+bwd":

@@ -7,24 +7,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-L2_BYTES = 60e6  # of an H200; buffers are reused only after 5 times as much
+L2_BYTES = 60e6  # an H200's cache; buffers rotate over 5 times as much
 MAX_BUFFERS = 64
-# The most bytes that a copy moves, so that it fits beside the operands; for more, its time is
-# scaled.
+# Maximum number of bytes that a copy moves, so that it fits beside the operands. The time of a
+# larger copy is extrapolated.
 COPY_BYTES = 8e9
 REPEATS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Medians over the calls, in microseconds."""
+    """Medians over the timed calls, in microseconds."""
 
     us: float  # all kernels of a call
     main_us: float  # the longest kernel of a call
     kernels: int | None = None  # of a call; unknown on a CPU
 
     def times(self, factor: float) -> "Timing":
-        """Return the timing of something that takes `factor` times as long."""
+        """Return the timing multiplied by `factor`."""
         return Timing(factor * self.us, factor * self.main_us, self.kernels)
 
     def gbps(self, size: int) -> float:
@@ -32,7 +32,7 @@ class Timing:
         return size / self.us / 1e3
 
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Return GB/s and the share of a copy's speed, or TFLOP/s if matmuls dominate."""
+        """Return GB/s and the fraction of a copy's speed, or TFLOP/s if matmuls dominate."""
         return {
             "us": self.us,
             "main_us": self.main_us,
@@ -44,23 +44,26 @@ class Timing:
 
 
 def buffers_for(size: int) -> int:
-    """Return how many sets of operands to rotate, for calls that touch `size` bytes."""
+    """Return how many sets of operands calls use in turn, if each touches `size` bytes."""
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
 
 
 def words_for(size: int) -> tuple[int, float]:
-    """Return the 32-bit words to copy, and the factor from that copy to one of `size` bytes."""
+    """Return the number of 32-bit words to copy, and a factor for the time.
+
+    The time of this copy times the factor is the time of a copy that moves `size` bytes.
+    """
     words = max(1, min(size, int(COPY_BYTES)) // 8)
     return words, max(1.0, size / COPY_BYTES)
 
 
 def calls_for(operands: Sequence[Any]) -> int:
-    """Return how many calls are timed: all operands, and enough for a median."""
+    """Return the number of calls to time: each set of operands once, and enough for a median."""
     return max(REPEATS, len(operands))
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
-    """Return the timing of `calls` equal calls, from the times of their kernels in order."""
+    """Return the timing of `calls` equal calls, given the times of all their kernels in order."""
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")

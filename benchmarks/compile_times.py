@@ -22,7 +22,7 @@ from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import MODELS, PLAIN, Layers, TrainingCell
 from benchmarks.workloads import Direction, Shape, Workload
 
-#: Widths that cover each line of the schedule tables and its limits: narrow, aligned and unaligned.
+#: Widths for which the schedule tables use different rules: narrow, aligned and unaligned rows.
 WIDTHS = (
     *(8, 16, 24, 40, 56, 64, 72, 96, 120, 128, 200, 256, 384, 768),
     *(1000, 1023, 1024, 3000, 4095, 4096, 5120, 8192, 12288, 16384),
@@ -31,10 +31,10 @@ WIDTHS = (
 QUICK = (24, 1024, 4095, 50257)
 #: The providers whose programs are timed: the default of a call, and plain jnp.
 PROVIDERS = ("jaxnorm", "jnp")
-#: The limit in seconds for any program.
+#: Maximum number of seconds for any program.
 LIMIT_S = 4.0
 ROWS = 8192
-#: Training steps: a model, how its layers are stacked, and the sequences of a step.
+#: Training steps: a model, how its layers are stacked, and the number of sequences in a batch.
 STEPS: dict[str, tuple[str, Layers, int]] = {
     "gpt2-small scan": ("gpt2-small", "scan", 4),
     "gpt2-small unrolled": ("gpt2-small", "unrolled", 4),
@@ -42,7 +42,8 @@ STEPS: dict[str, tuple[str, Layers, int]] = {
 }
 STEP_VARIANTS = (PLAIN, "jaxnorm-norms", "jaxnorm-products")
 
-# The shape of x by the width; for matmuls, of x and weight. Others use (ROWS, width).
+# The shape of x as a function of the width; for matmuls, x's and weight's. Others use (ROWS,
+# width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
     "gated_add_layer_norm": lambda cols: (16, 512, cols),
@@ -59,13 +60,13 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
 }
-#: Channels are in groups; columns are rotated in pairs.
+#: Widths are multiples of these: channels form groups, and columns are rotated in pairs.
 COLUMNS_ARE_MULTIPLES_OF = {
     "group_norm": CHANNEL_GROUPS,
     "group_norm_silu": CHANNEL_GROUPS,
     "rms_norm_rope": 2,
 }
-# Compositions of other functions in this list, and a plain matmul.
+# Left out: compositions of other functions in this list, and a plain matmul.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
 OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
 # Operations that also support float32 rows, or a float32 residual stream, with a 16-bit result.
@@ -75,7 +76,7 @@ _MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" 
 def shaped_workload(
     op: str, direction: Direction, shape: str, dtype: str
 ) -> BlockWorkload | LossWorkload | LinearWorkload:
-    """Return the workload of a block, a loss or a matmul, by its name."""
+    """Return the workload of a block, a loss or a matmul with the name `op`."""
     if op in BLOCKS:
         return BlockWorkload(op, direction, shape, dtype)
     return (LinearWorkload if op in LINEAR else LossWorkload)(op, direction, shape, dtype)
@@ -118,7 +119,7 @@ class CompileCell:
 def cells(
     providers: Sequence[str], ops: Sequence[str], dtypes: Sequence[str], widths: Sequence[int]
 ) -> Iterator[CompileCell]:
-    """Yield the selected cells that the providers offer; plain jnp in bfloat16 only."""
+    """Yield the selected cells that providers support; for jnp, those in bfloat16 only."""
     for op in (op for op in OPS if op in ops):
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:

@@ -18,8 +18,8 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: The number of arrays of x's shape that a pass loads or stores, in x's and in y's dtype. A
-#: backward pass starts from the output.
+#: For each operation and pass, the numbers of arrays of x's shape that it loads or stores: those of
+#: x's dtype, and those of y's. A backward pass starts from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
     ("add_norm", "bwd"): (2, 2),  # dh, dx; y, dy
@@ -30,12 +30,11 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
 
 
 def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
-    """Run a pass of an implementation on positional operands, in the order of the operations table.
+    """Run a pass of an implementation on operands in the order of the operations table.
 
     A forward pass takes operands, and returns results and then a tuple of statistics. A backward
-    pass takes residuals (with the statistics in a tuple) and cotangents, and returns gradients.
-    None stands for an absent array. A scale of each row's logits, which no kernel takes, is left
-    out.
+    pass takes residuals (with the statistics in a tuple) and cotangents, and returns gradients. An
+    absent array is None. A scale of each row's logits is left out, because no kernel takes it.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -118,7 +117,7 @@ class KernelWorkload(Workload):
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return the implementation's function of the arrays that `operands` returns."""
+        """Return a function that runs the implementation on the arrays that `operands` returns."""
         spec, results = self.spec, len(self.spec.operation.results)
         if self.direction == "bwd":
             return lambda *operands: call(implementation, spec, *operands)
@@ -175,7 +174,7 @@ class LinearKernelWorkload(LinearWorkload):
         return self.sizes[1]
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return the implementation's function of the `operands`; for xla, the composition."""
+        """Return a function that runs the implementation; for xla, the composition."""
         if implementation is xla:
             return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
         return functools.partial(
@@ -241,14 +240,14 @@ class HeadsKernelWorkload:
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return the implementation's function of the arrays that `operands` returns."""
+        """Return a function that runs the implementation on the arrays that `operands` returns."""
         spec = self.spec
         if implementation is not xla:
             return functools.partial(self._in_rows, functools.partial(call, implementation, spec))
         return lambda *operands: call(xla, spec, *operands)[: 1 if self.direction == "fwd" else 2]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
-        """Return random operands, in the shapes of the public function."""
+        """Return random operands in the shapes that the public function takes."""
         keys = iter(jax.random.split(jax.random.key(seed), 5))
         _, length, _, cols = self.shape
         angle = jax.random.uniform(next(keys), (1, length, 1, cols // 2), jnp.float32, 0, 6)
@@ -260,7 +259,7 @@ class HeadsKernelWorkload:
         return x, (rstd,), *shared, jax.random.normal(next(keys), self.shape, self.x_dtype)
 
     def _in_rows(self, function: Callable[..., Any], *operands: Any) -> list[Any]:
-        """Run `function` on the kernel's views of the operands, and restore the results' shapes."""
+        """Run `function` on operands reshaped for the kernel, and reshape the results back."""
         views = [
             jax.tree.map(lambda a: a.reshape(-1), a)
             if isinstance(a, tuple)

@@ -13,13 +13,13 @@ from benchmarks.workloads import Array, FewParameters, Shape, Workload
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("fwd", "fwd+bwd")
 ROWS: tuple[Shape, ...] = ((4096, 1024), (1024, 4096))
-# The second half of an MLP: rows, hidden features, features.
+# Shapes of the second half of an MLP: rows, hidden features, features.
 PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """The timed cells of an operation: its shapes, and the providers it is compared with.
+    """The timed cells of an operation: its shapes, and the providers that jaxnorm is compared with.
 
     With `is_eager`, it runs outside `jax.jit`, where a library may trace or compile a gradient at
     each call.
@@ -78,7 +78,7 @@ class ProductWorkload(FewParameters):
 
 @dataclasses.dataclass(frozen=True)
 class CpuCell:
-    """One operation in one direction; losses return the mean. `provider` names the peer."""
+    """One operation in one direction. A loss is a mean. `provider` is the compared library."""
 
     op: str
     direction: str

@@ -48,7 +48,7 @@ def losses() -> str:
 
 
 def log_probs() -> str:
-    """Return the table. In its rows of logits rounded to bfloat16, no function is jaxnorm's."""
+    """Return the table of logits. Its rows with bfloat16 logits have no function of jaxnorm's."""
 
     def row(deviation: float) -> list[str]:
         rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def log_probs() -> str:
 
 
 def _log_prob_and_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute both in float64. log1p gets the sum without the label's own term."""
+    """Compute both results in float64. log1p takes the sum without the label's own term."""
     below = logits.max(-1, keepdims=True) - logits
     exponentials = np.exp(-below)
     own = np.arange(logits.shape[-1]) == labels[:, None]

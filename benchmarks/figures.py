@@ -14,28 +14,30 @@ from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
-# The providers that stand for jaxnorm: the default of a call, or else the kernel by name.
+# Providers whose figure counts as jaxnorm's: the default of a call or, without it, the kernel.
 OWN = ("jaxnorm", "mosaic")
-# The shapes of plots and tables: enough rows to fill a GPU, and one shape for each N.
+# The shapes in plots and tables: each has enough rows to fill a GPU, and each N occurs once.
 PLOTTED = [
     shape
     for group in ("narrow rows", "powers of two", "model widths", "odd rows")
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-AHEAD = 1.02  # a peer is ahead if jaxnorm takes longer than this times its time
+AHEAD = 1.02  # a peer is ahead if jaxnorm's time is more than this times the peer's
 
-# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload.
+# A cell without its provider: the fields of a Workload (op, direction, rows, cols, x_dtype,
+# y_dtype) or of a ShapedWorkload.
 Question = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The answer of one provider: microseconds, GB/s, and a copy's time over the provider's.
+    """The figures of one provider for one question.
 
-    For matmuls, these are TFLOP/s, and the time of the matmul alone over its time. `extra_passes`
-    counts passes over whole arrays that compute nothing, if known. Copies among them may not be
-    included in `us`.
+    `us` is in microseconds, `speed` in GB/s, and `roof` is the time of a copy over `us`. For
+    matmuls, `speed` is in TFLOP/s, and `roof` is the time of the matmul alone over `us`.
+    `extra_passes` counts passes over whole arrays that compute nothing, if known; `us` may not
+    include copies among them.
     """
 
     us: float
@@ -52,7 +54,7 @@ Figures = dict[Question, dict[str, Figure]]
 
 
 def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
-    """Return the figures of a timed suite, by question and provider, without failed rows.
+    """Return the figures of a suite's successful rows: a dict by question, then by provider.
 
     A row's `roof` is computed from the median time of copies of as many bytes, over all processes.
     On an H200, the copy in a single process was slower than this median by 7 % or more in one of 28
@@ -80,9 +82,10 @@ def _question(row: Row, kind: type[Any]) -> Question:
 
 
 def of_products(rows: Iterable[Row]) -> Figures:
-    """Return the figures of matmuls, by question and provider.
+    """Return the figures of matmuls: a dict by question, then by provider.
 
-    Their `roof` is computed from XLA's matmul alone (jnp); it is NaN if that was not measured.
+    `roof` is computed from the time of XLA's matmul alone (jnp); it is NaN if that was not
+    measured.
     """
     measured = {
         (_question(row, LinearWorkload), row["provider"]): row
@@ -121,19 +124,19 @@ def bytes_of(question: Question) -> int:
 
 
 def own(answers: dict[str, Figure]) -> Figure | None:
-    """Return jaxnorm's figure."""
+    """Return jaxnorm's figure; None if it was not measured."""
     return next((answers[name] for name in OWN if name in answers), None)
 
 
 def times_faster(answers: dict[str, Figure], peer: str) -> float | None:
-    """Return the peer's time over jaxnorm's, or None if one of them was not measured."""
+    """Return the peer's time over jaxnorm's; None if one of them was not measured."""
     mine, other = own(answers), answers.get(peer)
     return None if mine is None or other is None else other.us / mine.us
 
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """A peer that answers a question faster than jaxnorm by more than 2 %."""
+    """A peer that is faster than jaxnorm by more than 2 %, for one question."""
 
     question: Question
     peer: str
@@ -141,7 +144,7 @@ class Ahead:
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Yield every peer that is ahead of jaxnorm, question by question."""
+    """Yield each peer that is faster than jaxnorm, question by question."""
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:
@@ -153,10 +156,10 @@ def ahead(figures: Figures) -> Iterator[Ahead]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """jaxnorm's speed over a peer's: median, least and greatest over the cells that both have."""
+    """jaxnorm's speed relative to a peer's: median, minimum and maximum over their common cells."""
 
     cells: int
-    ahead: int  # the number of cells in which the peer is ahead
+    ahead: int  # number of cells in which the peer is faster
     median: float
     least: float
     greatest: float
@@ -175,7 +178,10 @@ def comparison(figures: Figures, peer: str) -> Comparison | None:
 def along_n(
     figures: Figures, op: str, direction: str, x_dtype: str, y_dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return answers by N over the plotted shapes; of two shapes with one N, the larger counts."""
+    """Return the figures of each provider by N, over the plotted shapes.
+
+    If two shapes have the same N, the larger one counts.
+    """
     result = {}
     for rows, cols in sorted(PLOTTED, key=lambda shape: (shape[1], shape[0])):
         question = (op, direction, rows, cols, x_dtype, y_dtype)
@@ -187,7 +193,7 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return the answers of a block by shape: its own shapes in their order, then others."""
+    """Return the figures of a block by shape: its own shapes in their order, then any others."""
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
         shape: answers
@@ -200,14 +206,14 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return the answers of matmuls with equal M, N and K, by that size."""
+    """Return the figures of square matmuls, by their size M = N = K."""
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
 
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return the answers of the matmuls of models, by name."""
+    """Return the figures of models' matmuls: a dict by the name of the matmul, then by provider."""
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 
 
@@ -219,5 +225,5 @@ def _of_shapes(
 
 
 def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:
-    """Return how many cells failed, by provider and reason."""
+    """Return the number of failed cells for each pair of provider and reason."""
     return Counter((row["provider"], row["status"]) for row in rows if row["status"] != OK)

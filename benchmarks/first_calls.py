@@ -16,7 +16,7 @@ Figures = dict[str, float | None]
 
 
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
-    """Time a cell at once, because nothing else is done with it."""
+    """Time a cell now and return the figures as a function: nothing is left to measure."""
     _warm_up()
     figures = seconds(cell)
     return lambda: figures
@@ -24,7 +24,7 @@ def prepare(cell: CompileCell) -> Callable[[], Figures]:
 
 @functools.cache
 def _warm_up() -> None:
-    """Import the modules that every first call imports, and start the compilers."""
+    """Import the modules that every first call needs, and initialise the compilers."""
     jax.config.update("jax_enable_compilation_cache", False)  # no cached programs
     for provider in PROVIDERS:
         for op in ("layer_norm", "softmax", "cross_entropy"):

@@ -25,13 +25,13 @@ Instruction = tuple[str, str, str]  # opcode, type, line
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of a compiled program.
+    """A collective operation in a compiled program.
 
     Attributes:
       name: its opcode, such as "all-gather".
       array: the dtype and shape of its result, such as "bf16[16,64]".
-      size: bytes that each device sends in one run, by a ring or directly.
-      runs: how often it runs; more than once in a loop.
+      size: number of bytes that each device sends in one run, by a ring or directly.
+      runs: number of runs; more than one in a loop.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Collective:
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Return the collectives of a program for this many devices, one for each array.
+    """Return the collectives of a program that runs on this many devices, one for each array.
 
     XLA combines collectives, and an all-to-all may have an array for each device. A loop counts
-    once if XLA does not state how often it runs.
+    once if XLA does not state its number of runs.
     """
     computations = dict(_computations(text))
-    loops = {}  # by a loop's body: the computation with the loop, and its number of runs
+    loops = {}  # from a loop's body to the computation with the loop, and the number of runs
     for name, instructions in computations.items():
         for opcode, _, line in instructions:
             if opcode == "while":
@@ -78,7 +78,7 @@ def _results(opcode: str, kind: str) -> list[str]:
 
 
 def _sent(name: str, array: str, line: str, devices: int) -> int:
-    """Return the bytes that a device sends, from the result's array and the size of a group."""
+    """Return the bytes that a device sends, from the result's array and the group's size."""
     n = _group(line, devices)
     factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
     return round(_bytes(array) * factors.get(name, (n - 1) / n))
@@ -91,7 +91,7 @@ def _bytes(array: str) -> int:
 
 
 def _group(line: str, devices: int) -> int:
-    """Return how many devices participate in one collective."""
+    """Return the number of devices that take part in one collective."""
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -103,10 +103,10 @@ def _group(line: str, devices: int) -> int:
 
 
 def extra_passes(text: str, elements: int) -> int:
-    """Count passes over `elements` or more that compute nothing: copies, converts, transposes.
+    """Count operations on at least `elements` elements that compute nothing.
 
-    On a GPU, a copy may be done by the driver instead of a kernel; its time is then not included in
-    the kernels' time.
+    These are copies, converts and transposes. On a GPU, the driver may do a copy instead of a
+    kernel; then the kernels' time does not include it.
     """
     computations = dict(_computations(text))
 
@@ -122,20 +122,20 @@ def extra_passes(text: str, elements: int) -> int:
 
 
 def made(text: str, elements: int) -> list[str]:
-    """Return the opcodes that produce arrays of `elements` or more."""
+    """Return the opcodes of the operations that produce arrays of at least `elements` elements."""
     large = _large(dict(_computations(text)), elements)
     return [opcode for opcode, *_ in large if opcode not in _FREE | {"call"}]
 
 
 def scopes(text: str) -> dict[str, str]:
-    """Return the scope of each instruction in the traced program, by the name of its kernel."""
+    """Return a dict from a kernel's name to its instruction's scope in the traced program."""
     return {re.sub(r"\W", "_", name): scope for name, scope in _SCOPE.findall(text)}
 
 
 def _large(
     computations: Mapping[str, Sequence[Instruction]], elements: int
 ) -> Iterator[Instruction]:
-    """Yield instructions outside fusions with an array of `elements` or more."""
+    """Yield instructions outside fusions that have an array of at least `elements` elements."""
     fused = {
         called
         for instructions in computations.values()
@@ -160,6 +160,6 @@ def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def _elements(kind: str) -> int:
-    """Return the number of elements of the largest array of a type."""
+    """Return the number of elements of the largest array in a type, which may be a tuple."""
     sizes = (math.prod(map(int, filter(None, s.split(",")))) for s in _SHAPE.findall(kind))
     return max(sizes, default=0)

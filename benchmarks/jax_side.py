@@ -20,7 +20,7 @@ Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
 Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
 
-THREADS = 16  # the most threads that prepare cells
+THREADS = 16  # maximum number of threads that prepare cells
 KEPT_BYTES = 5e9  # the most that a waiting process may hold; JAX's pool may be twice its peak
 
 
@@ -64,30 +64,30 @@ def arguments_of(
 
 @functools.cache
 def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
-    """Return `random_arrays` as a compiled function of a seed."""
+    """Return the compiled `random_arrays` for these arguments, as a function of the seed."""
     return random_arrays.lower(0, *arguments).compile()
 
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
-    """Return enough inputs to keep calls out of the cache, shared by a workload's providers."""
+    """Return enough inputs to keep calls out of the cache; a workload's providers share them."""
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled call, and a function that derives its operands from inputs."""
+    """A compiled call, and a function that computes the call's operands from inputs."""
 
     call: Callable[..., Any]
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
-    extra_passes: int  # over an array of x's size
+    extra_passes: int  # over arrays of x's size
     temp_bytes: int  # XLA's plan for intermediates
 
 
 def compile_cell(cell: Timed) -> Program:
-    """Compile what a user would call; errors of the library are raised.
+    """Compile the call as a user would make it; errors of the library are raised.
 
     A gradient that equals an existing array is not returned, because XLA would have to copy it.
     """
@@ -157,7 +157,7 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """Compile everything that a cell runs, in a thread, and return a function that measures it."""
+    """Compile all programs of a cell, in a thread, and return a function that measures the cell."""
     if suite == "stacks":
         return stacks.prepare(cell)
     if suite == "cpu":
@@ -176,14 +176,15 @@ def prepare(suite: str, cell: Any) -> Measure:
 
 
 def release() -> None:
-    """Drop the arrays that cells share."""
+    """Delete the arrays that the cells of a workload share."""
     rotating_inputs.cache_clear()
 
 
 def crowds_others() -> bool:
-    """Return True if the process holds too much of a shared GPU, which JAX frees only at its end.
+    """Return True if this process holds so much GPU memory that others may lack it.
 
-    Seven of eight waiting processes then leave half of an H200 to the eighth.
+    JAX frees that memory only when the process ends. With this limit, seven of eight waiting
+    processes leave half of an H200 to the eighth.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
         return False

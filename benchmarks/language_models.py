@@ -32,7 +32,7 @@ _POLICIES: dict[Remat, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of some size, with the functions of a variant.
+    """A model of a given size, with the functions of a variant.
 
     Attributes:
       layers: a scan over stacked parameters, or separate layers, each with its own parameters.
@@ -63,14 +63,14 @@ class Model:
         return params if self.layers == "scan" else params | {"layers": self._each(params)}
 
     def _each(self, params: Params) -> list[Params]:
-        """Split the stacked parameters into those of each layer."""
+        """Split the stacked parameters into a list with the parameters of each layer."""
         return [
             jax.tree.map(lambda a: a[i], params["layers"])  # noqa: B023, it is called here
             for i in range(self.size.layers)
         ]
 
     def loss(self, params: Params, tokens: Array) -> Array:
-        """Return the mean cross-entropy of tokens (B, S + 1), each given the tokens before it."""
+        """Return the mean cross-entropy of each token in (B, S + 1), given the tokens before it."""
         embedding = params["embedding"].astype(self.dtype)
         x = _MODELS[self.size.kind](self, params, embedding[tokens[:, :-1]])
         return self.variant.loss(x, embedding, tokens[:, 1:])
@@ -127,7 +127,7 @@ def dense(linear: Callable[[Array, Array], Array], x: Array, p: Params) -> Array
 
 
 def gpt2(model: Model, params: Params, x: Array) -> Array:
-    """Return the last hidden states of embedded tokens; both are (B, S, d)."""
+    """Return the last hidden states, given embedded tokens; both are (B, S, d)."""
     use = model.variant
 
     def layer(x: Array, p: Params) -> Array:
@@ -167,14 +167,14 @@ def llama_shapes(size: Size) -> Params:
 
 
 def rotations(length: int, head: int, base: float = 500_000.0) -> tuple[Array, Array]:
-    """Return cos and sin of rotary position embedding, (length, 1, head / 2)."""
+    """Return the rotary embedding's cos and sin tables, each (length, 1, head / 2)."""
     half = head // 2
     angle = jnp.arange(length)[:, None] * base ** (-jnp.arange(half) / half)
     return jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
 
 
 def llama(model: Model, params: Params, x: Array) -> Array:
-    """Return the last hidden states of embedded tokens; both are (B, S, d)."""
+    """Return the last hidden states, given embedded tokens; both are (B, S, d)."""
     use = model.variant
     tables = rotations(x.shape[1], model.size.head)
 

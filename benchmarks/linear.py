@@ -15,7 +15,7 @@ TOKENS = 8192
 #: Llama's hidden size, and its projections: queries, keys and values in one; gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
-    "8B": (4096, (6144, 14336, 28672)),  # also gate alone
+    "8B": (4096, (6144, 14336, 28672)),  # 14336 is gate without up
     "70B": (8192, (10240, 57344)),
 }
 PROJECTIONS: dict[Shape, str] = {
@@ -27,7 +27,7 @@ PROJECTIONS: dict[Shape, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """The measured cells of one operation. A shape is M x K x N, for x (M, K) and weight (K, N)."""
+    """The measured cells of one operation. A shape is M x K x N: x is (M, K), weight (K, N)."""
 
     normalises: bool
     shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)
@@ -37,7 +37,7 @@ class Linear:
 
 
 LINEAR: dict[str, Linear] = {
-    # x @ weight. The others are compared with jnp's.
+    # x @ weight, without a norm. Other operations are compared with jnp's time for it.
     "product": Linear(normalises=False),
     # rms_norm(x, scale) @ weight.
     "rms_norm_linear": Linear(normalises=True),
@@ -71,7 +71,7 @@ class LinearWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Operations of M x K by K x N, and of the two matmuls of the backward pass."""
+        """Number of operations of the matmul, and of the two in its backward pass."""
         products = 3 if self.direction == "fwd+bwd" else 1
         return 2 * products * math.prod(self.sizes)
 

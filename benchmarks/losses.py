@@ -11,13 +11,13 @@ import math
 
 from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
-#: Positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
+#: Shapes of logits, positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
 )
 FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
-#: Rows, x's width, and the classes of weight: Llama 3 8B's last layer.
+#: The shape of Llama 3 8B's last layer: rows, features, classes.
 LINEAR_LOGITS: tuple[Shape, ...] = ((8192, 4096, 128256),)
 
 #: Gemma 2's cap of the logits: SOFTCAP tanh(logits / SOFTCAP).
@@ -26,7 +26,7 @@ SOFTCAP = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The measured cells of one loss. A shape is x's, then the classes if weight makes the logits.
+    """The measured cells of one loss.
 
     Attributes:
       shapes: rows x classes; or rows x features x classes, for x (rows, features) and weight
@@ -60,8 +60,9 @@ LOSSES: dict[str, Loss] = {
     # A model's last layer and its loss. They are compared with the provider `products`.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": _LINEAR,
-    # The label's log-probability and the entropy of each position. With a cotangent for each
-    # position, logits that are not saved are computed twice: a fourth matmul.
+    # The label's log-probability and the entropy of each position. Positions have separate
+    # cotangents, so the backward pass recomputes the logits, which are not saved, by a fourth
+    # matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
     "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
 }
@@ -101,7 +102,10 @@ class LossWorkload(FewParameters):
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
-        """Empty for a mean: a training step differentiates it directly; libraries rely on that."""
+        """The cotangents of the results.
+
+        A mean has none: a training step differentiates it directly, and libraries rely on that.
+        """
         return () if self.loss.mean else self.results
 
     @property
@@ -111,7 +115,7 @@ class LossWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Operations of the matmuls of x, weight and their gradients, if there is a weight."""
+        """Number of operations of the matmuls, also for gradients; 0 without a weight."""
         products = self.loss.products
         made = products if self.direction == "fwd+bwd" else min(products, 1)
         return 2 * made * math.prod(self.sizes)

@@ -11,7 +11,7 @@ from typing import Literal
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
 BUDGET_BYTES = 80 * 10**9  # an H100's memory; the column batch_in_80gb is named after it
-LOSS_STEPS = (1, 10, 20, 30, 40)  # steps whose loss is a column; so many are run
+LOSS_STEPS = (1, 10, 20, 30, 40)  # steps with a column of the loss; the last is the number of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ MODELS = {
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
-# What a layer saves for its backward pass: everything, its matmuls, or only its input.
+# What each layer saves for its backward pass: all residuals, its matmuls, or only its input.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
-# For each provider: the functions a model uses, and the name in tables. Each variant but the last
-# includes those before it.
+# The variants, which are named as providers, and their names in tables. Each variant except the
+# last uses the functions of those before it, and more.
 PLAIN = "jnp"
 VARIANTS = {
     PLAIN: "plain JAX and optax",
@@ -94,7 +94,7 @@ def cells(
     *,
     quick: bool,
 ) -> Iterator[TrainingCell]:
-    """Yield the `names` that are models, in the variants of `providers`; one of each if `quick`."""
+    """Yield the cells of the models in `names`; if `quick`, of the first model and mode only."""
     few = slice(1 if quick else None)
     asked = [name for name in MODELS if name in names]
     each = itertools.product(asked[few], layers[few], remats[few], devices)
@@ -105,7 +105,7 @@ def cells(
 
 
 def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
-    """Return a step with the measured dtype and batch per device."""
+    """Return a step with the dtype and the batch per device that are measured."""
     batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
     return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
 
@@ -126,7 +126,7 @@ STACK_SHAPES: list[Shape] = [
 
 @dataclasses.dataclass(frozen=True)
 class StackCell:
-    """Pre-norm residual layers over a small x; ``"fwd+bwd"`` is a loss and its gradients."""
+    """A stack of small pre-norm layers; ``"fwd+bwd"`` computes a loss and its gradients."""
 
     op: Operation
     direction: Direction
@@ -143,7 +143,10 @@ def stacks(
     dtypes: Sequence[str],
     shapes: Sequence[Shape],
 ) -> Iterator[StackCell]:
-    """Yield stacks of norms: the default and (forward) kernels that it may leave to XLA."""
+    """Yield stacks of norms: with the default and, forward only, with kernels.
+
+    The default may choose XLA for such small arrays.
+    """
     for op in ops:
         for direction in directions:
             for dtype in dtypes:

@@ -9,12 +9,12 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
-COMPARED = (PLAIN, "jaxnorm-products")  # variants in the README
+COMPARED = (PLAIN, "jaxnorm-products")  # variants that the README shows
 LARGE = 100e6  # bytes: twice an H200's cache
 
 
 def who(measured: Figures) -> str:
-    """Return a sentence that names the measured providers, and which of them stands for jaxnorm."""
+    """Return a sentence that lists the measured providers, and says which is jaxnorm's figure."""
     there = {name for answers in measured.values() for name in answers}
     labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
     if "jaxnorm" in there:
@@ -62,7 +62,7 @@ def kernels(measured: Figures) -> str:
 
 
 def comparisons(*suites: Figures) -> str:
-    """Return a row per peer, with two columns for each of `suites`: jaxnorm compared with it."""
+    """Return a comparison of jaxnorm with each peer: a row per peer, two columns per suite."""
     rows = []
     for name, provider in PROVIDERS.items():
         compared = [figures.comparison(measured, name) for measured in suites]
@@ -73,7 +73,7 @@ def comparisons(*suites: Figures) -> str:
 
 
 def where_ahead(found: Iterable[Ahead]) -> str:
-    """Return one sentence that says on which arrays kernels of other libraries are ahead."""
+    """Return a sentence that says for which arrays other libraries' kernels are faster."""
     by_cell: dict[figures.Question, float] = {}
     for each in found:
         if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
@@ -95,7 +95,7 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
 
 
 def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
-    """Return time, temp memory and largest batch of steps, without jaxnorm and with all of it.
+    """Return time, temp memory and largest batch of training steps: plain JAX, and all of jaxnorm.
 
     Steps whose largest batch is unknown are left out.
     """

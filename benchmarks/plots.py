@@ -24,8 +24,8 @@ from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
 
-# The palette of Okabe and Ito, which is safe for colour blindness, and a marker for each, which is
-# safe for black and white printing.
+# Okabe and Ito's palette, which suits colour-blind readers, and a marker per provider, for black
+# and white prints.
 STYLES = {
     "jaxnorm": ("#000000", "o"),
     "mosaic": ("#0072B2", "s"),
@@ -50,7 +50,7 @@ _OF_VARIANTS = dict(
 )
 COPY = "a copy of as many bytes"
 MATMUL = "the matmul alone, by XLA"
-# The names of rematerialisations below the bars, and of the models above them.
+# Labels of rematerialisations, below the bars, and of models, above them.
 _REMATS = {"none": "no remat", "dots": "remat,\nmatmuls\nsaved", "block": "remat\nof layers"}
 _OPS = {"product": "matmul"}
 _MODELS = {
@@ -59,7 +59,7 @@ _MODELS = {
     "llama-1b-qk": "Llama 3.2 1B, QK norms",
 }
 
-Answers = dict[Any, dict[str, Figure]]  # by N, or a name, and provider
+Answers = dict[Any, dict[str, Figure]]  # keys: N or a name, then the provider
 
 
 def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
@@ -76,7 +76,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
 
 
 def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
-    """Write a PNG of matmuls in one dtype: squares, and next to them the matmuls of models."""
+    """Write a PNG of matmuls in one dtype: square ones, and beside them those of models."""
     panels = [
         [
             (f"{_OPS.get(op, op)}, {text.DIRECTIONS[way]}", along(measured, op, way, dtype))
@@ -126,7 +126,7 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
-    """Draw a bar for each variant, in groups by how layers are stacked and by rematerialisation."""
+    """Draw a bar for each variant, grouped by the stacking of layers and by rematerialisation."""
     variants = text.variants(rows)
     there = {(row["layers"], row["remat"]) for row in rows}
     groups = [group for group in itertools.product(LAYERS, REMATS) if group in there]
@@ -161,7 +161,7 @@ def _plot(
     y_label: str = "bandwidth [GB/s]",
     roof: str = COPY,
 ) -> None:
-    """Draw panels with titles. The x axis is shared by a column, the y axis by all."""
+    """Draw panels with titles. Panels in a column share the x axis; all share the y axis."""
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),
@@ -176,7 +176,7 @@ def _plot(
         for axes, (name, answers) in zip(axes_row, panel_row):
             axes.set_title(name, fontsize=10)
             _panel(axes, answers, roof)
-    grid.flat[0].set_ylim(bottom=0)  # for all panels, which share the axis
+    grid.flat[0].set_ylim(bottom=0)  # the panels share the axis
     for axes, x_label in zip(grid[-1], x_labels):
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
@@ -193,11 +193,11 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # in their order, even if a provider lacks one
+        axes.xaxis.update_units(names)  # the order does not depend on missing providers
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)
-    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm on top of the others
+    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm's lines are drawn last
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
         points = [(n, each[provider].speed) for n, each in answers.items() if provider in each]
         _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})

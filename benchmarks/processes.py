@@ -38,7 +38,7 @@ _FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a cell: figures if `status` is "ok", otherwise a reason."""
+    """The result of a cell: figures if `status` is "ok". Otherwise, `status` is the reason."""
 
     cell: Cell
     figures: dict[str, Any]
@@ -48,7 +48,7 @@ class Outcome:
 def outcomes(
     side: Side, suite: Suite, cells: Sequence[Cell], *, workers: int = 1, limit_s: float = LIMIT_S
 ) -> Iterator[Outcome]:
-    """Yield one outcome per cell, in order, except for cells that a process leaves to another.
+    """Yield one outcome per cell, in order; a cell that a process leaves to another comes later.
 
     If a process dies or hangs, only the cell that it was running fails.
     """
@@ -69,9 +69,9 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells equally for whole rounds.
+    """Split the cells into batches of about equal size, for whole rounds of all workers.
 
-    Cells of one workload stay together, because they share operands.
+    Cells of one workload stay in one batch, because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []
@@ -83,12 +83,15 @@ def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
 
 
 def default_workers(on: Machine) -> int:
-    """Return half of the cores, at most 8; on a CPU, 1. Each process holds GPU memory."""
+    """Return the default number of processes: half of the cores, at most 8; on a CPU, 1.
+
+    Each process holds GPU memory.
+    """
     return 1 if on == Machine("cpu") else max(1, min(8, cores() // 2))
 
 
 def environment(workers: int) -> dict[str, str]:
-    """Return the environment of one of `workers` processes that run at the same time."""
+    """Return a process's environment variables, if `workers` processes run at a time."""
     shares_memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if workers > 1 else {}
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(_threads(workers))}
     return {**os.environ, **threads, **shares_memory}
@@ -103,7 +106,7 @@ def _threads(workers: int) -> int:
 
 
 class _Worker:
-    """A process of a side. Requests and answers are lines of text."""
+    """A process of one side. Its requests and answers are lines of JSON text."""
 
     def __init__(self, side: Side, workers: int) -> None:
         log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -139,7 +142,7 @@ class _Worker:
             self.process.stdin.flush()
 
     def answer(self, limit_s: float, since: float | None = None) -> dict[str, Any] | None:
-        """Return the next answer, or None if the process has ended or was killed for its time."""
+        """Return the next answer; None if the process has ended, or was killed at the limit."""
         waited = 0.0 if since is None else time.monotonic() - since
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))
@@ -154,7 +157,7 @@ class _Worker:
         return None
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End the process if it still runs, and save its last output and where it was."""
+        """End the process if it still runs. Save its last output, and the line that was running."""
         assert self.process.stdin is not None
         self.process.send_signal(how)
         try:
@@ -169,7 +172,7 @@ class _Worker:
 
     @property
     def status(self) -> str:
-        """The status of the cell that it was running when it ended."""
+        """The status of the cell that was running when the process ended."""
         code = self.process.returncode
         return f"failed: its process ended with code {code}{self.where}: {self.why}"[:REASON_LENGTH]
 
@@ -177,7 +180,7 @@ class _Worker:
 def _round(
     suite: Suite, turns: Sequence[tuple[_Worker, list[Cell]]], limit_s: float
 ) -> Generator[Outcome, None, list[list[Cell]]]:
-    """Let all workers compile their batches, then each measure its batch.
+    """Let all workers compile their batches at the same time, then measure one after the other.
 
     Returns the batches that remain for another round.
     """
@@ -188,7 +191,7 @@ def _round(
         worker.answer(limit_s, since=start)
     left: list[list[Cell]] = []
     for worker, cells in turns:
-        if worker.ended and len(cells) > 1:  # find the cell that caused it
+        if worker.ended and len(cells) > 1:  # one cell per batch shows which one crashes
             left += ([cell] for cell in cells)
         else:
             rest = yield from _turn(worker, cells, limit_s)
@@ -199,7 +202,7 @@ def _round(
 def _turn(
     worker: _Worker, cells: list[Cell], limit_s: float
 ) -> Generator[Outcome, None, list[Cell]]:
-    """Yield what the worker measures; return the cells that remain for another process."""
+    """Yield the outcomes of a worker's cells; return the cells that another process must run."""
     answered = 0
     if not worker.ended:
         worker.send({})
@@ -215,7 +218,7 @@ def _turn(
 
 
 def _last_words(log: IO[str]) -> tuple[str, str]:
-    """Return the last line before Python's own, and the project's line that was running."""
+    """Return the last line that the program printed, and the project's line that was running."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     said = list(itertools.takewhile(lambda line: not line.startswith("Fatal Python error"), lines))

@@ -20,8 +20,8 @@ import jax
 from benchmarks import hlo, models, training
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 
-# The first pattern that is found decides: in the kernel's name, in its scope, then in its name
-# again.
+# Patterns of each class of kernels. The first match decides: in the kernel's name, in its scope,
+# then in its name again.
 _BY_NAME = {
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "attention": r"sdpa|fmha|flash|cudnn",
@@ -56,7 +56,7 @@ def kernel_class(name: str, scopes: Mapping[str, str]) -> str:
 def by_class(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int
 ) -> dict[str, float]:
-    """Return the milliseconds per step in each class, from names and microseconds of kernels."""
+    """Return each class's milliseconds per step, from the names and microseconds of kernels."""
     ms = dict.fromkeys(CLASSES, 0.0)
     for name, us in ran:
         ms[kernel_class(name, scopes)] += us / 1e3 / steps
@@ -66,7 +66,7 @@ def by_class(
 def longest(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int, count: int = 15
 ) -> list[str]:
-    """Return lines with milliseconds per step, number of runs, class, name and scope."""
+    """Return a line per kernel: milliseconds per step, number of runs, class, name, scope."""
     times, calls = collections.defaultdict[str, float](float), collections.Counter[str]()
     for name, us in ran:
         times[name] += us / 1e3 / steps
@@ -79,7 +79,7 @@ def longest(
 
 
 def column(cell: TrainingCell, *, list_kernels: bool) -> dict[str, float]:
-    """Return the milliseconds of each class, of all kernels and of a step, and tokens/s."""
+    """Return the milliseconds of each class, of all kernels and of the step, and the tokens/s."""
     step = training.Step(cell, cell.batch)
     state, times, _ = step.times(LOSS_STEPS[-1])
     ran, scopes = step.kernels(state), hlo.scopes(step.run.as_text() or "")

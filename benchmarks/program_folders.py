@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: The environment variable with the folder that has a folder of kernels for each side in `SIDES`.
+#: The environment variable that names the folder, with one folder of kernels for each side in
+#: `SIDES`.
 VARIABLE = "TRITON_PROGRAMS"
 
 #: Compute capability times ten, multiprocessors, and bytes of shared memory that a block may have.
@@ -19,14 +20,14 @@ GPUS = {
     "h100": (90, 132, 227 * 1024),
 }
 
-#: The sides whose processes run such kernels, and the GPU for which these were compiled.
+#: The sides whose processes run such kernels, each with the GPU for which they were compiled.
 SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
 
 ABOUT = "about.json"
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """Return what the kernels of a folder were compiled from, with what, and for which GPU."""
+    """Return a description of a folder's kernels: their source, their compiler and their GPU."""
     read: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     return read
 

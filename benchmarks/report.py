@@ -19,7 +19,8 @@ from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, p
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-# The folders for the README and the docs: each suite comes from the first folder that has it.
+# Folders of the results that the README and the docs show. A suite is taken from the first folder
+# that has it.
 SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
@@ -31,7 +32,7 @@ REPORT = "report.md"
 
 
 class Results:
-    """The rows that count, suite by suite, and the figures of the timed suites.
+    """The valid rows of each suite, and the figures of the timed suites.
 
     If several folders have a suite, the first one counts.
     """
@@ -58,7 +59,7 @@ class Results:
 
     @property
     def missing(self) -> list[str]:
-        """Providers that were not installed, with the reason."""
+        """Rows of the providers that were not installed, which give the reason."""
         file = path(self.folder, "providers")
         rows = latest(read(file, PROVIDER_COLUMNS), ["provider"]).values()
         return [
@@ -130,7 +131,7 @@ def page_section(found: Results) -> str:
 
 
 def _captioned(found: Results, name: str) -> list[str]:
-    """Return the caption, the plot (if it belongs there) and the table of a suite."""
+    """Return a suite's caption, its table and, if the page shows it, its plot."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name == "linear" else []
     return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
@@ -144,7 +145,7 @@ def paragraph(*sentences: str) -> str:
 
 
 def full_report(found: Results) -> str:
-    """Return, as Markdown, all figures, and every cell where a peer is ahead or failed."""
+    """Return the report as Markdown: all figures, and cells where a peer is faster or failed."""
     parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
@@ -198,7 +199,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
-# For each suite, what its plots show, and the function that draws them.
+# For each suite with plots: what they show, and the function that draws them.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("Bandwidth against the length of a row", plots.kernels),
     "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),
@@ -248,7 +249,7 @@ def committed() -> list[Path]:
 
 
 def write(*folders: Path) -> list[Path]:
-    """Write the report of each folder, and the pages' plots and sections if they show one."""
+    """Write the report of each folder, and update the pages that show one of them."""
     written = []
     for folder in folders:
         found = Results(folder)

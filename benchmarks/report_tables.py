@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def speeds(measured: Figures, directions: Sequence[str]) -> str:
-    """Return GB/s of every provider by N: a table for each measured dtype and direction."""
+    """Return a table of every provider's GB/s by N, for each measured dtype and direction."""
     each = (
         _speeds(measured, direction, x, y) for x, y in workloads.DTYPES for direction in directions
     )
@@ -42,7 +42,7 @@ def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
 
 
 def ahead(found: Sequence[Ahead]) -> str:
-    """Return every cell where a peer is ahead, with the widest margins first."""
+    """Return all cells in which a peer is faster, sorted by the ratio of times, largest first."""
     rows = []
     for each in sorted(found, key=lambda a: -a.ratio):
         op, direction, m, n, x, y = each.question
@@ -86,7 +86,7 @@ def training(rows: Sequence[Row]) -> str:
 
 
 def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
-    """Return the largest difference between losses with jaxnorm and with plain jnp."""
+    """Return the largest difference between losses of training with jaxnorm and with jnp."""
     pairs = [
         (row, measured.get((*asked, PLAIN)))
         for (*asked, _), row in measured.items()
@@ -104,7 +104,7 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """Return the bars whose steps were measured; empty if there are none."""
+    """Return a table of the bars for which both steps were measured; "" if there are none."""
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
     for bar in BARS:
@@ -119,7 +119,7 @@ def bars(rows: Sequence[Row]) -> str:
 
 
 def capacity(rows: Sequence[Row]) -> str:
-    """Return the largest batch of each step that fits: a column for each variant."""
+    """Return the largest batch that fits, for each training step: a column for each variant."""
     variants = text.variants(rows)
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -153,7 +153,10 @@ def stacks(rows: Sequence[Row]) -> str:
 
 
 def on_cpu(rows: Sequence[Row]) -> str:
-    """Return times on a CPU next to a peer's; for each call forward, then forward and backward."""
+    """Return the times of calls on a CPU, jaxnorm's and a peer's.
+
+    Each call is timed forward, and forward with backward.
+    """
     body = []
     for row in rows:
         cell = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['shape']}"
@@ -169,14 +172,14 @@ def on_cpu(rows: Sequence[Row]) -> str:
 
 
 def compile_times(rows: Sequence[Row]) -> str:
-    """Return seconds from a call to a program: of single operations, and of training steps."""
+    """Return the seconds from a first call to its program, of operations and of training steps."""
     steps = [row for row in rows if row["op"] in STEPS]
     tables = (_of_operations([row for row in rows if row not in steps]), _of_steps(steps))
     return "\n\n".join(filter(None, tables))
 
 
 def _of_operations(rows: Sequence[Row]) -> str:
-    """Return the median of each provider and operation, the longest time, and its cell."""
+    """Return the median over each provider's programs, the longest time, and its cell."""
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         of_provider = [row for row in rows if row["provider"] == provider]
@@ -190,7 +193,7 @@ def _of_operations(rows: Sequence[Row]) -> str:
 
 
 def _of_steps(rows: Sequence[Row]) -> str:
-    """Return the seconds of each part, and the difference to plain jnp's total."""
+    """Return the seconds of each step (trace, lower, compile), and the excess over plain jnp."""
     parts = ("trace", "lower", "compile", "total")
     totals = {row["op"]: float(row["total_s"]) for row in rows if row["provider"] == PLAIN}
     body = [
@@ -224,9 +227,10 @@ def _seconds(rows: Sequence[Row]) -> list[str]:
 def by_block(
     measured: Figures, directions: Sequence[str] = blocks.DIRECTIONS, *, medians: bool = False
 ) -> str:
-    """Return jaxnorm's share of a copy and its speed over others, by dtype and direction.
+    """Return jaxnorm's fraction of a copy's speed, and its speed relative to each peer's.
 
-    Each block has a row for each shape and one for their median; with `medians`, only the latter.
+    There is a table for each dtype and direction. A block has a row for each shape, and one for
+    their median. With `medians`, it has only the latter.
     """
     each = (
         _by_block(measured, direction, dtype, medians)
@@ -272,7 +276,7 @@ def _speed(mine: Figure, other: Figure | None) -> str:
 
 
 def _star(figure: Figure) -> str:
-    """Return a star if the program also passes over whole arrays without computing."""
+    """Return a star if the program also copies or converts whole arrays."""
     return "*" if figure.extra_passes else ""
 
 
@@ -312,9 +316,9 @@ def linear(rows: Sequence[Row]) -> str:
 
 
 def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) -> str:
-    """Return a row for each provider of a cell, with `columns` beside time, speed and memory.
+    """Return a table with a row for each provider of a cell: `columns`, time, speed and memory.
 
-    A column is a function of the cell, the rows of its providers, and a provider.
+    `columns` maps a title to a function of the cell, the rows of its providers, and a provider.
     """
     by_cell: dict[figures.Question, dict[str, Row]] = {}
     for row in rows:
@@ -343,7 +347,7 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
 
 
 def failed(rows: Iterable[Row]) -> str:
-    """Return what providers could not do: how many cells for each reason."""
+    """Return a table of failures: the number of cells for each provider and reason."""
     return text.table(
         ["provider: reason", "cells"],
         (

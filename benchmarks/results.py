@@ -26,7 +26,7 @@ def path(folder: Path, name: str) -> Path:
 
 
 def read(file: Path, columns: Sequence[str]) -> list[Row]:
-    """Return all rows, or none without a file; raise ValueError if its columns differ."""
+    """Return all rows of a file; none if it does not exist; ValueError if its columns differ."""
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as lines:
@@ -40,7 +40,7 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row]:
-    """Return the last row of each key, in the order in which the keys first occurred."""
+    """Return the last row for each key, in the order in which the keys first occurred."""
     return {tuple(row[name] for name in key): row for row in rows}
 
 
@@ -55,7 +55,7 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 
 
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """Return the suite's figures as text; figures that were not measured are empty."""
+    """Return the suite's figures as text; one that was not measured is empty."""
 
     def text(name: str, decimals: int) -> str:
         value = figures.get(name)
@@ -66,7 +66,7 @@ def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One suite's CSV in a folder."""
+    """The CSV file of one suite in a folder."""
 
     folder: Path
     suite: Suite
@@ -76,12 +76,12 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """The row that counts of each cell, for any version of the software."""
+        """The valid row of each cell: the last one, for any version of the software."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 
     def keys(self) -> set[tuple[str, ...]]:
-        """Return the keys (device, software and cell) that have a row."""
+        """Return the keys of all rows; a key is the device, the software and the cell."""
         return set(latest(read(self.file, self.suite.columns), self.suite.key))
 
     def append(self, row: Row) -> None:

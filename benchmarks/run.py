@@ -51,7 +51,7 @@ from benchmarks.suites import OPS, SUITES, Cell, Selection, Suite, provider_name
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The source and the destination of figures."""
+    """The machine and software that are measured, and the folder that gets the figures."""
 
     folder: Path
     machine: Machine
@@ -77,7 +77,7 @@ class Run:
         return Table(self.folder, SUITES[suite]).rows()
 
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
-        """Return the cells whose provider is installed and that have no row yet."""
+        """Return the cells without a row for this software, whose provider is installed."""
         done = set() if again else Table(self.folder, suite).keys()
         installed = (cell for cell in cells if provider_name(cell) in self.software)
         return [cell for cell in installed if self.key(cell) not in done]
@@ -86,7 +86,7 @@ class Run:
 def installed(
     folder: Path, on: Machine, commit: str, names: Iterable[str], console: Console
 ) -> dict[str, str]:
-    """Return the software of the providers, and write a row for each (also if missing) to a CSV."""
+    """Return each provider's software, and write it to a CSV, also if it is missing."""
     found = {}
     for name in names:
         status = OK
@@ -289,7 +289,7 @@ def shape(text: str) -> workloads.Shape:
 
 
 def positive(kind: type[int] | type[float], expected: str) -> Callable[[str], Any]:
-    """Return a parser for positive numbers, whose error says what was expected."""
+    """Return a parser of positive numbers for argparse, whose error says what was expected."""
 
     def parse(text: str) -> Any:
         try:

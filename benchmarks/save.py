@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 
 
 def plain(x: Array, scale: Array, bias: Array | None) -> Array:
-    """Compute the plain formula, for autodiff."""
+    """Compute the norm by its plain formula, which autodiff can differentiate."""
     if bias is not None:
         x = x - jnp.mean(x, -1, keepdims=True)
     y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
@@ -92,7 +92,7 @@ def library(save: Save) -> Norm:
 
 
 def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
-    """Return (dx, dscale) as float64; x and dy have the case's values for any `dtype`."""
+    """Return (dx, dscale) as float64. For any `dtype`, x and dy have the same values."""
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")
     p_dtype = "float64" if dtype == "float64" else "float32"
@@ -187,7 +187,7 @@ def unrolled(layer: Callable[..., Array], params: Any, x: Array) -> Array:
 def temp_bytes(
     layer: Callable[..., Array], dtype: str, rows: int, width: int, *, scan: bool
 ) -> int:
-    """Return the temp memory; parameters are stacked for a scan, and separate otherwise."""
+    """Return the temp memory. For a scan, parameters are stacked; otherwise, they are separate."""
     shapes = [(width,), (width,), (width, 2 * width), (2 * width, width)]
     if scan:
         params: Any = [jax.ShapeDtypeStruct((LAYERS, *shape), dtype) for shape in shapes]

@@ -64,7 +64,7 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
 
 
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
-    """Return the median milliseconds of each program, from call to results, in alternation."""
+    """Return each program's median milliseconds from call to results, in alternation."""
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):
@@ -84,7 +84,7 @@ def kernels_of(run: Callable[..., Any], arguments: Sequence[Any]) -> float | Non
 
 
 def prepare(cell: StackCell) -> Callable[[], Figures]:
-    """Compile a cell and plain jnp's, and return a function that measures it."""
+    """Compile a cell and the same stack in plain jnp, and return a function that measures both."""
     programs = [program(cell, name) for name in (cell.provider, "jnp")]
 
     def figures() -> Figures:

@@ -36,14 +36,14 @@ class TimedCell(Workload):
 
     @property
     def workload(self) -> Workload:
-        """The question, which is the same for all providers."""
+        """The cell without its provider."""
         names = [field.name for field in dataclasses.fields(Workload)]
         return Workload(*(getattr(self, name) for name in names))
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapedCell:
-    """A block, a loss or a matmul."""
+    """A block, a loss or a matmul, run by one provider."""
 
     op: str
     direction: Direction
@@ -53,7 +53,7 @@ class ShapedCell:
 
     @property
     def workload(self) -> BlockWorkload | LossWorkload | LinearWorkload:
-        """The question, which is the same for all providers."""
+        """The cell without its provider."""
         return shaped_workload(self.op, self.direction, self.shape, self.dtype)
 
 
@@ -66,7 +66,7 @@ OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MO
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The selection on the command line; `ops` also names blocks, losses, matmuls and models.
+    """What the command line selects; `ops` also names blocks, losses, matmuls and models.
 
     If `shapes` is None, each suite uses its own. `variants`, `remats`, `layers` and `devices`
     select training steps; with `bars`, only those that the bars compare.
@@ -90,7 +90,7 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The shapes for all suites but blocks, losses and matmuls."""
+        """The selected shapes of plain operations, which are not blocks, losses or matmuls."""
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
     def takes(self, cell: TrainingCell) -> bool:
@@ -105,7 +105,7 @@ class Selection:
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
-        """Yield the cells of some directions over the selection's shapes, or else over `shapes`."""
+        """Yield cells in these directions, for the selected shapes; by default, for `shapes`."""
         if self.rows_by_cols is not None:
             shapes = self.rows_by_cols
         elif self.quick:
@@ -123,15 +123,15 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """One CSV.
+    """A suite: one CSV file.
 
     Attributes:
       name: the name of the suite and of its CSV.
-      cell: the question of a row; its fields are columns.
+      cell: the class of its cells, whose fields are columns.
       figures: the measured columns, and their decimals.
       cells: returns the cells of a selection.
       sides: the sides on which it can run.
-      batch: the cells that a process compiles before it measures them.
+      batch: the number of cells that a process compiles before it measures them.
       alone: the cells are compiled one after the other in one process, because a compiler chooses a
         matmul by its time on the GPU.
       in_turn: each process compiles its cells one after the other, because that is what is
@@ -158,7 +158,7 @@ class Suite:
 
 
 def provider_name(cell: Cell) -> str:
-    """Return the provider's name in PROVIDERS: "jaxnorm-norms" is a variant of jaxnorm."""
+    """Return the name in PROVIDERS to which a variant belongs: "jaxnorm" for "jaxnorm-norms"."""
     return cell.provider.split("-")[0]
 
 

@@ -37,12 +37,12 @@ KernelCall = KernelWorkload | LinearKernelWorkload
 PROCESSES = os.cpu_count() or 1
 _MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # JAX guarantees neither in an export
 _PASSES = ("forward", "backward", "rms_norm_linear_fwd")
-SHOWN = 4  # the fastest schedules of a workload that are shown
+SHOWN = 4  # number of schedules that are shown per workload, the fastest
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of a schedule. If it failed, `us` is NaN and `status` has the reason."""
+    """The measurements of one schedule. If it failed, `us` is NaN and `status` has the reason."""
 
     op: str
     direction: str
@@ -59,7 +59,7 @@ class Row:
 
 
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
-    """Return the implementation that this schedule belongs to, with it instead of its table's."""
+    """Return the implementation of a schedule, which uses it instead of the one in its table."""
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
     passes = [n for n in _PASSES if hasattr(implementation, n)]
@@ -69,7 +69,7 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
 
 
 def lowered(workload: KernelCall, schedule: Any) -> bytearray:
-    """Lower a call for CUDA without a GPU, in a separate process: this takes seconds of Python."""
+    """Lower a call for CUDA in a separate process: this needs no GPU, but seconds of Python."""
     jax.config.update("jax_platforms", "cpu")
     call = jax.jit(workload.function(with_schedule(schedule)))
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _MOSAIC_CALLS]
@@ -105,7 +105,7 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
             reference = out if reference is None else reference
             worst = difference(out, reference)
             timed = timing.measure(program, operands)
-        except Exception as error:  # a schedule that fails is a row, not the end of the sweep
+        except Exception as error:  # a failure is recorded as a row
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             nan = float("nan")
             yield Row(
@@ -125,7 +125,7 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
 
 
 def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row]]:
-    """Yield the rows of one workload after the other. Nothing compiles while one is timed."""
+    """Yield the rows of each workload. No call compiles while another is timed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, spawn) as others, ThreadPoolExecutor(PROCESSES) as pool:
 
@@ -166,7 +166,7 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def definitions(file: Path) -> dict[str, Any]:
-    """Return what a file defines.
+    """Return the module in a file.
 
     A file of this repository is imported, so that other processes can unpickle its classes.
     """

@@ -43,20 +43,20 @@ def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
 
 
 def model(row: Row) -> str:
-    """Return a training step's model, batch, length and mesh, and how its layers are stacked."""
+    """Return the name of a training step: model, batch, length, mesh, stacking of layers."""
     size = f"{row['model']}, {row['batch']} x {MODELS[row['model']].seq}"
     size = f"{size}, {row['mesh']}" if row["mesh"] else size
     return size if row["layers"] == "scan" else f"{size}, {row['layers']}"
 
 
 def variants(rows: Iterable[Row]) -> list[str]:
-    """Return the variants of models that have a row, in their order."""
+    """Return the variants that occur in the rows, in the order of VARIANTS."""
     there = {row["provider"] for row in rows}
     return [name for name in VARIANTS if name in there]
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    """Return the source of figures: device, software, commits."""
+    """Return a sentence on where figures come from: device, software, commits."""
 
     def values(column: str) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
@@ -69,6 +69,6 @@ def provenance(rows: Sequence[Row]) -> str:
 
 
 def notes(measured: Figures) -> str:
-    """Return caveats about the measured providers."""
+    """Return the caveats that apply to the measured providers."""
     there = {name for answers in measured.values() for name in answers}
     return " ".join(p.note for name, p in PROVIDERS.items() if name in there and p.note)

@@ -19,7 +19,7 @@ Operands = Sequence[tuple[Any, ...]]
 
 
 def measure(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Time a compiled function on each of `operands` in turn."""
+    """Time a compiled function, called once with each of `operands`."""
     for operand in operands:
         jax.block_until_ready(function(*operand))
     if jax.default_backend() != "gpu":
@@ -35,8 +35,11 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
 
 @contextlib.contextmanager
 def kernels() -> Iterator[list[tuple[str, float]]]:
-    """Collect the name and microseconds of each GPU kernel that runs inside, complete on exit."""
-    # The only CUPTI hook that reports single kernels.
+    """Return a list that gets the name and microseconds of each GPU kernel that runs inside.
+
+    The list is complete when the context ends.
+    """
+    # No other hook of CUPTI reports single kernels.
     cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     ran: list[tuple[str, float]] = []
     cupti._cupti_init()
@@ -47,7 +50,7 @@ def kernels() -> Iterator[list[tuple[str, float]]]:
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Return the median microseconds from a call to its result, on operands in the cache."""
+    """Return the median microseconds from a call to its result. The operands are in the cache."""
     return calls.wall_us(
         lambda i: jax.block_until_ready(function(*operands[i % len(operands)])), count
     )
@@ -55,7 +58,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.cache
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile functions that make and copy an array; the copy moves `size` bytes in all."""
+    """Compile a function that makes an array, and one that copies it and so moves `size` bytes."""
     words, _ = calls.words_for(size)
     fill = jax.jit(lambda i: jnp.full(words, i, jnp.uint32)).lower(0).compile()
     copy = jax.jit(lambda x: x ^ 1).lower(jax.ShapeDtypeStruct((words,), jnp.uint32)).compile()
@@ -64,7 +67,7 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """Time a kernel that reads and writes `size` bytes in all, as fast as XLA can."""
+    """Time XLA's copy kernel, which moves `size` bytes in all: the roofline bound."""
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
     return copied.times(calls.words_for(size)[1])

@@ -90,7 +90,7 @@ def forward_and_backward(
 def calls_of(
     cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """Return the function to time and its operands, from a provider's function."""
+    """Return the function to time, made from a provider's function, and its operands."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
     leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
@@ -104,7 +104,7 @@ def parameter_dtype(cell: Timed) -> str:
 
 
 def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
-    """Return the provider's function, and seconds to its first result (torch compiles on call)."""
+    """Return the provider's function, and the seconds to its first result: torch compiles then."""
     start = time.perf_counter()
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
@@ -122,7 +122,7 @@ def synchronize() -> None:
 
 
 def timed(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Time a function on each of `operands` in turn; on a CPU, wall-clock time."""
+    """Time a function, called once with each of `operands`; on a CPU, by wall-clock time."""
     for operand in operands:
         function(*operand)
     synchronize()
@@ -145,7 +145,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
 
 
 def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
-    """Return the peak memory of a call beside its operands and results, or None on a CPU."""
+    """Return a call's peak memory without operands and results; None on a CPU."""
     if DEVICE == "cpu":
         return None
     synchronize()
@@ -158,7 +158,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Return the median microseconds from a call to its result, on operands in the cache."""
+    """Return the median microseconds from a call to its result. The operands are in the cache."""
 
     def call(i: int) -> None:
         function(*operands[i % len(operands)])
@@ -187,18 +187,18 @@ def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
-        rotating_inputs.cache_clear()  # the workload's other providers get equal inputs
+        rotating_inputs.cache_clear()  # equal to the inputs of the workload's other providers
     return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """Return a function that measures a cell; it holds what torch compiled, but no operands."""
+    """Return a function that measures a cell. It holds compiled code, but no operands."""
     f, compile_s = compiled(cell)
     return functools.partial(kernel_time, cell, f, compile_s)
 
 
 def release() -> None:
-    """Free the GPU's memory for other cells and other processes."""
+    """Free GPU memory for the next cells and for other processes."""
     rotating_inputs.cache_clear()
     gc.collect()
     if DEVICE == "cuda":

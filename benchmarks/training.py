@@ -28,7 +28,7 @@ _GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": Fal
 
 
 class Step:
-    """A training step, compiled at its first use, and its inputs.
+    """A training step, which compiles when it is first used, and its inputs.
 
     Attributes:
       run: a function from the state, which it overwrites, and tokens to the state and the loss.
@@ -89,7 +89,7 @@ class Step:
         return params, language_models.OPTIMIZER.init(params)
 
     def _batch(self, step: int) -> jax.Array:
-        """Return tokens with frequencies that fall as 1 / (1 + token), so that losses fall."""
+        """Return random tokens with frequencies of 1 / (1 + token), which a model can learn."""
         uniform = jax.random.uniform(jax.random.key(step), self._batch_shape)
         vocabulary = self.model.size.vocabulary
         tokens = jnp.exp(uniform * jnp.log(vocabulary + 1.0)).astype(jnp.int32) - 1
@@ -102,12 +102,12 @@ class Step:
 
     @property
     def temp_bytes(self) -> int:
-        """XLA's plan for intermediates."""
+        """Number of bytes that XLA plans for intermediates."""
         return int(self._memory.temp_size_in_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that must fit: arguments, results that do not overwrite them, and temp memory."""
+        """Number of bytes that must fit: arguments, temp memory, results in their own buffers."""
         m = self._memory
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
@@ -196,10 +196,11 @@ def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
 
 
 def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:
-    """Return the largest n with ``used(n) <= limit``, or 0, for a `used` that grows about linearly.
+    """Return the largest n with ``used(n) <= limit``; 0 if there is none.
 
-    `used` is expensive, and ``known`` holds at least one of its values. The result is exact for any
-    growing `used`: it was evaluated at n, which fits, and at n + 1, which does not.
+    `used` is expensive and grows about linearly, and ``known`` holds at least one of its values.
+    The result is exact for any growing `used`: it was evaluated at n, which fits, and at n + 1,
+    which does not.
     """
     values = dict(known)
     while True:
@@ -216,6 +217,9 @@ def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) ->
 
 
 def _on_the_line(values: Mapping[int, int], limit: int) -> int:
-    """Return where the line through the two values next to the limit reaches the limit."""
+    """Return the n at which a line through two known values reaches the limit.
+
+    The two values are those closest to the limit.
+    """
     (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
     return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))

@@ -20,12 +20,12 @@ from benchmarks.workloads import ITEMSIZE
 from jaxnorm_kernels import timings
 from jaxnorm_kernels.timings import LIMIT, Timing
 
-#: One run of Triton's kernels, Mosaic's and XLA's.
+#: The folder with measurements of Triton's kernels, Mosaic's kernels and XLA's code in one run.
 FOLDER = RESULTS / "nvidia_h100_80gb_hbm3_triton"
 PAGE = ROOT / "docs/platforms.md"
 _MARKS = ("<!-- triton:begin -->", "<!-- triton:end -->")
 
-#: For each operation, block and loss, the calls of `jaxnorm_kernels.timings` that it consists of.
+#: For each operation, block and loss, its key in `jaxnorm_kernels.timings`.
 CALLS = {
     "softmax": "softmax",
     "log_softmax": "log_softmax",
@@ -51,11 +51,11 @@ Times = dict[tuple[str, ...], dict[str, float]]
 
 
 def times(folder: Path) -> Times:
-    """Return microseconds of forward and backward together, by call and workload, by provider.
+    """Return the microseconds of forward and backward together.
 
-    The time of a plain function is the sum of its two kernels, which are timed separately. Rows
-    that are not a multiple of 16 bytes are left out: the default runs their softmaxes and norms in
-    XLA.
+    They are in a dict by call and workload, then by provider. The time of a plain function is the
+    sum of its two kernels, which are timed separately. Rows that are not a multiple of 16 bytes are
+    left out: the default runs their softmaxes and norms in XLA.
     """
     found: Times = defaultdict(dict)
     for suite in ("blocks", "loss"):
@@ -85,7 +85,7 @@ def times(folder: Path) -> Times:
 
 
 def ratios(measured: Times, provider: str) -> dict[str, Timing]:
-    """Return the provider's time over XLA's, by call, for cells with a time of `triton_sm80`."""
+    """Return, for each call, the provider's times over XLA's, in cells that `triton_sm80` has."""
     found = defaultdict(list)
     for (call, *_), us in measured.items():
         if {provider, "triton_sm80", "xla"} <= us.keys():

@@ -54,7 +54,7 @@ class Launch:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays and references that the kernel takes, in the order of its parameters."""
+        """The arrays and references among the arguments, in the kernel's order."""
         names = [name for name in self.kernel.arg_names if _is_array(self.call.get(name))]
         return {name: self.call[name] for name in names}
 
@@ -82,7 +82,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is equal for equal values, in every process, and differs for others."""
+    """Return a text that identifies a value: equal values, and no others, have equal texts.
+
+    It is the same in every process.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return repr(value)
@@ -109,7 +112,9 @@ def _text(value: Any) -> str:
 
 @contextlib.contextmanager
 def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
-    """Compile every Triton kernel that is launched for `gpu`, and compute with XLA.
+    """Within this context, compile each Triton kernel that is launched for `gpu`.
+
+    The calls compute their results with XLA.
 
     Args:
       folder: gets the compiled kernels; it may already contain some.
@@ -135,7 +140,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return [jnp.zeros(out.shape, out.dtype) for out in out_type]
 
     def of_contract(kernel: Any, formula: Any) -> Any:
-        """Return a pass that launches the kernel and returns what XLA computes."""
+        """Return a pass that launches the kernel, but returns the results of XLA."""
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
@@ -151,7 +156,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return call
 
     def of_call(call: Call, name: str) -> Any:
-        """Return a pass of a public function that launches the kernel and computes with XLA."""
+        """Return a public function's pass that launches the kernel, but returns XLA's results."""
         if name != "triton":
             return kernel_of(call, name)
 
@@ -182,19 +187,19 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """Return the operand's row for each row of x."""
+    """Return, for each row of x, the row of the operand that belongs to it."""
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
 
 def are_recorded() -> bool:
-    """True if a `recording` is under way."""
+    """True inside the context `recording`."""
     launch = sys.modules.get("jaxnorm_kernels.triton.launch")
     return launch is not None and launch.run.__module__ == __name__
 
 
 def _compiled(one: Launch) -> bytes:
-    """Compile a launch: the kernel's code, its grid and its integers, for the custom call."""
+    """Compile a launch. Return what the custom call needs: code, grid and integer arguments."""
     jax_triton = importlib.import_module("jax_triton")
     types_of = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in one.arrays.items()
@@ -237,7 +242,7 @@ def opaque(call: Any) -> bytes:
 
 
 def replay(folder: Path) -> None:
-    """Take Triton kernels from `folder` from now on; Triton must not have been imported yet.
+    """From now on, take Triton kernels from `folder`. Triton must not have been imported yet.
 
     Stand-ins replace the modules `triton` and `jax_triton`. The rest of `jaxnorm_kernels.triton` is
     unchanged: schedules, launches and refusals.
@@ -259,7 +264,7 @@ def replay(folder: Path) -> None:
     others = {module.__name__: sys.modules.get(module.__name__) for module in stand_ins}
     sys.modules.update({module.__name__: module for module in stand_ins})
     importlib.import_module("jaxnorm_kernels.triton")
-    # Other code that imports Triton in this process gets the real one.
+    # Other imports of Triton in this process get the real module.
     for name in ("triton", "triton.language"):
         sys.modules.pop(name)
         if (other := others[name]) is not None:
@@ -268,7 +273,7 @@ def replay(folder: Path) -> None:
 
 
 def replayed() -> list[Path]:
-    """Return the folder that `replay` was given, in a list; an empty list without `replay`."""
+    """Return a list with the folder that `replay` was given; an empty list without `replay`."""
     call = getattr(sys.modules.get("jax_triton"), "triton_call", None)
     return [call.folder] if isinstance(call, _Replay) else []
 
@@ -301,7 +306,7 @@ class _Replay:
 
 
 class _Kernel:
-    """A kernel's function, which is never called."""
+    """A kernel's function without code: kernels from the folder run instead."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -309,7 +314,7 @@ class _Kernel:
 
 
 class _Language(types.ModuleType):
-    """A stand-in for `triton.language`: names in annotations, and constants of kernels."""
+    """A stand-in for `triton.language`, with names for annotations and for constants of kernels."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -327,7 +332,7 @@ def _software() -> str:
 
 
 def sources() -> str:
-    """Return a hash of the Triton kernels' source, which the names of launches do not contain."""
+    """Return a hash of the Triton kernels' source, which names of launches do not contain."""
     (root,) = map(Path, jaxnorm_kernels.__path__)
     texts = (file.read_bytes() for file in sorted(root.glob("triton/*.py")))
     return hashlib.sha256(b"".join(t for t in texts if b"@triton.jit" in t)).hexdigest()
@@ -369,7 +374,7 @@ def _patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def gpu_of(text: str) -> tuple[int, int, int]:
-    """Return the GPU that an argument names, or describes by three numbers."""
+    """Return the GPU that a command-line argument names, or describes by three numbers."""
     if text in GPUS:
         return GPUS[text]
     if re.fullmatch(r"\d+,\d+,\d+", text):
@@ -404,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for cell in suites.SUITES[suite].cells(selection):
                     try:
                         jax_side.compile_cell(cell)
-                    except ValueError as error:  # the kernels refuse it
+                    except ValueError as error:  # the kernels do not support this call
                         print(cell, error)
     return 0
 

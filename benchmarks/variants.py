@@ -36,7 +36,7 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
 
 
 def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """Return the residual addition before a norm, as two steps."""
+    """Return a function that adds the residual and then normalises, in two steps."""
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
         h = x + residual
@@ -53,7 +53,7 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def then_rotated(norm: Callable[..., Array]) -> Callable[..., Array]:
-    """Return the rotation after a norm over each head, as two steps."""
+    """Return a function that normalises each head and then rotates it, in two steps."""
 
     def norm_rope(x: Array, scale: Array, cos: Array, sin: Array) -> Array:
         return rotated(norm(x, scale), cos, sin)
@@ -86,7 +86,7 @@ def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
 
 
 def heads_linear(x: Array, weight: Array) -> Array:
-    """Apply the output projection of attention: x (B, S, H, D) by weight (H D, d)."""
+    """Apply attention's output projection: the matmul of x (B, S, H, D) and weight (H D, d)."""
     return linear(x.reshape(*x.shape[:2], -1), weight)
 
 

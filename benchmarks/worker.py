@@ -35,7 +35,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; QuACK's errors contain
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """The saved part of an error. The error itself would keep the operands of its frames alive."""
+    """The part of an error that is kept. The error itself would keep its frames' operands alive."""
 
     status: str
     restart: bool  # the GPU's context is lost
@@ -84,7 +84,7 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a step, or Failed: a failing cell is a row, not the end of the run."""
+    """Return the result of a step, or Failed if it raises: a failure must not end the run."""
     try:
         return step(*arguments)
     except Exception as error:
@@ -94,7 +94,7 @@ def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list[Any]:
-    """Return a compiled function that measures each cell, or Failed."""
+    """Compile the cells. Return, for each, a function that measures it, or Failed."""
 
     def prepare(cell: Cell) -> Any:
         return attempt(side, side.prepare, suite, cell)
@@ -148,7 +148,7 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
 
 
 def main() -> int:
-    # Libraries must not read from or print into the communication with the parent.
+    # Libraries must neither read the parent's messages nor print into the answers.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -21,7 +21,7 @@ OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rm
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
 PARAMETERS = {"softmax": 0, "log_softmax": 0, "rms_norm": 1, "layer_norm": 2}
 
-# rows x cols. Each row of the table answers one question.
+# Shapes, rows x cols. Each line of the table answers one question.
 GRID: dict[str, list[Shape]] = {
     "narrow rows": [(32768, n) for n in (128, 256, 512, 768)],
     "powers of two": [
@@ -39,7 +39,7 @@ GRID: dict[str, list[Shape]] = {
 }
 QUICK: list[Shape] = [(32768, 1024), (16384, 8192)]
 
-# x, y. The mixed pair is a float32 residual stream with 16-bit matmuls.
+# Pairs of x's and y's dtype. The mixed pair is a float32 residual stream with 16-bit matmuls.
 DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
 ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 
@@ -90,7 +90,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """The least traffic: x in, y out; one array of y's dtype and its cotangent in, dx out."""
+        """The minimum memory traffic: x and y; backward, an array of y's dtype, dy and dx."""
         x, y = ITEMSIZE[self.x_dtype], ITEMSIZE[self.y_dtype]
         each = {"fwd": x + y, "bwd": 2 * y + x, "fwd+bwd": 2 * x + 3 * y}
         return self.rows * self.cols * each[self.direction]
@@ -102,7 +102,7 @@ def grid(
     dtypes: Sequence[tuple[str, str]] | None = None,
     shapes: Sequence[Shape] | None = None,
 ) -> Iterator[Workload]:
-    """Yield all selected workloads; mixed dtypes for norms only."""
+    """Yield all selected workloads. Only norms have mixed dtypes."""
     shapes = list(itertools.chain(*GRID.values())) if shapes is None else shapes
     for op, direction, (x, y), (rows, cols) in itertools.product(
         operations, directions, DTYPES if dtypes is None else dtypes, shapes
@@ -142,7 +142,7 @@ class ShapedWorkload(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes(self) -> int:
-        """The least traffic in bytes."""
+        """The minimum memory traffic, in bytes."""
 
     @property
     def mixed(self) -> bool:
@@ -150,12 +150,12 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def flops(self) -> int:
-        """The operations of matmuls, if these determine the time instead of memory traffic."""
+        """The number of operations of the matmuls, if these determine the time; otherwise 0."""
         return 0
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """The indices of float row operands that a training step does not differentiate."""
+        """The indices of the float row operands that a training step does not differentiate."""
         return ()
 
     @property
@@ -185,7 +185,7 @@ class FewParameters(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """The least traffic: operands and results once in each pass, and gradients once."""
+        """The minimum memory traffic: each pass moves operands and results once, gradients once."""
         operands = [array[:2] for array in self.row_operands]
         arrays = [*operands, *self.results]
         if self.direction == "fwd+bwd":
@@ -203,10 +203,10 @@ def shaped(
     *,
     quick: bool = False,
 ) -> Iterator[Any]:
-    """Yield all selected workloads; `shapes` only apply to operations with as many axes.
+    """Yield all selected workloads. `shapes` apply to operations whose shapes have as many axes.
 
-    `kind` is their class, a ShapedWorkload. `table` has the possible shapes, quick shapes,
-    directions and dtypes of each operation.
+    `kind` is the class of the workloads. `table` has the possible shapes, quick shapes, directions
+    and dtypes of each operation.
     """
     for op in (name for name in ops if name in table):
         asked = table[op]

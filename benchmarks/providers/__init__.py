@@ -67,7 +67,7 @@ class Provider:
 
     @property
     def software(self) -> str:
-        """Names and versions; raises ModuleNotFoundError if a package is not installed."""
+        """The installed packages with versions; ModuleNotFoundError if one is missing."""
         if self.side in program_folders.SIDES:
             return program_folders.software(self.side)
         try:
@@ -97,7 +97,7 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "jax-triton", "triton"),
         **_NO_PRODUCTS,
     ),
-    # These were compiled elsewhere, for an A100 and an H100: see benchmarks/triton_programs.py.
+    # Kernels for an A100 and an H100, compiled elsewhere: see benchmarks/triton_programs.py.
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
@@ -119,7 +119,7 @@ PROVIDERS: dict[str, Provider] = {
     "optax": Provider(
         "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=CROSS_ENTROPIES
     ),
-    # Not a loss, but the matmuls with which the time of a loss is compared.
+    # This is not a loss but its matmuls alone, with which the time of a loss is compared.
     "products": Provider(
         "matrix products",
         "jax",
@@ -191,6 +191,6 @@ PROVIDERS: dict[str, Provider] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    """Return the provider's differentiable function of operands and parameters for `op`."""
+    """Return the provider's function for `op`; it takes operands and parameters."""
     adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
     return adapter.function(name, op, y_dtype)

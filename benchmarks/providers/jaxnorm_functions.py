@@ -43,7 +43,7 @@ def rms_norm_rope(
     return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
-# Functions for whole blocks and for a norm with its matmul, with their options.
+# For each block, and each norm with its matmul: jaxnorm's function, and its options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),

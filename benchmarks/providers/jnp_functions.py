@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A library's plain norms and softmax, and blocks composed of them."""
+    """The norms and the softmax of a library, and blocks composed of them."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]

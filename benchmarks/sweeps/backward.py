@@ -23,7 +23,7 @@ _ELEMENTS = 2**26
 _COLS = [512, 640, 768, 896, 1024, 1152, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168]
 _COLS += [8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536, 131072]
 _WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3)
-# Columns of a thread. In a cluster, blocks with fewer than 8 wait for each other.
+# Numbers of columns per thread. In a cluster, blocks with fewer than 8 wait for each other.
 _RING_COLUMNS = {False: (4, 32), True: (8, 32)}
 _HELD_COLUMNS = (16, 64)
 

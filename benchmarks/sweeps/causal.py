@@ -20,7 +20,7 @@ from jaxnorm_kernels.mosaic.rows.logits import run_of_rows
 from jaxnorm_kernels.mosaic.schedules import forward, softmax_backward
 from jaxnorm_kernels.specs import Spec
 
-_VALUES = 64  # the most columns of a thread
+_VALUES = 64  # maximum number of columns per thread
 
 
 @dataclasses.dataclass(frozen=True)

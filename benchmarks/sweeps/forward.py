@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-_TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that can run at the same time
+_TAILS = (0, 1, 2, 4)  # tail rows, or groups of rows, per block that can run at the same time
 _VALUES = (16, 64)  # columns of a thread
 _LEAST_BYTES = 32 * 2**20
 
@@ -37,18 +37,18 @@ def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
 
 
 def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Yield schedules with other numbers of rows per block."""
+    """Yield schedules that have other numbers of rows per block."""
     blocks = local_gpu().at_a_time(chosen.cluster)
     for tiles, tail in itertools.product(_TILES, _TAILS):
         if 2 * tail * blocks * chosen.rows < workload.rows:
-            # Use slots for as many rows as the table has room for.
+            # Use as many slots as needed for the rows for which the table has room.
             slots = min(tiles, max(chosen.slots, 2))
             tail_rows = tail * blocks if tiles > 1 else 0
             yield dataclasses.replace(chosen, tiles=tiles, tail=tail_rows, slots=slots)
 
 
 def _shares(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Yield schedules with other numbers of warpgroups and blocks per row."""
+    """Yield schedules that have other numbers of warpgroups and blocks per row."""
     if chosen.kind == "pipelined_tile" or workload.x_dtype != workload.y_dtype:
         return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):

@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
 _SHAPES = ((4, 2048, 32, 128), (4, 2048, 32, 64), (4, 2048, 16, 256))
-_THREADS = (1, 2)  # factors for the threads of a row; vectors are narrower by the same factor
+_THREADS = (1, 2)  # multiply the threads of a row, and divide the width of vectors
 _TILES = (1, 2, 4)
 _STAGE_BYTES, _STAGES, _BLOCKS = (8192, 16384, 32768), (3,), (2, 3, 4, 6)
 _SHARED_BYTES = 220 * 1024

@@ -15,7 +15,7 @@ from jaxnorm_kernels.mosaic.linear import ProductSchedule, choose
 _FEATURES = (128, 192, 256)
 _STAGES = (3, 4, 5, 6)
 _GROUPS = (4, 8, 16, 32)
-_LEAST = 1024  # rows, columns and features of a square
+_LEAST = 1024  # minimum of M = K = N
 
 
 def workloads() -> Iterator[LinearKernelWorkload]:

@@ -29,7 +29,7 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[Schedule]:
-    """Return the table's schedule first, then every other that may be useful, once."""
+    """Return the table's schedule first, then each other schedule that may be faster, once."""
     spec = workload.spec
     lines = [choose_line(spec), *_held(spec), *(_looped() if spec.cols > 8192 else ())]
     return list(dict.fromkeys(of_line(line, spec, local_gpu()) for line in lines))
