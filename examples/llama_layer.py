@@ -27,7 +27,7 @@ UNIT = BATCH * LENGTH * WIDTH * 2  # bytes
 
 
 def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Return attention's result, and the log-sum-exp of each row."""
+    """Return attention's result, and the log-sum-exp of each row of logits."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
 
 
@@ -49,7 +49,7 @@ def _backward(kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
 flash_attention.defvjp(_forward, _backward)
 
 
-# Plain JAX, and its replacements.
+# The functions in plain JAX, and their replacements.
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
@@ -78,7 +78,7 @@ def rotated(x: Array, base: float = 500_000.0) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer. Its functions compute the same with any variant, but save more or fewer arrays."""
+    """A transformer layer. Variants of its functions save different arrays, with equal results."""
 
     rms_norm: Callable[..., Array] = rms_norm
     gated_linear: Callable[..., Array] = gated_linear
@@ -103,7 +103,7 @@ LAYERS_OF = {
 
 
 def report_of(layer: Layer) -> jaxnorm.MemoryReport:
-    """Report the scanned layers' residuals, with gradients of the parameters and x."""
+    """Return the report of scanned layers' residuals, for the gradients of the parameters and x."""
     shapes = {
         **dict.fromkeys(("q", "out"), (WIDTH, WIDTH)),
         **dict.fromkeys(("k", "v"), (WIDTH, KV_HEADS * HEAD)),

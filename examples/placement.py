@@ -19,7 +19,7 @@ AXES = ("data", "fsdp")
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse the value of --mesh: "data=2,fsdp=4" -> {"data": 2, "fsdp": 4}."""
+    """Parse the value of --mesh: "data=2,fsdp=4" becomes {"data": 2, "fsdp": 4}."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
         sizes = {name: int(size) for name, size in pairs}
@@ -42,7 +42,10 @@ class Placement:
 
     @classmethod
     def over(cls, sizes: dict[str, int] | None) -> "Placement":
-        """Use a mesh of these sizes. A CPU gets virtual devices; too few are a ValueError."""
+        """Use a mesh of these sizes; ValueError if there are too few devices.
+
+        A CPU gets virtual devices.
+        """
         if sizes is None:
             return cls()
         count = math.prod(sizes.values())

@@ -22,15 +22,15 @@ _VERDICTS = {
 }
 COLUMNS = ("functions", "final loss", "ms/step", "temp MiB", "saved MiB")
 
-# The palette of Okabe and Ito, which is safe for colour blindness. Widths and dashes keep curves
-# visible that coincide, as they should.
+# Okabe and Ito's palette, which suits colour-blind readers. Curves should coincide, so widths and
+# dashes keep them apart.
 _COLOURS = ("#E69F00", "#56B4E9", "#0072B2")
 _LINES = ({"lw": 5.0, "alpha": 0.6}, {"lw": 2.5}, {"lw": 1.2, "ls": (0, (4, 2))})
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run: its results and its cost."""
+    """The results of one training run: losses, time and memory."""
 
     label: str
     losses: np.ndarray  # (steps,), nats per byte of each step's batch
@@ -61,7 +61,7 @@ class Check:
 
 
 def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) -> list[Check]:
-    """Check that the curves coincide at first, and end within 3 % of each other."""
+    """Check that the curves coincide at first, and that the final losses differ by at most 3 %."""
     curves = np.stack([run.losses for run in runs])
     early = float(np.max(np.ptp(curves[:, :early_steps], axis=0)))
     # One batch's loss is noisy and the held-out loss is a single number, so both must agree.
@@ -105,7 +105,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
-    """Return a table; `freed` has the last two columns of all rows but the first."""
+    """Return a table of the runs; `freed` has the last two columns of each row after the first."""
     header = (*COLUMNS, "temp freed", "saved freed")
     last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]
     body = [(*run.cells(), *cells) for run, cells in zip(runs, last, strict=True)]
@@ -144,7 +144,7 @@ def _plot_differences(axes: Axes, runs: Sequence[Run], early_steps: int, toleran
     reference, *others = runs
     for run, colour, marker in zip(others, _COLOURS[1:], ("s", ".")):
         difference = np.abs(run.losses - reference.losses)
-        steps = np.flatnonzero(difference)  # exact agreement has no logarithm
+        steps = np.flatnonzero(difference)  # zero has no logarithm
         axes.plot(steps + 1, difference[steps], color=colour, ls="", marker=marker, ms=3)
     axes.hlines(tolerance, 1, early_steps, color="black", lw=2)
     note = f"allowed in the first {early_steps} steps"

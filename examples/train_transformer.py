@@ -58,17 +58,20 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
-    """Return sequences of seq + 1 bytes: seq inputs and, shifted by one, seq targets."""
+    """Return sequences of seq + 1 bytes: seq inputs, and the targets one byte later."""
     return text[starts[:, None] + np.arange(seq + 1)]
 
 
 def heldout_windows(heldout: np.ndarray, seq: int) -> np.ndarray:
-    """Return all windows whose targets do not overlap."""
+    """Return consecutive windows of the text; their targets do not overlap."""
     return windows(heldout, np.arange(0, len(heldout) - seq, seq), seq)
 
 
 def bigram_loss(text: np.ndarray, evaluated: np.ndarray, alpha: float = 0.1) -> float:
-    """Return the nats per byte on windows, from add-`alpha` smoothed byte-pair counts of `text`."""
+    """Return the nats per byte that byte-pair counts of `text` achieve on the windows.
+
+    The counts are smoothed by adding `alpha`.
+    """
     counts = np.full((VOCABULARY, VOCABULARY), alpha)
     np.add.at(counts, (text[:-1], text[1:]), 1.0)
     log_p = np.log(counts / counts.sum(axis=1, keepdims=True))
@@ -81,7 +84,7 @@ def loss_fn(model: Transformer, params: Params, batch: jax.Array) -> jax.Array:
 
 
 def early_tolerance(config: Config) -> float:
-    """Return how far the losses of the first steps may differ, in nats."""
+    """Return by how many nats the losses of the first steps may differ between runs."""
     if config.dtype == "float32":
         return 1e-4
     # A norm or softmax that is computed differently rounds other elements, by 2**-8. The residual
@@ -178,14 +181,14 @@ def setting(config: Config, placement: Placement) -> str:
 
 
 def plans(config: Config) -> str:
-    """Return which implementation runs jaxnorm's calls, and why."""
+    """Return which implementations run jaxnorm's calls here, and why."""
     tokens = config.batch * config.seq
     column = jax.ShapeDtypeStruct((config.width,), "float32")
     calls = {
         "add_layer_norm": jaxnorm.implementation_for(
             "add_layer_norm", (tokens, config.width), config.dtype, scale=column, bias=column
         ),
-        # Attention's softmax, with its causal mask.
+        # This call is attention's softmax, with its causal mask.
         "softmax": jaxnorm.implementation_for(
             "softmax",
             (config.batch, config.heads, config.seq, config.seq),
@@ -206,7 +209,7 @@ def activation_bytes(config: Config) -> int:
 
 
 def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float]]:
-    """Return what each run but the first frees beside the run before it, per layer.
+    """Return the memory per layer that each run frees, compared with the run before it.
 
     The unit is an activation (tokens x width). Compiled temp comes first, then saved arrays.
     """
@@ -221,7 +224,7 @@ def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float
 
 
 def caption(config: Config) -> str:
-    """Return what the last two columns of the Markdown table are."""
+    """Return a sentence that explains the last two columns of the Markdown table."""
     return (
         "The last two columns have what a row frees beside the row before it, in T*d activations "
         f"per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."

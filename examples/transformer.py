@@ -37,7 +37,7 @@ class Config:
         )
 
     def reaches(self, other: "Config") -> bool:
-        """Return True if model and training are at least as large as `other`'s in every respect."""
+        """Return True if no dimension of the model or the training is smaller than `other`'s."""
         return (
             self.layers >= other.layers
             and self.width >= other.width
@@ -47,7 +47,7 @@ class Config:
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """Flax's norm after a residual addition, with the interface of jaxnorm's."""
+    """Flax's norm after a residual addition, called like jaxnorm's fused norm."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +56,7 @@ class AddLayerNorm(nn.LayerNorm):
 
 
 class GeluDense(nn.Dense):
-    """Flax's layer after an activation."""
+    """Flax's linear layer after an activation."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ class GeluDense(nn.Dense):
 
 
 def gelu_dot(x: jax.Array, kernel: jax.Array, dimensions: Any, precision: Any) -> jax.Array:
-    """Replace the matmul of a `Dense`, so that its parameters stay the same."""
+    """Replaces the matmul of a `Dense`; the parameters stay the same."""
     return jaxnorm.activation_linear(x, kernel)
 
 
@@ -108,7 +108,7 @@ VARIANTS = (FLAX, NORMS_AND_LOSS, PRODUCTS_INPUTS)
 
 
 class Block(nn.Module):
-    """A block: takes the residual stream x and a branch to add to it, and returns both.
+    """A transformer block, from the residual stream x and a branch to the next such pair.
 
     Every addition is next to a norm, which takes both arrays; jaxnorm's norm adds in one pass.
     """
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes ``(batch, seq)`` to float32 logits ``(batch, seq, 256)``; pre-LN, causal."""
+    """The model, from bytes ``(batch, seq)`` to float32 logits ``(batch, seq, 256)``."""
 
     config: Config
     variant: Variant
