@@ -15,7 +15,7 @@ TOKENS = 8192
 #: Llama's hidden size, and its projections: queries, keys and values in one; gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
-    "8B": (4096, (6144, 14336, 28672)),  # 14336 is gate without up
+    "8B": (4096, (6144, 14336, 28672)),  # 14336: gate without up
     "70B": (8192, (10240, 57344)),
 }
 PROJECTIONS: dict[Shape, str] = {

@@ -93,7 +93,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Attributes: the device's name, the GPU driver's version ("" on a CPU)."""
+    """A machine: its device's name, and its GPU driver's version ("" on a CPU)."""
 
     device: str
     driver: str = ""

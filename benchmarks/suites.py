@@ -66,7 +66,7 @@ OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MO
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the command line selects; `ops` also names blocks, losses, matmuls and models.
+    """The selection on the command line; `ops` also names blocks, losses, matmuls and models.
 
     If `shapes` is None, each suite uses its own. `variants`, `remats`, `layers` and `devices`
     select training steps; with `bars`, only those that the bars compare.

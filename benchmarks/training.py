@@ -154,7 +154,7 @@ def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
     """Return the shardings of a state and of a batch over this many devices (FSDP).
 
     Batches are sharded along their sequences. An array of 100,000 elements or more is sharded along
-    its last axis that the devices divide; other arrays are replicated.
+    the last axis whose size is a multiple of `devices`; other arrays are replicated.
     """
     if devices == 1:
         return lambda state: (None, None)

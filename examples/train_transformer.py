@@ -87,9 +87,9 @@ def early_tolerance(config: Config) -> float:
     """Return by how many nats the losses of the first steps may differ between runs."""
     if config.dtype == "float32":
         return 1e-4
-    # A norm or softmax that is computed differently rounds other elements, by 2**-8. The residual
-    # stream is rounded twice per layer, which accumulates like a random walk, in a loss of at most
-    # ln(256).
+    # Two ways to compute a norm or softmax round some elements differently, by 2**-8. The residual
+    # stream is rounded twice per layer. These errors accumulate like a random walk, and the loss is
+    # at most ln(256).
     return 2**-8 * math.sqrt(2 * config.layers + 1) * math.log(VOCABULARY)
 
 

@@ -73,8 +73,8 @@ class Variant:
     """The functions of the model, and the loss of its training.
 
     Attributes:
-      label: the name in tables.
-      norm, attention_fn: modules and attention function.
+      label: the variant's name in tables.
+      norm, attention_fn: the class of the norms, and the attention function.
       cross_entropy: optax's, or jaxnorm's with the same name and arguments.
       gelu_dense: the MLP's activation and second layer.
     """

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class _Settings(nn.Module):
-    """The fields that Flax's norms do not have."""
+    """jaxnorm's additional fields, which Flax's norms do not have."""
 
     save: Save = "output"
     implementation: Name | None = None

@@ -1,7 +1,8 @@
 """Schedules of causal softmaxes: how many columns the threads of a row load at a time.
 
-Above the diagonal, only the rest of such a unit is loaded: on average half a unit for each row and
-array. Triton's kernels load only the rest of a vector.
+These columns form a unit. Beyond the diagonal, a row loads only the rest of the unit that the
+diagonal crosses: on average half a unit, for each array. Triton's kernels load only the rest of a
+vector.
 """
 
 import dataclasses

@@ -17,9 +17,9 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # for which an SM has registers
+_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # threads whose registers an SM has
 _STAGES = (1, 2, 3, 4, 8)  # rows in flight
-_VALUES = (4, 8, 16)  # of a piece of a row in a thread
+_VALUES = (4, 8, 16)  # columns of a thread, in one part of a row
 
 
 def workloads() -> Iterator[KernelWorkload]:
@@ -36,8 +36,8 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 
 def _held(spec: Spec) -> Iterator[Line]:
-    hold = spec.cols <= 8192  # beyond, there are no registers for parameters
-    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # beyond, prefetching was slower
+    hold = spec.cols <= 8192  # for more columns, registers do not suffice
+    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # for more, prefetching was slower
     for rows, warps, threads, stages, values in itertools.product(
         (1, 2), _WARPS, _THREADS[spec.direction], _STAGES if spec.op == "norm" else (1,), _VALUES
     ):

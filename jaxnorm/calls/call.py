@@ -38,8 +38,8 @@ class Call:
     Attributes:
       function: name of the public function, for errors.
       spec: describes the whole arrays; ``spec.axes`` are the axes of the view.
-      view: the two-dimensional view of the arrays, which kernels take.
-      implementation: the name that the user gave, or None.
+      view: how the arrays are reshaped to the two dimensions that kernels take.
+      implementation: name of the implementation that the user requested, or None.
       primitives: name of the public function whose primitives the call binds, if that is not
         `function`: the loss of a linear layer makes calls of the cross-entropy.
     """

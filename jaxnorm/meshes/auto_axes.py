@@ -3,10 +3,10 @@
 `custom_partitioning` gives the partitioner the same call on a shard. Otherwise, the partitioner
 would gather all operands of a kernel.
 
-In the program, this rule is only the address of a Python function, which differs between processes.
-So JAX's persistent compilation cache misses, unless a flag of JAX's removes the address from its
-keys. In that case, the name of a function in the program, which contains a digest of the call,
-distinguishes the calls.
+The program contains this rule only as the address of a Python function, which differs between
+processes. So JAX's persistent compilation cache misses, unless a JAX flag removes such addresses
+from the cache's keys. With that flag, calls are distinguished by the name of a function in the
+program, which contains a digest of the call.
 """
 
 import functools

@@ -138,7 +138,7 @@ def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
 class Stored:
     """The norms that must save their input, according to a tree of parameter values.
 
-    Without such a tree (None), there are none. Two objects are equal if they name the same norms,
+    If the tree is None, no norm must. Two objects are equal if they name the same norms,
     so that `jax.jit` retraces only if these change.
     """
 
@@ -233,7 +233,7 @@ class Seen:
             _seen_before.setdefault(around, set())  # The enclosing context is not empty.
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
-        is_part = before is not None and self.modules <= before  # jax.jit had traced the rest
+        is_part = before is not None and self.modules <= before  # other modules were traced before
         names = before if before and is_part else self.modules
         conversion.log(
             "linen.converted",

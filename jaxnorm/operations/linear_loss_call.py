@@ -125,8 +125,8 @@ class LinearLossCall:
     def kept(self) -> tuple[str, ...]:
         """Names of the forward pass's results that ``tan`` and ``bwd`` take as residuals.
 
-        For losses there are none, so a program that needs only the gradient runs no forward pass.
-        Programs that differentiate log-probabilities use the results, too.
+        A loss has no such results, so a program that needs only its gradient runs no forward pass.
+        A program that differentiates log-probabilities uses them anyway.
         """
         operation = self.operation
         if operation.results.keys() == {"y"}:

@@ -456,7 +456,7 @@ class _Chunks:
         arrays = [a for a in (self.x, self.weight, self.labels) if a is not None]
         own = (jax.typeof(a).manual_axis_type.varying for a in arrays)
         over = frozenset().union(*own)
-        if name in self.head.outputs:  # already summed over the classes
+        if name in self.head.outputs:  # these are summed over the classes already
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 

@@ -36,8 +36,7 @@ _HIGH_LEVEL = {
 #: Name of the operation that stacks the layers of a scan. (JAX's "stack" is jnp.stack.)
 STACKED = "stacked layers"
 
-#: Primitives that return their operand unchanged. They are skipped when an array's maker is looked
-#: up.
+#: Primitives that return their operand unchanged; they do not count as the maker of an array.
 NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary"}
 
 

@@ -33,15 +33,15 @@ class KeptArray:
     """Equal arrays that go from forward to backward.
 
     Attributes:
-      bytes: the size of all these arrays, in all layers.
+      bytes: total size of these arrays, in all layers.
       shape, dtype: of one array, with the axes that scans stack; on a mesh, of one device's part.
       source: ``"file.py:12 (function)"``, the line that makes it; for a function of a library, the
         line that calls it.
       made_by: the operation that makes it, by JAX's name.
       layers: how often scans stack it; 1 outside of them.
-      advice: how not to save it; None where nothing is known.
-      saves: by how many bytes the total falls for these arrays where the advice is followed.
-      count: how many arrays there are, times their layers.
+      advice: the change after which they are not saved; None if there is no advice.
+      saves: number of bytes of these arrays that following the advice saves.
+      count: number of arrays, times their layers.
     """
 
     bytes: int
@@ -64,8 +64,8 @@ class MemoryReport:
       rows: groups of equal arrays, each with ``bytes`` (of the group), ``shape`` and ``dtype`` (of
         one array, with the axes that scans stack), ``source`` (``"file.py:12 (function)"``, the
         user's line), ``made_by`` (JAX's operation), ``layers`` (how often scans stack it),
-        ``advice`` (what would not save it, or None), ``saves`` (by how many bytes the total falls
-        where that is followed) and ``count`` (the arrays of the group, times their layers).
+        ``advice`` (the change after which they are not saved, or None), ``saves`` (the number of
+        their bytes that the change saves) and ``count`` (number of arrays, times their layers).
     """
 
     total: int
@@ -76,7 +76,7 @@ class MemoryReport:
 
     @property
     def saves(self) -> int:
-        """The bytes by which the total falls if all advice is followed."""
+        """Number of bytes by which the total falls if all advice is followed."""
         return sum(row.saves for row in self.rows)
 
     def __iter__(self) -> Iterator[KeptArray]:

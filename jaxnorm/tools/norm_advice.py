@@ -241,7 +241,7 @@ def _is_by_a_root(value: Value) -> bool:
 
 def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     inside = {id(root), *map(id, region)}
-    # A cast of x that leaves the region is not a result: it is saved, or not, for its user.
+    # A cast of x with users outside the region is not a result of the norm.
     normalised: set[int] = set()
     for value in region:  # in order of computation
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):

@@ -283,7 +283,7 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return the operands of a case in `dtype`; and, unrounded, its operands and its cotangents."""
+    """Return a case's operands in `dtype`, and its operands and cotangents before rounding."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
