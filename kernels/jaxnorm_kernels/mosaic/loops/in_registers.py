@@ -25,7 +25,6 @@ from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile
 from jaxnorm_kernels.specs import Shared
 
 # -------------------------------------------------------------------------------------------------
-# -------------------------------------------------------------------------------------------------
 # The gradient of a softmax's bias: the sum of dz over the rows of x that share a row of the bias.
 #
 # A block processes those rows one after the other, holds the sum in registers and stores it once.
