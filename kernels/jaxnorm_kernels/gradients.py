@@ -21,8 +21,9 @@ def add_partials(
     A single reduction computes all sums, since two reductions would be two kernels. The dtype of an
     absent parameter is None, and `partials` has no entry for it.
 
-    `groups` has the number of row groups of each parameter. A parameter ``(groups, cols)`` has as
-    many sums, each over its part of the first axis. If it is 1, the sum is over the whole axis.
+    `groups` has the number of row groups of each parameter. If it is above 1, the parameter is
+    ``(groups, cols)``, and each of its rows gets the sum over one part of the first axis. If it is
+    1, the sum is over the whole axis.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)
@@ -56,9 +57,9 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
 ) -> Operands:
-    """Run the backward pass of two norms and the sum between them as two passes of single norms.
+    """Run the backward pass of two norms with a sum between them, as two passes of single norms.
 
-    The dx of the second norm is the dy of the first.
+    The dx of the second norm is the dy of the first norm.
     """
     assert residuals.x is not None
     rstd, next_rstd = residuals.stats

@@ -19,27 +19,28 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The default of arrays whose type excludes None because every call of their operation has them.
+# The default of arrays that every call of certain operations has; their types exclude None.
 _ABSENT: Any = None
 
 
 class Operands(NamedTuple):
-    """The operands of a forward pass, or their tangents or gradients. Absent ones are None.
+    """The operands of a forward pass, or their tangents or gradients. Absent entries are None.
 
     Attributes:
       x, teacher_logits, residual, gate: ``(rows, cols)``.
-      scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows.
+      scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for n groups of rows.
         next_scale is the second norm's scale, branch_scale the factor of x in a sum.
-      mask, logits_bias: boolean and float arrays with the shapes in `LogitsOptions.mask_rows` and
-        `SoftmaxOptions.logits_bias_rows`; the bias's gradient has the same shape. The xla
-        implementation takes arrays that broadcast to x's shape by numpy's rules.
+      mask, logits_bias: boolean and float arrays whose rows are described by
+        `LogitsOptions.mask_rows` and `SoftmaxOptions.logits_bias_rows`. The bias's gradient has the
+        same shape. The xla implementation takes arrays that broadcast to x's shape by numpy's
+        rules.
       labels: ``(rows,)``, of any integer dtype.
       candidates: several labels of each row, ``(rows, k)``.
       positions: a boolean mask, ``(rows,)``.
       logits_scale: the factor of each row's logits, ``(rows,)``, if it is not a static number.
-      cos, sin: tables with rows as in `NormOptions.table_rows` and a column for each pair of x's
-        columns. The xla implementation takes tables that broadcast to x's other axes, and returns
-        their gradients.
+      cos, sin: tables whose rows are described by `NormOptions.table_rows`, with a column for each
+        pair of x's columns. The xla implementation takes tables that broadcast to x's other axes,
+        and returns their gradients.
     """
 
     x: jax.Array = _ABSENT
@@ -61,15 +62,16 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The residuals that a tangent and a backward pass take. Absent ones are None.
+    """The residuals that a tangent or a backward pass takes. Absent entries are None.
 
     Attributes:
       saved: the operand or result that `Spec.starts_from` names.
-      x: the input of the norm before a sum, or the branch that branch_scale multiplies.
+      x: the input of the norm whose result is added to the residual, or the array that branch_scale
+        multiplies.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
         candidates, logits_scale: as in :class:`Operands`.
-      entropy, y: the results of these names.
+      entropy, y: the results with these names.
     """
 
     saved: jax.Array
@@ -92,12 +94,12 @@ class Residuals(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of a forward pass, or their tangents or cotangents. Absent ones are None.
+    """The results of a forward pass, or their tangents or cotangents. Absent entries are None.
 
     Attributes:
-      y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum.
-        For a loss, a divergence or a label's log-probability, ``(rows,)``; for several
-        labels, ``(rows, k)``.
+      y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum of
+        a residual and a norm. For a loss, a divergence or a label's log-probability, ``(rows,)``;
+        for several labels, ``(rows, k)``.
       h: the sum, rounded to ``spec.norm.residual_dtype``; y is the norm of the rounded sum. As a
         cotangent of a plain norm, it is an extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.
@@ -111,11 +113,11 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None: there is nothing to say about any call."""
+    """Return None: no reason or caveat applies to any call."""
 
 
 def takes_no_inner(spec: Spec) -> bool:
-    """Return False: the implementation takes no strided view of any call."""
+    """Return False: the implementation does not support ``Spec.inner``."""
     del spec
     return False
 
@@ -128,15 +130,16 @@ class Implementation(NamedTuple):
       backward: returns the gradients, each in the dtype of its operand. A bias of logits has a
         gradient if the spec has its dtype. With a residual, the residual's gradient is that of h,
         rounded to the residual's dtype. The gradient of x is the same array if both dtypes agree;
-        otherwise it is cast to x's dtype. With two norms, a kernel never stores the residual's
-        gradient, so the first norm's backward pass may start from the unrounded one. The same holds
-        for the gradients of x and its branch_scale. If y has no cotangent, h's cotangent takes the
-        gradient's place.
+        otherwise it is cast to x's dtype. With two norms, the first norm's backward pass may start
+        from the residual's unrounded gradient, which a fused kernel holds in registers. The
+        gradients of x and of its branch_scale may start from it too. If y has no cotangent, the
+        cotangent of h is used instead of the gradient of h.
       why_unsupported: returns a sentence that tells the user why the implementation cannot run a
         call, or None.
       why_not_default: returns a sentence that says why the default leaves a call to ``xla``, or
         None.
-      takes_inner: returns True if the implementation takes the view of a call with ``spec.inner``.
+      takes_inner: returns True if the implementation takes the ``(outer, cols, inner)`` arrays of a
+        call with ``spec.inner``.
       platforms: returns the supported platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
       caveat: returns what is unknown about its kernels for a call on the local GPU, or None.
       tangent: returns the tangents of the results, where a tangent of None is 0. For a plain norm,

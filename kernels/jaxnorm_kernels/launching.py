@@ -34,9 +34,9 @@ own_buffer = lax.optimization_barrier
 def settings() -> Iterator[None]:
     """Override the caller's JAX settings while a kernel is traced.
 
-    Kernels use 32-bit indices: with 64-bit types on, Python's integers would become int64 and not
-    match. Pallas keeps references to the tracers of every kernel (jax 0.11.2 and 0.12.0), for which
-    ``jax_check_tracer_leaks`` would raise.
+    Kernels use 32-bit indices: with 64-bit types enabled, Python's integers would become int64,
+    which does not match. Pallas keeps references to the tracers of every kernel (jax 0.11.2 and
+    0.12.0), for which ``jax_check_tracer_leaks`` would raise.
     """
     with jax.enable_x64(False), jax.check_tracer_leaks(False):
         yield

@@ -12,10 +12,10 @@ A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for eac
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
     log_probs_and_entropy   the same, where y has a number for each of k candidates instead
 
-Or the logits of a student and of a teacher, which is a constant::
+A divergence takes the logits of a student, and those of a teacher, which are constants::
 
     kl_divergence           y = sum(p log(p / q))    p = softmax(teacher's z)    q = softmax(z)
-                            the reverse one is y = sum(q log(q / p))
+                            reversed: y = sum(q log(q / p))
 
 A norm may be fused with the residual addition before or after it::
 
@@ -24,15 +24,15 @@ A norm may be fused with the residual addition before or after it::
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
-Or with an addition that scales its branch (LayerScale, adaLN-zero)::
+Or the norm follows an addition in which x is scaled (LayerScale, adaLN-zero)::
 
     scaled_add_norm  h = residual + branch_scale x        y = norm(h)
 
-Or with the rotation of a head's pairs of columns after it (RoPE)::
+Or the norm of a head is followed by the rotation of its pairs of columns (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
-Or with a gate after or before it::
+Or a gate multiplies the norm's result, or its input::
 
     norm_gated       y = norm(x) activation(gate)       or y = norm(x activation(gate))
 
@@ -88,9 +88,9 @@ Kind = Literal[
 ]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
-#: Kinds that are shared by several elements of x, over which their gradients are summed.
+#: The kinds of operands of which several elements of x share one. Their gradients are sums over x.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
-#: Kinds of booleans and integers, which have no tangents.
+#: The kinds that are booleans or integers, which have no tangents.
 CONSTANTS: tuple[Kind, ...] = ("mask", "label", "candidate")
 
 #: The kind of each operand.
@@ -121,20 +121,22 @@ class Operation:
     Attributes:
       operands: names of the arrays that the forward pass takes, in binding order. A call must have
         x, residual and labels; the others may be absent.
-      results: names and kinds of the arrays that it returns. y is the output. h is the sum that is
-        normalised.
-      statistics: names of the row statistics that it returns for the derivative. mean is present
-        only if a LayerNorm saves its input.
-      saves: the array that the derivative starts from, with save="output" and with save="input".
-      starts_from_x: the derivative also takes x, for the norm before the sum or for branch_scale.
-      keeps: further operands and results that the derivative takes.
-      constants: operands that have no tangent, although their kind may have one.
-      through_h: operands to whose gradients h's cotangent contributes. A plain norm has no h, but
-        its backward pass may take an extra cotangent of x in h's place.
+      results: names and kinds of the arrays that the forward pass returns. y is the output; h is
+        the sum that is normalised.
+      statistics: names of the row statistics that the forward pass returns for the derivative. mean
+        is present only if a LayerNorm saves its input.
+      saves: names of the array that the derivative starts from: with save="output", and with
+        save="input".
+      starts_from_x: True if the derivative also takes x, for the norm before the sum or for
+        branch_scale.
+      keeps: names of further operands and results that the derivative takes.
+      constants: names of operands that have no tangent, although their kind may have one.
+      through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
+        h, but its backward pass may take an extra cotangent of x in h's place.
       norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
         result is y.
-      derivative: the operation whose tangent and backward this one uses, except along the residual;
-        None if it has its own.
+      derivative: the operation whose tangent and backward pass are used, except along the residual;
+        None if the operation has its own.
       has_kernels: False if the operation exists in plain JAX only.
       out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies. h
         has the name of y if the derivative starts from h.
@@ -162,7 +164,7 @@ class Operation:
 
     @property
     def may_add_dh(self) -> bool:
-        """True for a plain norm: it has no h, but the backward pass may take a cotangent of h."""
+        """True for a plain norm: it has no h, but the backward pass may take a cotangent `h`."""
         return bool(self.through_h) and "h" not in self.results
 
     @property
@@ -241,7 +243,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),  # y is the sum: there is no h
+        through_h=(),  # y is the sum; no h exists
         norms=("first",),
         derivative="norm",
     ),
@@ -288,12 +290,12 @@ class Function:
     """A public function.
 
     Attributes:
-      op: its operation.
-      subtract_mean: True if it is a LayerNorm.
-      gated: the operation of a call with ``gate=``, which scales the branch that is added; None if
-        the function has no such argument.
+      op: the operation that the function runs by default.
+      subtract_mean: True if the function is a LayerNorm.
+      gated: the operation of a call with ``gate=``, which scales x before the addition; None if the
+        function has no such argument.
       several: the operation of a call with several labels for each position; None if the function
-        takes only one.
+        takes only one label.
     """
 
     op: Op
@@ -303,7 +305,7 @@ class Function:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """All operations of the function."""
+        """All operations that the function may run."""
         return tuple(op for op in (self.op, self.gated, self.several) if op is not None)
 
 

@@ -92,10 +92,10 @@ BETTER_FUSED: Table = (
 
 
 def first(table: Table, spec: Spec) -> str | None:
-    """Return the first reason that applies to `spec`, or None.
+    """Return the first reason in the table that applies to `spec`, or None.
 
-    A backward pass with a residual consists of the backward pass of each of its norms, in one
-    kernel or two, so the reasons that apply to one of these norms apply to it.
+    A backward pass with a residual consists of the backward passes of its norms, in one kernel or
+    two. A reason that applies to one of these norms therefore applies to it.
     """
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]

@@ -25,7 +25,7 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Row statistics that a backward pass needs, each ``(rows,)`` in the arithmetic dtype; empty unless
 #: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each. A
 #: cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
-#: log(sum(exp(x - m))). Their sum is the log-sum-exp. log_s is -inf for a row without an entry, and
+#: log(sum(exp(x - m))). m + log_s is the log-sum-exp. log_s is -inf for a row without an entry, and
 #: NaN for a row whose label is not one of its columns. A divergence also has both statistics of the
 #: teacher's logits.
 Stats = tuple[jax.Array, ...]
@@ -39,12 +39,13 @@ _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """The map from rows of x to rows of a mask, a bias or tables that are broadcast to x.
+    """How rows of x map to rows of an operand that is broadcast to x: a mask, a bias or a table.
 
     Attributes:
-      segments: the axes of x's rows, each with its size and whether the operand has it. Adjacent
-        axes of the same sort are merged. The operand's row index runs over the axes that it has.
-      has_columns: the operand is ``(n, cols)``; else ``(n, 1)``, a value for each row.
+      segments: (size, has_axis) for each axis of x's rows, where has_axis is True if the operand
+        has that axis. Adjacent axes with equal has_axis are merged. The operand's row index runs
+        over the axes that the operand has.
+      has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
     """
 
     segments: tuple[tuple[int, bool], ...]
@@ -62,7 +63,7 @@ class Shared:
 
     @property
     def run(self) -> int:
-        """Number of consecutive rows of x that use consecutive rows of the operand, or one row."""
+        """Number of consecutive rows of x that use consecutive rows, or one row, of the operand."""
         return self.segments[-1][0] if self.segments else 1
 
 
@@ -72,7 +73,7 @@ class NormOptions:
 
     Attributes:
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
-      residual_dtype: dtype of the residual, and of h or of the sum that is returned.
+      residual_dtype: dtype of the residual, and of the sum (h or y).
       next_scale_dtype: dtype of the second norm's scale.
       branch_scale_dtype: dtype of the factor of x in a sum.
       gate_dtype: dtype of the gate.
@@ -86,17 +87,18 @@ class NormOptions:
         that saves its input: y = activation(norm(x)). None for y = norm(x).
       norm_before_gate: True for y = norm(x) activation(gate), False for norm(x activation(gate)).
       rotated: number of leading columns that are rotated.
-      interleaved: a pair is columns 2i and 2i + 1; else columns i and i + rotated / 2.
-      table_rows: the map from rows of x to rows of the tables.
-      wide: the arithmetic is float64 although no array of this norm is: another array of the same
-        call is float64.
+      interleaved: True if a pair is columns 2i and 2i + 1, False if it is columns i and
+        i + rotated / 2.
+      table_rows: how rows of x map to rows of the tables.
+      wide: True if the arithmetic is float64 because another array of the call is, although no
+        array of this norm is.
       scale_groups, bias_groups, branch_scale_groups: 1 for a parameter ``(cols,)`` that all rows
         share; n for one of shape ``(n, cols)``, each row of which belongs to ``rows / n``
         consecutive rows.
-      scattered: a parameter belongs to groups of rows that are not consecutive, or is broadcast
-        along normalised axes.
-      inner_params: scale and bias belong to the inner axis instead of columns: ``(inner,)``, or
-        ``(n, inner)`` for n groups of consecutive outer indices.
+      scattered: True if a parameter belongs to groups of rows that are not consecutive, or is
+        broadcast along normalised axes.
+      inner_params: True if scale and bias belong to the inner axis instead of columns. They are
+        then ``(inner,)``, or ``(n, inner)`` for n groups of consecutive outer indices.
     """
 
     scale_dtype: np.dtype | None = None
@@ -128,11 +130,11 @@ class LogitsOptions:
     """Options of a function of logits.
 
     Attributes:
-      has_mask: the call has a mask of columns.
-      mask_rows: the map from rows of x to rows of the mask. None if there is no mask, or if it is
+      has_mask: True if the call has a mask of columns.
+      mask_rows: how rows of x map to rows of the mask. None if there is no mask, or if it is
         broadcast along some of the normalised axes but not all.
-      logits_scale: factor of x; 1 if it is an operand.
-      has_scale: the factor of x is an operand, with a number for each row.
+      logits_scale: the factor of x; 1 if the factor is an operand.
+      has_scale: True if the factor of x is an operand, with a number for each row.
     """
 
     has_mask: bool = False
@@ -148,12 +150,14 @@ class SoftmaxOptions(LogitsOptions):
     Attributes:
       logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None
         for no bias, and for a backward pass that does not return its gradient.
-      logits_bias_shape: shape of the bias: x's shape, with 1 where it is broadcast.
+      logits_bias_shape: shape of the bias: x's shape, with 1 for the axes along which the bias is
+        broadcast.
       logits_bias_rows: as `LogitsOptions.mask_rows`, for the bias.
-      masked_logit: the value of a masked logit. -inf excludes it, and a row without unmasked logits
-        is 0. A finite number is included as a constant.
-      causal: column j of row i of a matrix is included if j <= i.
-      queries: number of rows of a matrix, for ``causal``.
+      masked_logit: the value that replaces a masked logit. -inf excludes the logit; the result of a
+        row without unmasked logits is then 0. With a finite number, the logit takes part as a
+        constant.
+      causal: True if column j of a matrix's row i is included only for j <= i.
+      queries: number of rows of each matrix, for ``causal``.
       queries_over: mesh axes over which the axis before ``axes`` is sharded, for ``causal``.
     """
 
@@ -171,13 +175,13 @@ class LossOptions(LogitsOptions):
     """Options of a loss.
 
     Attributes:
-      has_positions: the call has a mask of rows. The loss is 0 where it is False.
+      has_positions: True if the call has a mask of rows. The loss is 0 where the mask is False.
       label_smoothing, z_loss: as in the equation of a cross-entropy.
       logit_softcap: c, if the logits are c tanh(logits_scale x / c); None for no cap.
       padding: number of trailing columns that are padding and not classes; their dx is 0.
-      gradient_dtype: dtype of dx, for a backward pass after which nothing reads x. None for any
-        other backward pass, whose dx is in x_dtype.
-      teacher_dtype: dtype of the teacher's logits, of a divergence; None for any other operation.
+      gradient_dtype: dtype of dx, for a backward pass after which x is not needed. None for any
+        other backward pass, where dx has x_dtype.
+      teacher_dtype: dtype of a divergence's teacher logits; None for any other operation.
       teacher_softcap: `logit_softcap` of the teacher's logits.
       reverse: True for the divergence of the student from the teacher.
     """
@@ -222,11 +226,12 @@ class Spec:
         may also return gradients of other operands.
       axes: the normalised axes of the arrays. Only the xla implementation gets other axes than the
         last one.
-      moved_axis: the two-dimensional view needs a transpose of operands and results.
+      moved_axis: True if the two-dimensional view needs a transpose of operands and results.
       inner: if above 1, arrays have the shape `strided`, normalised over the middle axis. Only an
         implementation whose `takes_inner` is True gets such a spec.
-      inner_cols: how many of a row's `cols` elements are adjacent on the inner axis: GroupNorm's
-        channels of a group. Statistics then have the shape ``(outer * inner / inner_cols,)``.
+      inner_cols: the number of a row's `cols` elements that are adjacent on the inner axis, such as
+        the channels of a group in GroupNorm. Statistics then have the shape
+        ``(outer * inner / inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded; ``cols``
         counts all shards. Only the xla implementation takes it.
       axes_over: for each of ``axes``, the mesh axes over which it is sharded, to locate a label's
@@ -250,13 +255,13 @@ class Spec:
     axes_over: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse the options of another family."""
+        """Raise TypeError if `options` belong to another family of operations."""
         expected = OPTIONS[self.operation.family]
         if not isinstance(self.options, expected):
             raise TypeError(f"a {self.op} has {expected.__name__}: got {self.options!r}")
 
     def replaced(self, **changes: Any) -> "Spec":
-        """Return a spec with other values of these fields, its own or its options'."""
+        """Return a spec in which these fields, of the spec or of its options, have other values."""
         own = {name: changes.pop(name) for name in _FIELDS & changes.keys()}
         if changes:
             options = own.get("options", self.options)
@@ -265,31 +270,31 @@ class Spec:
 
     @functools.cached_property
     def norm(self) -> NormOptions:
-        """The options of a norm; their defaults for any other operation."""
+        """The options of a norm; default options if the operation is no norm."""
         return self.options if isinstance(self.options, NormOptions) else _NO_NORM
 
     @functools.cached_property
     def logits(self) -> LogitsOptions:
-        """The options of a softmax or a loss; their defaults for a norm."""
+        """The options of a softmax or a loss; default options for a norm."""
         return self.options if isinstance(self.options, LogitsOptions) else _NO_SOFTMAX
 
     @functools.cached_property
     def softmax(self) -> SoftmaxOptions:
-        """The options of a softmax; their defaults for any other operation."""
+        """The options of a softmax; default options for any other operation."""
         return self.options if isinstance(self.options, SoftmaxOptions) else _NO_SOFTMAX
 
     @functools.cached_property
     def loss(self) -> LossOptions:
-        """The options of a loss; their defaults for any other operation."""
+        """The options of a loss; default options for any other operation."""
         return self.options if isinstance(self.options, LossOptions) else _NO_LOSS
 
     @functools.cached_property
     def operation(self) -> Operation:
-        """The entry of the table of operations."""
+        """The operation's entry in `OPERATIONS`."""
         return OPERATIONS[self.op]
 
     def has(self, operand: str) -> bool:
-        """Return True if the call has this operand, or this result that the derivative takes."""
+        """Return True if the call has an operand, or a saved result, with this name."""
         match operand:
             case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True
@@ -301,7 +306,7 @@ class Spec:
                 return self.dtype(operand) is not None
 
     def dtype(self, operand: str) -> np.dtype | None:
-        """Return the dtype of a float operand; None if it is absent."""
+        """Return the dtype of the float operand with this name, or None if it is absent."""
         match operand:
             case "x":
                 return self.x_dtype
@@ -327,7 +332,7 @@ class Spec:
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the arrays of x's shape that the forward pass reads, x first."""
+        """Dtypes of the arrays of x's shape that the forward pass reads; x comes first."""
         return self._dtypes_of_arrays(self.operation.operands)
 
     @functools.cached_property
@@ -338,7 +343,7 @@ class Spec:
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """True if the operand beside x is used only after the statistics of x are known."""
+        """True if the array beside x is needed only once the statistics of x are known."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -347,7 +352,7 @@ class Spec:
 
     @functools.cached_property
     def classes(self) -> int:
-        """Number of classes of a loss: columns without padding."""
+        """Number of classes of a loss: the columns that are not padding."""
         return self.cols - self.loss.padding
 
     @functools.cached_property
@@ -368,14 +373,14 @@ class Spec:
 
     @functools.cached_property
     def logit_factor(self) -> float:
-        """The outer factor of a loss's logits: the scale of x, or the cap of a tanh."""
+        """The outer factor f of a loss's logits z = f g(x): the scale of x, or a tanh's cap."""
         return (
             self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
         )
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """True if masked entries are excluded, and not included as a constant."""
+        """True if masked entries are excluded, False if they take part as a constant."""
         return self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
@@ -394,7 +399,7 @@ class Spec:
 
     @functools.cached_property
     def reads_mask(self) -> bool:
-        """True if the pass reads the mask, which softmax's backward pass may infer from y = 0."""
+        """True if the pass reads the mask. Softmax's backward pass may infer it from y = 0."""
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.logits.has_mask and not shows
 
@@ -420,7 +425,7 @@ class Spec:
 
     @functools.cached_property
     def is_loss(self) -> bool:
-        """True for operations with one result, or two, for each row of logits."""
+        """True for losses, divergences and log-probabilities, which reduce each row of logits."""
         return self.operation.family == "loss"
 
     @functools.cached_property
@@ -498,15 +503,18 @@ class Spec:
 
     @functools.cached_property
     def first(self) -> "Spec":
-        """The norm of x, before the addition of a residual. It saves x."""
+        """The spec of the norm of x before the addition of a residual. That norm saves x."""
         changes: dict[str, Any] = {}
         if self.norm.residual_dtype is not None:
-            changes["y_dtype"] = self.norm.residual_dtype  # the dtype of its cotangent
+            changes["y_dtype"] = self.norm.residual_dtype  # the dtype of the first norm's cotangent
         return self._one_norm(("y",), saved="input", **changes)
 
     @functools.cached_property
     def last(self) -> "Spec":
-        """The norm of h, or of x if nothing is added before it. Otherwise, the call itself."""
+        """The spec of the norm of h, or of x if nothing is added before the norm.
+
+        If the call is no norm, it is the call itself.
+        """
         if not self.is_norm:
             return self
         changes: dict[str, Any] = {}
@@ -519,12 +527,12 @@ class Spec:
 
     @functools.cached_property
     def norms(self) -> list["Spec"]:
-        """The norms of a call, in order."""
+        """The specs of a call's norms, in order."""
         each = {"first": lambda: self.first, "last": lambda: self.last}
         return [each[name]() for name in self.operation.norms]
 
     def _one_norm(self, outputs: tuple[str, ...], **changes: Any) -> "Spec":
-        """Return one of the call's norms, in the call's arithmetic."""
+        """Return the spec of one of the call's norms, with the call's arithmetic."""
         norm = self.replaced(
             op="norm",
             outputs=outputs,

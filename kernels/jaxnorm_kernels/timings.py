@@ -11,7 +11,7 @@ import dataclasses
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Spec
 
-#: Where and how they were timed.
+#: Where and how the kernels were timed.
 TIMED_ON = "an H100, with kernels compiled for an A100"
 
 #: A kernel that takes at most this share of XLA's time is the default.
@@ -20,7 +20,7 @@ LIMIT = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A kernel's time divided by that of XLA's code, forward and backward together.
+    """A kernel's time divided by the time of XLA's code, for forward and backward together.
 
     Attributes:
       ratio: the median over the shapes and dtypes that were timed.
@@ -32,13 +32,13 @@ class Timing:
     most: float
 
     def __str__(self) -> str:
-        """Return the text that `implementation_for` prints."""
+        """Return the ratio as text, as `implementation_for` prints it."""
         if self.least == self.most:
             return f"{self.ratio:.2f} of XLA's time"
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
 
 
-#: Timings by the names that `name_of` returns.
+#: The timings, by the names that `name_of` returns.
 TIMINGS: dict[str, Timing] = {
     "softmax": Timing(0.7, 0.51, 0.72),
     "log_softmax": Timing(0.82, 0.65, 0.84),
@@ -62,7 +62,7 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """Return the name of a call's public function, followed by one of its options, if any."""
+    """Return the name of a call's public function, followed by an option that it uses, if any."""
     norm = spec.norm
     functions = {
         name: function
@@ -83,7 +83,7 @@ def name_of(spec: Spec) -> str:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why the default leaves a call to XLA, or None."""
+    """Return the reason why the default runs XLA for this call, or None if it runs the kernel."""
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:
@@ -94,7 +94,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return where a kernel was timed, and its time over XLA's; None if it was not timed."""
+    """Return a sentence on the kernel's time relative to XLA's, or None if it was not timed."""
     timing = TIMINGS.get(name_of(spec))
     if timing is None:
         return None

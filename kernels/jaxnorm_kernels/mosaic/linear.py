@@ -60,13 +60,14 @@ from jaxnorm_kernels.specs import LinearActivation
 # Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten matmuls).
 
 
-#: Warpgroups that multiply. Another one copies.
+#: The number of warpgroups that multiply. One more warpgroup copies.
 MULTIPLY = 2
-#: Rows of a tile of y that a warpgroup multiplies at a time: the size of a wgmma.
+#: The number of rows of a tile of y that a warpgroup multiplies at a time: the size of a wgmma.
 ROWS = 64
-#: Columns of a tile of x. With 16 bits, they fill a row of the widest swizzle.
+#: The number of columns in a tile of x. With 16 bits each, they fill a row of the widest swizzle.
 DEPTH = 64
-#: Bytes of y's rows per store, and the stores of a warpgroup in flight.
+#: The number of bytes that each store writes in a row of y, and the number of stores that a
+#: warpgroup may have in flight.
 STORED_BYTES, STORES = 64, 2
 
 
@@ -75,11 +76,11 @@ class ProductSchedule:
     """One way to run the kernel.
 
     Attributes:
-      features: columns of a tile of y, which has 128 rows.
-      stages: tiles of x and weight in shared memory.
-      group: tiles next to each other that are computed before the next rows. They read the same
-        rows of x, and the next rows then read the same columns of weight, while both are in the L2
-        cache.
+      features: the number of columns in a tile of y, which has 128 rows.
+      stages: the number of tiles of x, and of weight, in shared memory.
+      group: the number of adjacent tiles, along the columns of y, that are computed before the next
+        rows. These tiles read the same rows of x. The next rows then read the same columns of
+        weight, while both are in the L2 cache.
     """
 
     features: int
@@ -88,18 +89,18 @@ class ProductSchedule:
 
     @property
     def rows(self) -> int:
-        """The rows of a tile."""
+        """The number of rows in a tile."""
         return MULTIPLY * ROWS
 
     def tiles(self, rows: int, features: int) -> tuple[int, int]:
-        """Return how many tiles y has along its rows, and along its columns."""
+        """Return the number of tiles along the rows of y, and along its columns."""
         return -(-rows // self.rows), -(-features // self.features)
 
 
 # The larger a tile, the less is loaded per matmul. A wgmma has at most 256 columns; 192 take 1.09
 # times as long. Groups of 4, 16 or 32 take up to 1.11 times as long if weight exceeds the L2 cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
-# Half the size, if there are fewer wide tiles than multiprocessors.
+# Narrow tiles have half the size. They are used if y has fewer wide tiles than the GPU has SMs.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
@@ -110,7 +111,8 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# The columns of the narrowest swizzle. Arrays are padded with zeros to a multiple of this number.
+# The number of columns in a row of the narrowest swizzle. Arrays are padded with zeros to a
+# multiple of it.
 _SWIZZLED = 16
 
 # Registers per thread, out of 65536: as many as possible for the two warpgroups that multiply, and
@@ -120,11 +122,11 @@ _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 # A copy moves rows of 16 bytes, in tiles of 8 rows.
 _MULTIPLE = 8
-# Rows have int32 indices, and the last tile may start a tile further.
+# Rows are indexed in int32, and the last tile may start up to a tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 
-# 16-bit matmuls satisfy a precision such as "float32" anyway, since products of 16-bit numbers are
-# exact and summed in float32. A name in upper case requests a particular algorithm.
+# 16-bit matmuls satisfy a precision such as "float32" anyway, since they multiply 16-bit numbers
+# exactly and add the results in float32. A name in upper case requests a particular algorithm.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -235,7 +237,7 @@ def _scaled_weight(
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
-    """Pad an array with zeros to a multiple of the columns of the narrowest swizzle."""
+    """Pad an array with zeros until its columns are a multiple of the narrowest swizzle's."""
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
         widths[0] = (0, 0)
@@ -248,7 +250,7 @@ def _shared(
     """Return the shared memory and the barriers of a block."""
     stages = schedule.stages
     shared = {
-        # The matrix instructions require the same swizzle for both.
+        # The matrix instructions require the same swizzle for x and weight.
         "x": _swizzled((stages, schedule.rows, DEPTH), operands["x"], operands["weight"]),
         "weight": _swizzled((stages, DEPTH, schedule.features), operands["weight"], operands["x"]),
         "stored": _swizzled((MULTIPLY, STORES, ROWS, STORED_BYTES // y.dtype.itemsize), y),
@@ -263,7 +265,7 @@ def _shared(
 
 
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
-    """Return shared memory for tiles of the first array, in the order of the matrix instructions.
+    """Return shared memory of `shape` for tiles of the first array, as matrix instructions read it.
 
     It has the widest swizzle that divides the rows of all arrays.
     """
@@ -271,14 +273,14 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     swizzle = math.gcd(
         128, *(n * dtype.itemsize for n in (shape[-1], *(a.shape[-1] for a in arrays)))
     )
-    transforms: Any = plgpu  # mypy takes its classes for abstract ones.
+    transforms: Any = plgpu  # mypy takes the transforms' classes for abstract ones.
     tiled = transforms.TilingTransform((8, swizzle // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiled, transforms.SwizzleTransform(swizzle)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """The program of a block; `arrays` in memory and `shared` memory by their names."""
+    """The program of a block. `arrays` maps names to refs in global memory, `shared` in shared."""
 
     sizes: tuple[int, int, int]
     epsilon: float
@@ -289,11 +291,11 @@ class _ProductKernel:
 
     @property
     def steps(self) -> int:
-        """Tiles of x for a tile of y."""
+        """The number of steps, each with one tile of x, for a tile of y."""
         return -(-self.sizes[1] // DEPTH)
 
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
-        """Call ``body(t, row, column)`` for each tile of the block, with the tile's start."""
+        """Call ``body(t, row, column)`` for each of the block's tiles, which begins there in y."""
         rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
         mine = lax.div(rows * columns - first + blocks - 1, blocks)
@@ -330,7 +332,8 @@ class _ProductKernel:
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
         if "bias" in shared:
-            # The bias comes last. The previous one is free when the previous tile is finished.
+            # Load the bias last: the previous tile must be finished before its bias can be
+            # overwritten.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -371,22 +374,22 @@ class _ProductKernel:
         return lax.rem(step, self.schedule.stages)
 
     def _product(self, step: Any, sums: Ref) -> None:
-        """Start the matmul of a step, which adds to `sums`."""
+        """Start the matmul of a step. Its result is added to `sums`."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         weight = self.shared["weight"].at[self._stage(step)]
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Return the squares of the warpgroup's rows of x, summed per thread: ``(64, 8)``.
+        """Square the warpgroup's rows in a tile of x, and add them up to 8 columns: ``(64, 8)``.
 
-        The sums of the threads are added once, at the end.
+        The 8 columns are added once, at the end.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """Return the warpgroup's rows of a tile of x."""
+        """Return the part of a tile of x with the rows that this warpgroup multiplies."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
@@ -414,7 +417,7 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # The store before the last one has read the buffer that this one overwrites.
+            # The store before the last one has then read the buffer that is overwritten here.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

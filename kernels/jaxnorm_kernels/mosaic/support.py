@@ -12,7 +12,7 @@ from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Rows are numbered in int32. The last block may start up to a tile beyond the last row.
+# Rows are indexed in int32. The last block may start up to a tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 
@@ -91,8 +91,9 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities on which these kernels are the default without having been timed: all kernels
-# compile with few spilled words (`tests/mosaic/test_blackwell.py`). 100 is the B200.
+# Compute capabilities for which these kernels are the default although they were never timed there.
+# All kernels compile for them with few spilled words (`tests/mosaic/test_blackwell.py`). 100 is the
+# B200.
 _NOT_TIMED = (100,)
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
@@ -133,7 +134,7 @@ def platforms() -> tuple[str, ...]:
 
 
 def takes_inner(spec: Spec) -> bool:
-    """Return True if the kernels for an axis that is not the last can run this call.
+    """Return True if the kernels for an axis other than the last can run this call.
 
     These kernels need no transpose.
     """
@@ -141,19 +142,19 @@ def takes_inner(spec: Spec) -> bool:
 
 
 def why_unsupported(spec: Spec) -> str | None:
-    """Return None, or the reason why this call cannot run on this GPU."""
+    """Return the reason why this call cannot run on this GPU, or None if it can."""
     if spec.inner > 1:
         return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return None, or the reason why the default leaves this call to XLA."""
+    """Return the reason why the default runs XLA for this call, or None if it runs the kernels."""
     return first(_LEFT_TO_XLA, spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return what is unverified about these kernels on the local GPU, or None."""
+    """Return a sentence on what is unverified about these kernels on the local GPU, or None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -163,7 +164,7 @@ def caveat(spec: Spec) -> str | None:
 def _is_held(spec: Spec) -> bool:
     """Return True if a block's registers and shared memory have room for the rows of a call."""
     if spec.is_loss:
-        return True  # It loops over parts of a row.
+        return True  # A loss loops over parts of a row, so rows of any length fit.
     if spec.norm.rotated:
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
@@ -175,10 +176,11 @@ def _is_held(spec: Spec) -> bool:
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Return True for the backward pass of a single norm, which uses the rows of `norm_schedule`.
+    """Return True for a backward pass of a norm with the rows that `norm_schedule` assumes.
 
-    A norm with a plain residual addition is excluded: each of its norms is checked separately. A
-    scaled sum is included, because it reads rows beside the norm's.
+    These are the backward passes of single norms and of scaled sums. A norm with a plain residual
+    addition is excluded: each of its norms is checked separately. A norm with a rotation has
+    kernels of its own.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

@@ -54,24 +54,24 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# The lower bound of exponents that are used as factors: the exponential of this is 0. A lower
-# exponent, such as -inf or float32's lowest number in masks, could become infinite when multiplied
-# by a sum or a cotangent, and 0 times infinity is NaN.
+# The lower bound of exponents that are used as factors. Its exponential is 0. A lower exponent,
+# such as -inf or float32's lowest number in masks, could become infinite when multiplied by a sum
+# or a cotangent, and 0 times infinity is NaN.
 _FAR = tl.constexpr(-1e20)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The compile-time parameters of a kernel, beside the tile sizes.
+    """The compile-time parameters of a kernel, besides the tile sizes.
 
     Attributes:
-      classes: the number of columns that are classes; they come first.
+      classes: the number of columns that are classes; these are the first columns.
       label_smoothing, z_loss: a and b.
       logits_scale, softcap: scale and cap of the logits; 0 for no cap.
       factor: f.
       entropy: True to compute log-probability and entropy instead of a loss.
-      blocks: the blocks of a row.
-      vector: elements that a thread loads at once.
+      blocks: the number of blocks in a row.
+      vector: the number of elements that a thread loads at once.
     """
 
     classes: int
@@ -86,7 +86,7 @@ class Options:
 
     @property
     def other_target(self) -> float:
-        """The target probability of a class that is not the label."""
+        """The target probability of each class that is not the label."""
         return self.label_smoothing / self.classes
 
     @property
@@ -96,7 +96,7 @@ class Options:
 
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Options":
-        """Return the parameters of a call."""
+        """Return the compile-time parameters of a call."""
         blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
         return cls(
             spec.classes,
@@ -114,7 +114,7 @@ class Options:
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 ) -> Results:
-    """Return the results and the statistics. `schedule` overrides the schedule of the table."""
+    """Return the results and the statistics. `schedule` replaces the default schedule."""
     x, labels, positions = operands.x, operands.labels, operands.positions
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
@@ -147,7 +147,7 @@ def cross_entropy_fwd(
 def cross_entropy_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """Return the gradient of x. `schedule` overrides the schedule of the table."""
+    """Return the gradient of x. `schedule` replaces the default schedule."""
     x, labels, dy = residuals.saved, residuals.labels, cotangents.y
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
@@ -212,7 +212,7 @@ def _cross_entropy_fwd(
     sums = (m, zero, zero)
     if first_whole > 0:
         sums = _add(sums, of_rows, 0, options, tiling, False)
-    # If none of a tile's rows count, no block is loaded.
+    # If no row of a tile counts, no block is loaded.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
         sums = _add(sums, of_rows, first, options, tiling, True)
@@ -286,16 +286,20 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
 
 @triton.jit
 def _rescaled(s, t, depth, options: tl.constexpr):
-    """Rescale sums to another maximum; `depth` is the old maximum minus the new one."""
+    """Rescale sums from an old maximum to a new one. `depth` is the old one minus the new one."""
     exp = tl.exp(options.factor * depth)
-    if options.entropy:  # No factor may be infinite where the other is 0.
+    # Bound `depth` from below: it must not be infinite where the other factor is 0.
+    if options.entropy:
         t = (t + s * tl.maximum(depth, _FAR)) * exp
     return s * exp, t
 
 
 @triton.jit
 def _by_lanes(x, m, vector: tl.constexpr):
-    """View a block as `(tile_rows, n, lanes, vector)`; a thread holds the second and last axis."""
+    """Reshape a block to `(tile_rows, n, lanes, vector)`.
+
+    A thread holds all elements along the second and the last axis.
+    """
     tile_rows: tl.constexpr = m.shape[0]
     lanes: tl.constexpr = m.shape[1]
     return tl.reshape(x, [tile_rows, x.shape[1] // (lanes * vector), lanes, vector])
@@ -333,7 +337,7 @@ def _cross_entropy_bwd(
 def _store_gradient(
     x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
 ):
-    """Store dx of block `nth`; `is_whole` is True if it is entirely inside the row."""
+    """Store dx of block number `nth`. `is_whole` is True if the block is inside the row."""
     m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, exists = of_rows
     begin, lead = _start(row, tiling.cols, options.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -341,7 +345,8 @@ def _store_gradient(
     if not is_whole:
         read = read & _is_column(lane, first, lead, tiling.cols, tiling.cols, options.vector)
     offset = begin + first + lane
-    # Load the logits first. The few numbers of a row then arrive at the same time.
+    # Load the logits first. The row's few other numbers (statistics, cotangents) then arrive at the
+    # same time.
     x = _g(tl.load(x_ptr + offset, read, 0.0), options)
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
@@ -377,7 +382,7 @@ def _g(x, options: tl.constexpr):
 
 @triton.jit
 def _times_slope(dz, g, options: tl.constexpr):
-    """Return the gradient of x from the gradient of z."""
+    """Return the gradient of x, given the gradient dz of the logits z."""
     if options.softcap > 0.0:
         dz *= (1.0 - g) * (1.0 + g)
     if options.logits_scale != 1.0:
@@ -387,7 +392,7 @@ def _times_slope(dz, g, options: tl.constexpr):
 
 @triton.jit
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
-    """Return the label of each row, or -1 if it is not a class, and whether it is a class."""
+    """Return each row's label, or -1 if it is not a class. Also return whether it is a class."""
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column
@@ -403,7 +408,7 @@ def _start(row, cols: tl.constexpr, vector: tl.constexpr):
 
 @triton.jit
 def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
-    """Return which elements of a block are columns before `end`.
+    """Return True for the elements of a block that are columns before `end`.
 
     `vector` neighbours have equal values if `vector` divides `cols` and `end`.
     """
@@ -428,7 +433,8 @@ def _log1p(x):
 def _tanh(x):
     """Compute the tanh, accurate to a few units in the last place even for small x.
 
-    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used as far as it is as accurate.
+    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used wherever it is accurate
+    enough.
     """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))

@@ -16,10 +16,11 @@ from jaxnorm_kernels.triton import support
 
 _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 
-# The first jax-triton that accepts None for an absent array.
+# The first version of jax-triton that accepts None for an absent array.
 _JAX_TRITON = (0, 4, 1)
 
-# Names that jax-triton imports from Triton 3.7; if they are missing, it assumes no NVIDIA backend.
+# Names that jax-triton imports from Triton 3.7. If they are missing, it assumes that Triton has no
+# NVIDIA backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 
@@ -59,8 +60,9 @@ def check_cuda() -> None:
 def _mend_dead_code_elimination() -> None:
     """Remove jax-triton's dead-code rule if JAX cannot call it.
 
-    JAX 0.12 calls these rules with three arguments, but jax-triton 0.4.1's takes two, so that every
-    traced kernel raises a TypeError. JAX's default rule drops calls whose results are unused.
+    JAX 0.12 calls dead-code rules with three arguments, but jax-triton 0.4.1's rule takes two, so
+    that every traced kernel raises a TypeError. JAX's default rule drops calls whose results are
+    unused.
     """
     from jax_triton.triton_lib import triton_kernel_call_p
 

@@ -14,7 +14,8 @@ from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.triton import extra
 
 # Emit PTX 8.7, which CUDA 12.8 accepts: by default, Triton emits PTX for the newest CUDA that it
-# supports. FP fusion (x * y + z with one rounding) is Triton's default, which is about to change.
+# supports. FP fusion (x * y + z with one rounding) is requested explicitly, because Triton's
+# default is about to change.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 
 
@@ -43,7 +44,7 @@ _LEAST_SMEM = 99 * 1024
 
 @functools.cache
 def local_gpu() -> Gpu:
-    """Return the local GPU, or an A100 without a GPU."""
+    """Return the properties of the local GPU, or of an A100 without a GPU."""
     device = jax.local_devices()[0]
     capability = local_capability()
     if capability is None:
@@ -65,12 +66,12 @@ def launch(
     registers: int,
     **arguments: Any,
 ) -> list[jax.Array]:
-    """Launch `kernel` on a grid of programs and return its outputs without those that are None.
+    """Launch `kernel` on a grid of programs, and return the outputs that are not omitted.
 
     Args:
-      outputs: types of the outputs by the kernel's parameter names; None to omit an output.
-      warps: warps of 32 threads in a program.
-      registers: register limit of a thread.
+      outputs: maps the kernel's parameter names to output types; None to omit an output.
+      warps: the number of warps (of 32 threads) in a program.
+      registers: the maximum number of registers of a thread.
       arguments: arrays, sizes and compile-time constants, by the kernel's parameter names. If an
         array is None, the kernel is compiled without it.
     """
@@ -90,7 +91,7 @@ def launch(
 
 
 def run(**call: Any) -> list[jax.Array]:
-    """Call jax-triton. No other function does."""
+    """Call jax-triton; all calls of it go through this function."""
     extra.check_cuda()
     with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)

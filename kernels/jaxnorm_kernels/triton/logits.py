@@ -13,23 +13,23 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import tiles
 from jaxnorm_kernels.triton.tiles import Operand, renumbered, tile_at, zeros
 
-# With a predicate for each element, each element would be loaded separately. So this many elements
+# If each element had its own predicate, each would be loaded separately. So this many elements
 # share a predicate: 16 bytes of the narrowest array, a mask.
 _VECTOR = tl.constexpr(16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """The compile-time parameters of a kernel, beside the tile sizes.
+    """The compile-time parameters of a kernel, besides the tile sizes.
 
     Attributes:
       log: True for log_softmax, False for softmax.
       scale: the scale of x.
-      queries: the rows of a matrix; 0 without `causal`.
-      mask, bias: how each is broadcast, or None if the kernel has none.
-      drops: some elements are excluded by the mask or by `queries`.
-      drops_zeros: elements whose output is 0 are excluded too.
-      renormalises: the backward pass divides by sum(y).
+      queries: the number of rows of a matrix; 0 without `causal`.
+      mask, bias: how the array is broadcast, or None if the kernel does not take it.
+      drops: True if elements may be excluded by the mask or by `queries`.
+      drops_zeros: True if elements whose output is 0 count as excluded too.
+      renormalises: True if the backward pass divides by sum(y).
     """
 
     log: bool = False
@@ -48,7 +48,7 @@ class Logits:
 
 
 def of(spec: Spec) -> Logits:
-    """Return the parameters of a call."""
+    """Return the compile-time parameters of a call."""
     has_bias = spec.softmax.logits_bias_dtype is not None
     return Logits(
         log=spec.op == "log_softmax",
@@ -78,7 +78,7 @@ def load_logits(
     cols: tl.constexpr,
     eviction: tl.constexpr = "",
 ):
-    """Return scale x + bias of a tile in float32, -inf if excluded, and which are included."""
+    """Return scale x + bias of a tile in float32 (-inf if excluded), and which are included."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     z = tl.load(x_ptr + start + col, read, float("-inf"), eviction_policy=eviction).to(tl.float32)
@@ -95,7 +95,7 @@ def load_logits(
 
 @triton.jit
 def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
-    """Return y of a tile in float32. Excluded elements that are not loaded get 0, or -inf."""
+    """Load y of a tile in float32. Excluded elements that are not loaded become 0, or -inf."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     nothing: tl.constexpr = float("-inf") if logits.log and not logits.is_plain else 0.0
@@ -106,7 +106,7 @@ def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
 def load_cotangent(
     dy_ptr, mask_ptr, tile, logits: tl.constexpr, cols: tl.constexpr, eviction: tl.constexpr = ""
 ):
-    """Return d of a tile in float32, with 0 for excluded elements."""
+    """Load d of a tile in float32. Excluded elements become 0."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     d = tl.load(dy_ptr + start + col, read, 0.0, eviction_policy=eviction).to(tl.float32)
@@ -117,7 +117,7 @@ def load_cotangent(
 
 @triton.jit
 def drop_zeros(d, y, logits: tl.constexpr):
-    """Return d, with 0 where y is 0, if a y of 0 marks excluded elements."""
+    """Return d, with 0 where y is 0 if `drops_zeros` is set."""
     if logits.drops_zeros:
         d = tl.where(y == 0.0, 0.0, d)
     return d
@@ -125,7 +125,7 @@ def drop_zeros(d, y, logits: tl.constexpr):
 
 @triton.jit
 def masked(y, takes_part, logits: tl.constexpr):
-    """Return y, with 0 (or -inf) for excluded elements, even in a row of NaN."""
+    """Return y with excluded elements replaced by 0 (or -inf), even in a row of NaN."""
     if logits.drops:
         y = tl.where(takes_part, y, float("-inf") if logits.log else 0.0)
     return y
@@ -133,7 +133,7 @@ def masked(y, takes_part, logits: tl.constexpr):
 
 @triton.jit
 def scaled(dz, logits: tl.constexpr):
-    """Return dx from dz."""
+    """Return dx, given dz."""
     if logits.scale != 1.0:
         dz *= logits.scale
     return dz
@@ -141,7 +141,7 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the number of columns up to the diagonal in the rows of a tile."""
+    """Return the number of columns that the tile's rows have up to the diagonal, at most."""
     end = tiling.cols
     if logits.queries > 0:
         row = tl.minimum(first_row + tl.arange(0, tiling.tile_rows), rows - 1)
@@ -151,13 +151,16 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def term_of_total(y, d, logits: tl.constexpr):
-    """Return a term of the row's total: sum(d y) / sum(y) for softmax, sum(d) for log_softmax."""
+    """Return the terms whose sum over a row is the *total*, before a division by sum(y).
+
+    The total is sum(d y) / sum(y) for softmax, and sum(d) for log_softmax.
+    """
     return d if logits.log else d * y
 
 
 @triton.jit
 def total_of(terms, weights, logits: tl.constexpr):
-    """Return the total of each row, ``(tile_rows, 1)``, from partial sums of its terms and y."""
+    """Return each row's total, ``(tile_rows, 1)``, from the terms and y added up over blocks."""
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:
         weight = tl.sum(weights, axis=1)[:, None]
@@ -181,7 +184,7 @@ def cotangent_of_logits(y, d, total, logits: tl.constexpr):
 def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Return the total of rows that are loaded block after block: `(tile_rows, 1)`."""
+    """Return each row's total, `(tile_rows, 1)`, by loading the rows block after block."""
     terms, weights = zeros(tiling), zeros(tiling)
     for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
@@ -198,7 +201,7 @@ def looped_total(
 
 @triton.jit
 def _read(row, col, exists, logits: tl.constexpr):
-    """Return which existing elements are loaded: vectors that begin up to the diagonal."""
+    """Return True for existing elements that are loaded: vectors that begin up to the diagonal."""
     if logits.queries > 0:
         exists = exists & (col // _VECTOR * _VECTOR <= (row % logits.queries)[:, None])
     return exists
@@ -206,7 +209,7 @@ def _read(row, col, exists, logits: tl.constexpr):
 
 @triton.jit
 def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
-    """Return which elements are included."""
+    """Return True for elements that the softmax includes."""
     takes_part = read
     if logits.queries > 0:
         takes_part = takes_part & (col <= (row % logits.queries)[:, None])
@@ -217,7 +220,7 @@ def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constex
 
 @triton.jit
 def _load_shared(ptr, row, col, read, cols: tl.constexpr, operand: tl.constexpr):
-    """Load an operand that is broadcast over the rows: a value per element, or per row."""
+    """Load an operand that is broadcast over the rows: a value for each element, or each row."""
     start = renumbered(row, operand.row).to(tl.int64)[:, None]
     if operand.has_columns:
         value = tl.load(ptr + (start * cols + col), read, 0)

@@ -69,7 +69,7 @@ from jaxnorm_kernels.triton.tiles import (
 def norm_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """See `Implementation.backward`; `schedule` overrides the schedule of the table."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
     if spec.op == "add_norm":
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
@@ -136,18 +136,18 @@ def norm_bwd(
 
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Backward pass of norm_add_norm: one kernel for each norm."""
+    """Backward pass of norm_add_norm, with one kernel for each norm."""
     return gradients.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
 
 
 def parameter_gradients(
     partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
 ) -> list[jax.Array | None]:
-    """Return the gradients of `parameters`: the sums of the programs' partial sums."""
+    """Add up the programs' partial sums, and return the gradients of `parameters`."""
     dtypes = [None if p is None else p.dtype for p in parameters]
     if spec.groups == 1:
         return add_partials(partials, dtypes)
-    # A partial sum has a row for each group of each program.
+    # Each array of partial sums has a row for each group of each program.
     sums: list[jax.Array | None] = []
     for parameter, dtype in zip(parameters, dtypes):
         of_programs = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
@@ -157,18 +157,18 @@ def parameter_gradients(
 
 @triton.jit
 def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return G, 1 / G and the bias of the columns of a tile."""
+    """Return G, 1 / G and the bias for the columns of a tile."""
     g, inverse = gain_and_inverse(scale, col, cols, norm)
     return g, inverse, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
-    """Return d (from dy), d G, the terms of c2, and xh for the elements of a tile."""
+    """For the elements of a tile, return d (from dy), d G, the terms of c2, and xh."""
     g, inverse, b = params
     if norm.activation is not None:
         _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
-        d = zero_beyond(d * slope, first_col, tiling)  # where the slope is arbitrary
+        d = zero_beyond(d * slope, first_col, tiling)  # The slope is arbitrary there.
     dg = d * g
     if norm.from_output:
         z = clipped(saved, norm.y_limit) - b
@@ -219,7 +219,7 @@ def _norm_bwd(
     """Store dx = r (d G - c1 - xh c2) + dh, and a program's sums of d xh and of d over its rows.
 
     If the pieces of a tile are whole rows, the pointers to c1 and c2 are None. `scale_rows` and
-    similar arguments are the rows of a group, or None if all rows share the parameter.
+    similar arguments are the number of rows in a group, or None if all rows share the parameter.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
@@ -286,7 +286,7 @@ def _norm_bwd(
         dscale, dbias = dscales, dbiases
         if c2_ptr is not None:
             c2, c1 = of_rows(c2_ptr, row, rows), of_rows(c1_ptr, row, rows)
-        elif norm.subtract_mean:  # one exchange between the warps for both
+        elif norm.subtract_mean:  # A single exchange between the warps serves both sums.
             c2, c1 = tl.reduce((terms, sums), 1, _add_pairs)
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
         else:
@@ -346,7 +346,7 @@ def _norm_bwd_row_means(
     gate: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Compute c2, and c1 for LayerNorm, of rows that are too wide for registers."""
+    """Compute c2, and for LayerNorm also c1, of rows that are too wide for registers."""
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)

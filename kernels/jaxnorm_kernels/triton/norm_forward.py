@@ -53,7 +53,7 @@ from jaxnorm_kernels.triton.tiles import (
 
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """See `Implementation.forward`; `schedule` overrides the schedule of the table."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
     x, scale, bias, next_scale = operands.x, operands.scale, operands.bias, operands.next_scale
     residual, branch_scale = operands.residual, operands.branch_scale
     schedule = schedule or schedules.choose(spec)
@@ -65,8 +65,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
-    # The first of two norms saves x and has neither mean, floor nor bias, so the second one
-    # decides.
+    # The first of two norms saves x, and has neither mean, floor nor bias. So the parameters are
+    # those of the second norm.
     norm = spec.norms[-1]
     y_dtype = spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.norm.residual_dtype) if spec.normalises_h else None
@@ -103,7 +103,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 
 
 def _may_persist(spec: Spec) -> bool:
-    """Return True if the kernel of persistent programs supports this call."""
+    """Return True if the kernel with persistent programs supports this call."""
     return spec.operation.norms == ("last",) and spec.groups == 1 and spec.norm.gate_dtype is None
 
 
@@ -133,8 +133,8 @@ def norm_fwd_in_registers(
 ):
     """Normalise whole rows in registers.
 
-    `scale_rows` and similar arguments are the rows of a group, or None if all rows share the
-    parameter.
+    `scale_rows` and similar arguments are the number of rows in a group, or None if all rows share
+    the parameter.
     """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
@@ -201,7 +201,8 @@ def norm_fwd_persistent(
 ):
     """Normalise rows with persistent programs that prefetch the next rows.
 
-    They support one norm without a gate, whose parameters all rows share: a program holds them.
+    This kernel supports a single norm without a gate. All rows must share the parameters, which a
+    program holds.
     """
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -229,7 +230,7 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """Return x - mean, by pieces, r and the mean.
+    """Return x - mean (a tuple with an array for each piece), r and the mean.
 
     The division is rounded correctly. Triton's `/` has an error of up to 2 ulp. The mean of a row
     of equal numbers could then differ from them, and results could be 1 instead of 0.
@@ -313,7 +314,7 @@ def norm_fwd_looped(
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
-        # A thread may read what another has stored, so all stores of the program come first.
+        # A thread may read what another has stored, so wait until the whole program has stored h.
         tl.debug_barrier()
         x_ptr = h_ptr
     for first_col in tl.range(0, tiling.cols, tiling.block):
@@ -338,7 +339,7 @@ def _after_norm(n, norm: tl.constexpr):
 
 @triton.jit
 def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
-    """Store h = residual + x, by pieces, and return it as stored, in float32."""
+    """Store h = residual + x. Return the stored h, in float32, as an array for each piece."""
     sums = ()
     for i in tl.static_range(len(x)):
         tile = tile_at(first_row, i * tiling.block, rows, tiling)
@@ -350,7 +351,7 @@ def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
 
 @triton.jit
 def _sum(x, residual_ptr, h_ptr, at, exists):
-    """Store h = residual + x of a tile, and return it as stored, in float32."""
+    """Store h = residual + x for one tile, and return the stored h in float32."""
     residual = tl.load(residual_ptr + at, exists, 0.0, eviction_policy="evict_first")
     h = rounded_like(residual.to(tl.float32) + x, h_ptr)
     tl.store(h_ptr + at, h, mask=exists)

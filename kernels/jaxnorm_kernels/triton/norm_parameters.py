@@ -24,13 +24,13 @@ from jaxnorm_kernels.triton.tiles import load_tile, rounded_like
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """The compile-time parameters of a norm's kernel, beside the tile sizes.
+    """The compile-time parameters of a norm's kernel, besides the tile sizes.
 
     Attributes:
       subtract_mean: True for LayerNorm, False for RMSNorm.
       epsilon: added to the mean square.
       scale_offset: G = scale + scale_offset.
-      scale_floor: the least magnitude of G; 0 for none.
+      scale_floor: the minimum magnitude of G; 0 for none.
       from_output: True if the backward pass starts from y, False if it starts from x.
       x_hat_limit, y_limit: the limits to which a backward pass from y clips x_hat and y; 0 for
         none.
@@ -48,7 +48,7 @@ class Norm:
 
 
 def of(spec: Spec) -> Norm:
-    """Return the parameters of a call with one norm."""
+    """Return the compile-time parameters of a call with one norm."""
     return Norm(
         subtract_mean=spec.norm.subtract_mean,
         epsilon=spec.norm.epsilon,
@@ -62,7 +62,7 @@ def of(spec: Spec) -> Norm:
 
 
 def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Return the rows that share a row of a parameter `(n, cols)`; None if all rows share it."""
+    """Return how many rows of x share a row of a parameter `(n, cols)`; None if all rows do."""
     if parameter is None or parameter.ndim == 1:
         return None
     return spec.rows // parameter.shape[0]
@@ -70,10 +70,11 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 
 @triton.jit
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
-    """Return a parameter and the start of each row's part, or None if all rows share `(cols,)`.
+    """Return (pointer, offsets), where the offsets locate each row's part of a parameter.
 
     Each of the n rows of a parameter `(n, cols)` is shared by `group_rows` rows of x. Rows beyond
-    the last row of x use the last row of the parameter.
+    the last row of x use the last row of the parameter. If all rows share `(cols,)`, the offsets
+    are None.
     """
     if group_rows is None:
         parameter = (ptr, None)
@@ -85,7 +86,7 @@ def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
 
 @triton.jit
 def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
-    """Return G = scale + offset of a tile's columns, with a magnitude of at least `floor`."""
+    """Return G = scale + offset for a tile's columns, with a magnitude of at least `floor`."""
     if scale[0] is None:
         g = 1.0
     else:
@@ -97,7 +98,7 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return G and 1 / G for the columns of a tile."""
+    """Return G and 1 / G for a tile's columns."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
@@ -110,7 +111,7 @@ def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
 
 @triton.jit
 def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
-    """Return the bias for the columns of a tile, rounded to y's dtype if the output is saved."""
+    """Return the bias for a tile's columns, rounded to y's dtype if the output is saved."""
     if bias[0] is None:
         value = 0.0
     else:
@@ -122,14 +123,14 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return G and the bias of the columns of a tile; without a scale 1, without a bias 0."""
+    """Return G and the bias for a tile's columns. An absent scale gives 1, an absent bias 0."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
 def _load(parameter, col, cols: tl.constexpr, other: tl.constexpr):
-    """Load a parameter for the columns of a tile, in float32."""
+    """Load a parameter for a tile's columns, in float32."""
     ptr, start = parameter
     if start is not None:
         ptr += start
@@ -148,8 +149,8 @@ class Gate:
     """The compile-time parameters of a gate.
 
     Attributes:
-      activation: the name of its activation.
-      comes_first: True if the gate is a factor of x, False if it is a factor of x's norm.
+      activation: the name of the gate's activation.
+      comes_first: True if the gate multiplies x, False if it multiplies the norm of x.
     """
 
     activation: str
@@ -165,7 +166,7 @@ def gate_of(spec: Spec) -> Gate | None:
 
 @triton.jit
 def activated(g, activation: tl.constexpr):
-    """Return the activation of a tile, and its derivative."""
+    """Return the activation of a tile's elements, and its derivative."""
     if activation == "relu":
         a = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(g > 0.0, 1.0, 0.0)
@@ -189,7 +190,7 @@ def activated(g, activation: tl.constexpr):
 
 @triton.jit
 def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
-    """Multiply `x` by the activation of the gate, if there is one and it comes at this place."""
+    """Multiply `x` by the activation of the gate, if a gate exists and is applied at this point."""
     if gate is not None and gate.comes_first == comes_first:
         a, _ = activated(load_tile(gate_ptr, tile), gate.activation)
         x *= a

@@ -52,10 +52,10 @@ class Rotation:
     """The compile-time parameters of a rotation.
 
     Attributes:
-      cols: columns of a row.
-      pairs: pairs that are rotated; their columns come first.
+      cols: the number of columns of a row.
+      pairs: the number of pairs that are rotated; these columns come first.
       interleaved: True if a pair is two neighbours, False if it is one column of each half.
-      table_row: converts a row of x to its row of the tables.
+      table_row: how to convert a row of x to a row of the tables (`tiles.renumbered`).
       tile_shares: True if all rows of a tile use the same row of the tables.
     """
 
@@ -67,11 +67,11 @@ class Rotation:
 
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Rotation":
-        """Return the parameters of a call."""
+        """Return the compile-time parameters of a call."""
         table = spec.norm.table_rows
         assert table is not None
-        # Neighbouring rows, mostly heads of one position, share a row of the tables. Tiles start at
-        # the first row of each group that has its own scale.
+        # Neighbouring rows, usually heads of one position, share a row of the tables. Tiles start
+        # at the first row of each group that has its own scale.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0
@@ -85,12 +85,12 @@ class Rotation:
 
     @functools.cached_property
     def block(self) -> int:
-        """The pairs of a tile, a power of two."""
+        """The number of pairs in a tile: a power of two."""
         return triton.next_power_of_2(self.pairs)
 
     @functools.cached_property
     def spans(self) -> tuple[int, ...]:
-        """The spans of columns that are loaded at once: first column, size and block of each."""
+        """First column, size and block of each span of columns that is loaded at once."""
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)
         if self.interleaved:
@@ -99,7 +99,7 @@ class Rotation:
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """See `Implementation.forward`; `schedule` overrides the schedule of the table."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
     schedule = schedule or schedules.choose(spec)
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     y, *stats = schedule.launch(
@@ -124,7 +124,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None =
 def norm_rope_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """See `Implementation.backward`; `schedule` overrides the schedule of the table."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
     saved, scale = residuals.saved, residuals.scale
     (rstd,) = residuals.stats
     schedule = schedule or schedules.choose(spec)
@@ -172,7 +172,10 @@ def _norm_rope_fwd(
     rotation: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Normalise and rotate a tile of rows. `scale_rows`: rows of a group, or None for all rows."""
+    """Normalise and rotate a tile of rows.
+
+    `scale_rows` is the number of rows in a group that shares a scale, or None if all rows do.
+    """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
     start, exists = row.to(tl.int64)[:, None] * tiling.cols, (row < rows)[:, None]
@@ -209,7 +212,7 @@ def _norm_rope_bwd(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx, and a program's sum of d xh over its rows, which are in one group."""
+    """Store dx, and a program's sum of d xh over its rows, all of which are in one group."""
     cols: tl.constexpr = tiling.cols
     tile_rows: tl.constexpr = tiling.tile_rows
     group, groups = tl.program_id(0), tl.num_programs(0)
@@ -259,7 +262,7 @@ def _norm_rope_bwd(
 
 @triton.jit
 def _rotated(parts, cos, sin):
-    """Rotate rows; with -sin, apply the transpose."""
+    """Rotate rows. If called with -sin for sin, apply the transpose of the rotation."""
     a, b = parts[0], parts[1]
     rotated = (a * cos - b * sin, b * cos + a * sin)
     rotated += parts[2:]
@@ -268,7 +271,10 @@ def _rotated(parts, cos, sin):
 
 @triton.jit
 def _turned_back(y, cos, sin, norm: tl.constexpr):
-    """Recover n from y: the transpose of the rotation over cos^2 + sin^2, or 0 where that is 0."""
+    """Recover n from y: apply the transpose of the rotation, and divide by cos^2 + sin^2.
+
+    Where that is 0, the result is 0.
+    """
     parts = ()
     for i in tl.static_range(len(y)):
         parts += (clipped(y[i], norm.y_limit),)
@@ -294,7 +300,7 @@ def _row_sums(parts):
 
 @triton.jit
 def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return the parts of rows of zeros."""
+    """Return rows of zeros, as a tuple of parts."""
     zeros = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         zeros += (tl.full([tile_rows, rotation.spans[3 * i + 2]], 0.0, tl.float32),)
@@ -303,7 +309,7 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return G and 1 / G of each part, for all rows or (with `tile_rows`) for each row."""
+    """Return (G of each part, 1 / G of each part). With `tile_rows`, each row has a copy."""
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:
         g, inverse = (), ()
@@ -318,10 +324,10 @@ def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.cons
 
 @triton.jit
 def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
-    """Load cos and sin of the pairs of each row of a tile, or of all its rows, in float32."""
+    """Load cos and sin of the pairs, in float32, for each row of a tile, or once for all rows."""
     rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
-    # Rows beyond the last have indices inside the tables too, because each digit has a largest
-    # value.
+    # Rows beyond the last row of x also give valid indices into the tables, because each digit of
+    # the index is less than its axis.
     row = renumbered(first_row + tl.arange(0, rows), rotation.table_row)
     pair = tl.arange(0, rotation.block)[None, :]
     at = row.to(tl.int64)[:, None] * rotation.pairs + pair
@@ -332,7 +338,7 @@ def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl
 
 @triton.jit
 def _load_row(ptr, start, exists, rotation: tl.constexpr):
-    """Load the parts of rows in float32, with 0 for elements that do not exist."""
+    """Load rows in float32, as a tuple of parts, with 0 for elements that do not exist."""
     spans = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         col, is_there = _span(i, exists, rotation)
@@ -355,7 +361,7 @@ def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _parts(spans, rotation: tl.constexpr):
-    """Split spans into the first and second columns of the pairs, and the other columns."""
+    """Split spans into parts: the first and second columns of the pairs, and the other columns."""
     if rotation.interleaved:
         head = spans[0]
         a, b = tl.split(tl.reshape(head, [head.shape[0], head.shape[1] // 2, 2]))
@@ -368,7 +374,7 @@ def _parts(spans, rotation: tl.constexpr):
 
 @triton.jit
 def _span(i: tl.constexpr, exists, rotation: tl.constexpr):
-    """Return the columns of a span, and which of its elements exist."""
+    """Return the columns of span number `i`, and which of its elements exist."""
     first: tl.constexpr = rotation.spans[3 * i]
     size: tl.constexpr = rotation.spans[3 * i + 1]
     block: tl.constexpr = rotation.spans[3 * i + 2]

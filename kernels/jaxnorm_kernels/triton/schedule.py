@@ -48,15 +48,15 @@ class Schedule:
     """One way to run a kernel.
 
     Attributes:
-      block: columns of a tile, a power of two.
-      pieces: adjacent tiles that a program holds at once. If they cover less than a row, the
-        program loops over the row, tile by tile.
-      warps: warps of 32 threads in a program.
-      tile_rows: rows of a tile, a power of two.
-      registers: register limit of a thread.
-      programs: number of persistent programs, each of which loops over rows: used by a norm's
-        backward pass, and if stages > 1.
-      stages: tiles that a persistent program has in flight; 1 for no prefetch.
+      block: the number of columns in a tile, a power of two.
+      pieces: the number of adjacent tiles that a program holds at once. If they cover less than a
+        row, the program loops over the row, tile by tile.
+      warps: the number of warps (of 32 threads) in a program.
+      tile_rows: the number of rows in a tile, a power of two.
+      registers: the maximum number of registers of a thread.
+      programs: the number of persistent programs, each of which loops over rows. It is used by a
+        norm's backward pass, and if stages > 1.
+      stages: the number of tiles that a persistent program has in flight; 1 for no prefetch.
       hold_params: True if a norm's backward pass holds scale and bias in registers instead of
         loading them for each row.
     """
@@ -79,7 +79,7 @@ class Schedule:
         return Tiling(spec.cols, self.tile_rows, self.block, self.pieces)
 
     def grid(self, spec: Spec) -> tuple[int, ...]:
-        """Return the grid of a kernel whose programs have one tile of rows each."""
+        """Return the grid of a kernel in which each program has one tile of rows."""
         return (math.ceil(spec.rows / self.tile_rows),)
 
     def launch(
@@ -92,7 +92,7 @@ class Schedule:
         grid: tuple[int, ...] | None = None,
         **arguments: Any,
     ) -> list[jax.Array]:
-        """Launch a kernel on the rows of `spec`; by default, each program has one tile of rows."""
+        """Launch a kernel on the rows of `spec`. By default, each program has one tile of rows."""
         return launch(
             kernel,
             name=name,
@@ -106,7 +106,7 @@ class Schedule:
         )
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
-        """Return the persistent programs of a group of rows: (blocks of a row, programs per block).
+        """Return (blocks of a row, persistent programs per block) for a group of rows.
 
         In a forward pass, or if all rows share their parameters, all rows are one group.
         """
@@ -121,15 +121,15 @@ class Line:
     """A line of a schedule table, for rows of up to `cols` columns (None: any number).
 
     Attributes:
-      warps: warps of 32 threads in a program.
-      per_sm: programs for which an SM has registers.
-      values: values of a piece of a row in each thread.
-      share: elements of a tile that several short rows share.
-      stages: tiles of rows that a program has in flight; for norms.
+      warps: the number of warps (of 32 threads) in a program.
+      per_sm: the number of programs that the registers of an SM must hold.
+      values: the number of values that each thread holds of a piece of a row.
+      share: the number of elements in a tile that several short rows share.
+      stages: the maximum number of tiles that a program has in flight; for norms.
       hold_params: for a norm's backward pass; see `Schedule`.
-      looped: the row is loaded piece by piece and never held as a whole.
-      mean: the line is only for norms that subtract a mean.
-      unaligned: the line is only for rows whose length is not a multiple of 16 bytes.
+      looped: True if the row is loaded piece by piece and never held as a whole.
+      mean: True if the line is only for norms that subtract a mean.
+      unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes.
       itemsize: the line is only for elements of this many bytes. In a forward pass, they are the
         widest of x and the arrays beside it; in a backward pass, of dy and the saved arrays beside
         x.
@@ -148,7 +148,7 @@ class Line:
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
-        """Return True if this line is for calls of this spec."""
+        """Return True if this line applies to the call `spec`."""
         read, held = spec.operand_dtypes, spec.cols
         if spec.direction == "bwd":
             read = [spec.y_dtype, *spec.kept_dtypes]
@@ -164,12 +164,12 @@ class Line:
 
 
 SOFTMAX_FORWARD = (
-    # Many programs in an SM: one loads while others exchange sums.
+    # An SM runs many programs: one loads while others exchange sums.
     Line(3072, warps=4, per_sm=8, share=2048),
     # 24 values in 40 registers keep three quarters of an SM's threads resident.
     Line(6144, warps=8, per_sm=6),
     Line(12288, warps=16, per_sm=3),
-    # Then 32 values in 64 registers.
+    # From here on, a thread has up to 32 values in 64 registers.
     Line(16384, warps=16, per_sm=2),
     Line(32768, warps=32, per_sm=1),
     # The second load hits the L2 cache, which has room for all rows in flight.
@@ -190,7 +190,8 @@ SOFTMAX_BACKWARD = (
     Line(6144, warps=8, per_sm=4),
     Line(8192, warps=16, per_sm=2),
     # Holding 16 values of two arrays takes all registers of a thread, so that an SM runs a single
-    # program. In 16 bits that leaves too few bytes in flight: loading twice is faster.
+    # program. With 16-bit elements, this leaves too few bytes in flight, and loading rows twice is
+    # faster.
     Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
     Line(16384, warps=32, per_sm=1),
     # If each value has a separate address, Triton 3.7 runs out of registers with 32 warps.
@@ -206,7 +207,8 @@ SOFTMAX_BIAS_BACKWARD = (
     Line(2048, warps=8, per_sm=2, stages=3),
     Line(4096, warps=8, per_sm=2, stages=2),
     Line(8192, warps=16, per_sm=1, stages=2),
-    # In longer rows, the sums fit one piece at a time only, so a row's total is computed first.
+    # For longer rows, registers hold the sums of one piece only, so a row's total is computed
+    # first.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
@@ -216,7 +218,7 @@ NORM_FORWARD = (
     Line(1024, warps=4, per_sm=6, share=2048, stages=3, mean=True, itemsize=2),
     Line(2048, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
     Line(2048, warps=4, per_sm=8, share=2048),
-    # Up to 48 values in a thread, to have enough bytes in flight with 16-bit elements.
+    # A thread has up to 48 values, so that 16-bit elements also keep enough bytes in flight.
     Line(5120, warps=4, per_sm=8, itemsize=2),
     Line(12288, warps=8, per_sm=4, values=4, itemsize=2),
     Line(5120, warps=8, per_sm=4, values=4),
@@ -225,19 +227,20 @@ NORM_FORWARD = (
     Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
-# A residual is loaded where it is added; if the row is held, there are enough registers for it. If
-# the row is looped over, a thread has only 8 values, because one more array needs addresses.
+# A residual is loaded only where it is added. If the row is held, registers suffice for the
+# residual. If the row is looped over, a thread has only 8 values, because one more array needs
+# addresses.
 RESIDUAL_FORWARD = (
     *NORM_FORWARD[:-1],
     Line(None, warps=16, per_sm=2, looped=True),
 )
 
-# With up to 24 values in a thread, nothing spills between the two norms.
+# With up to 24 values in a thread, no register is spilled between the two norms.
 TWO_NORMS_FORWARD = (
     Line(2048, warps=4, per_sm=8, share=2048),
     Line(5120, warps=8, per_sm=4, values=4),
     Line(12288, warps=16, per_sm=2, values=4),
-    # With 32 values some spill, which costs less than loading a row three times.
+    # With 32 values, some registers spill, which costs less than loading a row three times.
     Line(32768, warps=32, per_sm=1, values=4),
     Line(None, warps=8, per_sm=4, looped=True),
 )
@@ -254,10 +257,9 @@ NORM_BACKWARD = (
     Line(6144, warps=16, per_sm=1, values=4, stages=3, mean=True),
     Line(5120, warps=8, per_sm=2, values=4, stages=3),
     Line(8192, warps=16, per_sm=1, values=16, stages=3),
-    # LayerNorm's sums fit in registers one piece at a time only, so a row's means are computed
-    # first.
+    # For LayerNorm, registers hold the sums of one piece only, so a row's means are computed first.
     Line(None, warps=4, per_sm=8, looped=True, mean=True),
-    # RMSNorm's sums fit, but no registers are left for the scale: it is loaded from the L1 cache.
+    # For RMSNorm, registers hold all sums but not the scale, which is loaded from the L1 cache.
     Line(12288, warps=16, per_sm=1, hold_params=False, itemsize=2),
     Line(12288, warps=32, per_sm=1, values=4, hold_params=False),
     # Spilling costs less than the second load of the last line.
@@ -268,9 +270,10 @@ NORM_BACKWARD = (
 
 # Heads are short, so each program has several.
 NORM_ROPE_FORWARD = (
-    # Of a thread's 16 values, 8 are first halves of pairs and 8 second ones: two 16-byte loads.
+    # A thread has 16 values: 8 first columns of pairs and 8 second columns, in two 16-byte loads.
     Line(1024, warps=4, per_sm=8, share=2048, itemsize=2),
-    # 8 values of 32 bits have as many bytes. With 16, some spill if only some columns are rotated.
+    # 8 values of 32 bits take as many bytes. With 16 values, some registers spill if only some
+    # columns are rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
@@ -278,7 +281,8 @@ NORM_ROPE_FORWARD = (
 # of each array.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=2048, stages=4),)
 
-#: Tables of the other norms, by the number of arrays that they load and the number of norms.
+#: The tables of the other norms. The key is (number of arrays of rows that they load, number of
+#: norms).
 _NORM_FORWARD = {(1, 1): NORM_FORWARD, (2, 1): RESIDUAL_FORWARD, (2, 2): TWO_NORMS_FORWARD}
 _TABLES = {
     ("softmax", "fwd"): SOFTMAX_FORWARD,
@@ -303,7 +307,7 @@ def choose_line(spec: Spec) -> Line:
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
-    """Return the schedule that a line of a table gives for the rows of `spec`."""
+    """Return the schedule with which a table's line runs the rows of `spec`."""
     threads, pieces = _WARP * line.warps, 1
     block = threads * line.values
     if not line.looped:
@@ -322,13 +326,14 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     )
 
 
-# A cross-entropy holds 16 values of a row per thread; with intermediates they take 64 registers.
-# While the threads of an SM reduce one block, other blocks are in flight: 2 in 16 bits, 1 in 32.
+# A cross-entropy holds 16 values of a row per thread; with intermediates these take 64 registers.
+# While the threads of an SM reduce one block, other blocks are in flight: 2 of 16-bit elements, 1
+# of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
-# Programs are small, so that some start while others load. If each warp loads at least this many
-# bytes of a row, start-up and merging do not matter. Larger programs then keep fewer rows in
-# flight, which shortens the tail of the launch.
+# Programs are small, so that some start while others load. If each warp loads at least the third
+# number of bytes of a row, start-up and merging do not matter. Programs may then be larger: fewer
+# rows are in flight, which shortens the tail of the launch.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 
@@ -336,7 +341,8 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
     """Return the schedule of a cross-entropy, which follows a rule instead of a table."""
     warps, itemsize = _LOSS_WARPS, spec.x_dtype.itemsize
     while spec.direction == "fwd" and warps < _MOST_LOSS_WARPS:
-        # A few rows are spread over all warps, as long as each warp has elements to load.
+        # If there are few rows, they are spread over all warps, as long as each warp has elements
+        # to load.
         is_few = 2 * warps * spec.rows <= _LOSS_WARPS_OF_AN_SM * gpu.sms
         least = _WARP * _LOSS_VALUES * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
         if spec.cols * itemsize < 2 * warps * least:
@@ -356,10 +362,10 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Return the elements in one load of a cross-entropy's thread, at most 16 bytes.
+    """Return the number of elements that a cross-entropy's thread loads at once.
 
-    If rows are not a multiple of that, the blocks of a row begin before its first column. Rows too
-    short to have a whole block inside use narrower loads instead.
+    These are at most 16 bytes. If rows are not a multiple of that, the blocks of a row begin before
+    its first column. Rows too short to have a whole block inside use narrower loads instead.
     """
     most = min(_VECTOR // spec.x_dtype.itemsize, schedule.block)
     return most if spec.cols >= 2 * schedule.block else math.gcd(most, spec.cols)
@@ -386,7 +392,7 @@ def _table(spec: Spec) -> tuple[Line, ...]:
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Return the rows of a tile, a power of two: a few rows are spread over all SMs first."""
+    """Return the number of rows in a tile, a power of two. Few rows are spread over all SMs."""
     rows = math.ceil(spec.rows / gpu.sms)
     if spec.direction == "bwd":
         rows = min(rows, spec.rows // spec.groups)  # A tile must not span two groups.
@@ -394,11 +400,12 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
-    """Return the tiles in flight that fit in shared memory, which holds all but the first."""
+    """Return how many tiles to keep in flight. Shared memory must hold all but the first one."""
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
-        # cos and sin have two values for each pair of columns: as many as an array.
+        # Together, cos and sin have two values for each pair of columns: as many as an array of
+        # rows.
         dh = spec.last.x_dtype if "h" in spec.outputs else None
         read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.norm.table_dtype]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile

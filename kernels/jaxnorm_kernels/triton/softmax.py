@@ -49,7 +49,7 @@ from jaxnorm_kernels.triton.tiles import LOWEST, columns_at, renumbered, store_t
 
 
 def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """Return softmax or log_softmax. `schedule` overrides the schedule of the table."""
+    """Return softmax or log_softmax. `schedule` replaces the default schedule."""
     x = operands.x
     schedule = schedule or schedules.choose(spec)
     (y,) = schedule.launch(
@@ -68,7 +68,7 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
 def softmax_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """Return the gradients of x and of the bias. `schedule` overrides the schedule of the table."""
+    """Return the gradients of x and of the bias. `schedule` replaces the default schedule."""
     y, dy = residuals.saved, cotangents.y
     schedule = schedule or schedules.choose(spec)
     mask = residuals.mask if spec.reads_mask else None
@@ -97,7 +97,7 @@ def softmax_bwd(
 
 
 def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
-    """Return the sums of the rows that share a value of the bias, `(n, 1)`."""
+    """Add up `sums`, one number per row, over the rows that share a value of the bias: `(n, 1)`."""
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
 
@@ -106,7 +106,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 def _softmax_fwd_in_registers(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store y = exp(z - m) / s of whole rows, with s = sum(exp(z - m)), or its logarithm."""
+    """For whole rows, store y = exp(z - m) / s, with s = sum(exp(z - m)), or the log of y."""
     first_row = tl.program_id(0) * tiling.tile_rows
     z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]
@@ -126,7 +126,7 @@ def _softmax_fwd_in_registers(
 def _load_rows(
     x_ptr, mask_ptr, bias_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load z of whole rows and which elements are included, as tuples of adjacent tiles."""
+    """Load z of whole rows. Also return which elements are included. Both are tuples of tiles."""
     pieces: tl.constexpr = tiling.pieces
     zs, take_part = (), ()
     for i in tl.static_range(pieces):
@@ -141,7 +141,7 @@ def _load_rows(
 def _softmax_fwd_looped(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store y of rows that are loaded block after block, once for m and s, and again for y.
+    """Load rows block after block, once to compute m and s, and again to store y.
 
     m' = max(m, max(z))     s' = s exp(m - m') + exp(z - m')
     """
@@ -174,7 +174,7 @@ def _output(z, m, s, logits: tl.constexpr):
 def _softmax_bwd_in_registers(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale dz, and sum(dz) of each row if there is a pointer for it."""
+    """Store dx = scale dz and, if `sum_ptr` is not None, sum(dz) of each row."""
     pieces: tl.constexpr = tiling.pieces
     first_row = tl.program_id(0) * tiling.tile_rows
     y, d = (), ()
@@ -205,7 +205,7 @@ def _softmax_bwd_in_registers(
 def _softmax_bwd_looped(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale dz, and sum(dz) of each row if there is a pointer for it."""
+    """Store dx = scale dz and, if `sum_ptr` is not None, sum(dz) of each row."""
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
@@ -238,10 +238,11 @@ class Programs:
     """How programs share the rows of x.
 
     Attributes:
-      col_blocks: parts of a row, with separate programs.
-      bias_tiles: parts of the bias's rows, with separate programs.
-      splits: parts of the rows of x that share a row of the bias, with separate programs.
-      each: rows in such a part.
+      col_blocks: the number of blocks into which a row is split, with separate programs.
+      bias_tiles: the number of parts of the bias's rows, with separate programs.
+      splits: the number of parts, with separate programs, of the rows of x that share a row of the
+        bias.
+      each: the number of rows of x in such a part.
       tile_shares: True if the rows of a tile share one row of the bias, False if each has its own.
     """
 
@@ -253,7 +254,7 @@ class Programs:
 
     @classmethod
     def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
-        """Return the division among the programs of `schedule`, or fewer if rows are too few."""
+        """Divide the rows among the programs of `schedule`, or fewer if there are too few rows."""
         size = schedule.tile_rows
         # The rows of a tile are neighbours in x.
         has_axis = bool(shared.segments) and shared.segments[-1][1]
@@ -282,7 +283,7 @@ def softmax_bwd_bias(
       mask: `(n, cols)` or `(n, 1)`; None if the mask is not read.
     """
     shared = spec.softmax.logits_bias_rows
-    assert shared is not None  # or `why_unsupported` refuses it
+    assert shared is not None  # `why_unsupported` refuses other calls.
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,
@@ -328,7 +329,7 @@ def softmax_bwd_bias(
 def _softmax_bwd_totals(
     y_ptr, dy_ptr, mask_ptr, total_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Compute the total of each row."""
+    """Store each row's total (see `logits.term_of_total`)."""
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
     row = (first_row + tl.arange(0, tiling.tile_rows))[:, None]
@@ -353,7 +354,7 @@ def _softmax_bwd_bias(
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx = scale dz, and a program's sums of dz over the rows that share a row of the bias.
+    """Store dx = scale dz, and a program's sums of dz over rows that share a row of the bias.
 
     If the pieces of a tile are whole rows, the pointer to the totals is None. A program processes
     `each` of the `sharing` rows of x that share a row of the bias.

@@ -9,10 +9,10 @@ from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Rows and columns have int32 indices, and the last step of a loop goes at most 2**21 past the end.
+# Rows and columns have int32 indices. The last step of a loop goes at most 2**21 past the end.
 _MOST = 2**31 - 2**21
 
-# A norm with a rotation has heads as rows; there is no schedule for wider heads.
+# A norm with a rotation has heads as rows. No schedule exists for wider heads.
 _MOST_ROTATED = 1024
 
 #: Minimum columns of a block in a cross-entropy's backward pass, except for the first and the last
@@ -62,8 +62,9 @@ _CANNOT: Table = (
 )
 
 # Measured on one H200 with jax 0.11.2 and Triton 3.9: kernel time against XLA's (`python -m
-# benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200). The timings of
-# plain norms stand for norms with a residual too, which distribute their rows in the same way.
+# benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200). Norms with a
+# residual were not timed; they use the results of plain norms, which distribute their rows in the
+# same way.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
@@ -114,17 +115,17 @@ def platforms() -> tuple[str, ...]:
 
 
 def why_unsupported(spec: Spec) -> str | None:
-    """Return why the kernels cannot run this call; None if they can."""
+    """Return the reason why the kernels cannot run this call, or None if they can."""
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return why the default leaves this call to xla; None if it does not."""
+    """Return the reason why the default runs XLA for this call, or None if it runs the kernels."""
     return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return where the kernel was timed, if that was not the local GPU's model."""
+    """Return a sentence on where the kernel was timed, or None if it was not timed."""
     return timings.caveat(spec)
 
 
@@ -133,7 +134,10 @@ def _is_too_old() -> bool:
 
 
 def _few_rows(spec: Spec) -> int:
-    """Return the number of rows from which a norm is faster, measured at 1, 128 and 2048 rows."""
+    """Return the number of rows from which the kernels of norms are faster than XLA.
+
+    It was measured at 1, 128 and 2048 rows.
+    """
     float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
 
@@ -159,5 +163,5 @@ def _has_unaligned_rows(spec: Spec) -> bool:
 
 
 def _narrowest(spec: Spec) -> int:
-    """Return the bytes of the smallest elements that are loaded or stored in rows."""
+    """Return the smallest element size, in bytes, of the row arrays that are loaded or stored."""
     return min(dtype.itemsize for dtype in (*spec.operand_dtypes, spec.y_dtype))

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# The lower limit of the maximum of a block, because a block may contain only -inf. Relative to
-# this limit, the exponentials of such a block are 0. Relative to -inf, they would be NaN.
+# A block may contain only -inf, so its maximum is raised to this lower limit. Relative to this
+# limit, the exponentials of such a block are 0. Relative to -inf, they would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -22,10 +22,10 @@ class Tiling:
     """The tile sizes that a kernel is compiled for.
 
     Attributes:
-      cols: columns of a row.
-      tile_rows: rows of a tile, a power of two.
-      block: columns of a tile, a power of two.
-      pieces: adjacent tiles that a program holds at once.
+      cols: the number of columns of a row.
+      tile_rows: the number of rows of a tile, a power of two.
+      block: the number of columns of a tile, a power of two.
+      pieces: the number of adjacent tiles that a program holds at once.
     """
 
     cols: int
@@ -42,10 +42,10 @@ def zeros(tiling: tl.constexpr):
 
 @triton.jit
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
-    """Return the columns of a tile, once for all rows or (with `tile_rows`) for each row.
+    """Return a tile's column indices: one row for all of its rows, or `tile_rows` rows.
 
-    If loaded values are held for many tiles, use columns for each row. The values are then in the
-    threads that have those rows, and need not be exchanged for every tile.
+    If loaded values are held for many tiles, use `tile_rows`. The values are then in the threads
+    that hold those rows, and need not be exchanged for every tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:
@@ -55,9 +55,9 @@ def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
 
 @triton.jit
 def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
-    """Return a tile's rows, the offsets of their starts, its columns, and which elements exist.
+    """Return a tile's rows, the offsets at which they start, its columns, and which elements exist.
 
-    The element of each row and column has the offset `start + col`.
+    The element at `row` and `col` has the offset `start + col`.
     """
     row = first_row + tl.arange(0, tiling.tile_rows)
     start = row.to(tl.int64)[:, None] * tiling.cols
@@ -94,7 +94,7 @@ def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
 
 @triton.jit
 def zero_beyond(x, first_col, tiling: tl.constexpr):
-    """Return `x`, with 0 in the columns of a tile that do not exist."""
+    """Return `x` with 0 in those columns of a tile that are beyond the end of the rows."""
     if tiling.cols % tiling.block != 0:
         x = tl.where(columns_at(first_col, tiling.block) < tiling.cols, x, 0.0)
     return x
@@ -102,7 +102,7 @@ def zero_beyond(x, first_col, tiling: tl.constexpr):
 
 @triton.jit
 def of_rows(stat_ptr, row, rows):
-    """Load a statistic of the rows of a tile; return 0 if it is None."""
+    """Load a statistic for each row of a tile. If the pointer is None, return 0."""
     return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
 
 
@@ -116,15 +116,15 @@ def clipped(x, limit: tl.constexpr):
 
 @triton.jit
 def rounded_like(x, ptr):
-    """Round `x` to the dtype of a pointer's elements, and return it in float32."""
+    """Round `x` to the dtype that `ptr` points to, and return it in float32."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
 
 
 # ------------------------------------------------------------- operands that are broadcast to rows
 
 
-#: How to convert an index: for each axis, the divisor of its digit in the given index, its size,
-#: and the factor of the digit in the result.
+#: How to convert an index by its digits. For each axis, three numbers: the divisor that extracts
+#: its digit from the index, the size of the axis, and the factor of the digit in the result.
 Digits = tuple[int, ...]
 
 
@@ -135,8 +135,8 @@ class Operand:
     Attributes:
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
       row: converts a row of x to the operand's row.
-      of_row, of_nth: the inverse. The row of x is the sum of the converted row of the operand and
-        the converted number of x's row among those that share it.
+      of_row, of_nth: the inverse, for the n-th row of x that uses a row of the operand. The row of
+        x is the sum of the operand's row, converted by `of_row`, and n, converted by `of_nth`.
     """
 
     has_columns: bool
@@ -146,8 +146,8 @@ class Operand:
 
 
 def operand_of(shared: Shared | None) -> Operand:
-    """Return the description of an operand of a call."""
-    assert shared is not None  # or `why_unsupported` refuses it
+    """Return how the operand of a call is broadcast."""
+    assert shared is not None  # `why_unsupported` refuses other calls.
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}
@@ -160,7 +160,7 @@ def operand_of(shared: Shared | None) -> Operand:
 
 @triton.jit
 def renumbered(number, digits: tl.constexpr):
-    """Return the number that consists of these digits of `number`."""
+    """Convert an index by its `digits`; see `Digits`."""
     result = number * 0
     for i in tl.static_range(len(digits) // 3):
         result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]

@@ -6,7 +6,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import cross_entropy, kl_divergence, log_probs, norm, norm_rope, softmax
 from jaxnorm_kernels.xla.formulas import Formulas
 
-#: The formulas of each operation of the table.
+#: The formulas of each operation in `operations.OPERATIONS`.
 FORMULAS: dict[Op, Formulas] = {
     **softmax.FORMULAS,
     **cross_entropy.FORMULAS,
@@ -18,17 +18,17 @@ FORMULAS: dict[Op, Formulas] = {
 
 
 def forward(operands: Operands, spec: Spec) -> Results:
-    """See `Implementation.forward`."""
+    """Run a forward pass; see `Implementation.forward`."""
     return FORMULAS[spec.op].forward(operands, spec)
 
 
 def tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """See `Implementation.tangent`."""
+    """Return the tangents of an operation's results; see `Implementation.tangent`."""
     return FORMULAS[spec.op].tangent(residuals, tangents, spec)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """See `Implementation.backward`."""
+    """Run a backward pass; see `Implementation.backward`."""
     return FORMULAS[spec.op].backward(residuals, cotangents, spec)
 
 

@@ -73,7 +73,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the loss and the statistics that the spec requests, one number for each row."""
+    """Return the loss, and the statistics if the spec requests them: one number for each row."""
     loss, *stats = loss_and_statistics(operands, spec)
     return Results(loss, stats=tuple(stats) if spec.has_stats else ())
 
@@ -87,7 +87,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     at_label = columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-    # The maximum is exact in the dtype of its operand.
+    # The maximum is exact in the dtype of x, so it is not converted first.
     m = row_max(kept, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
@@ -98,7 +98,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     # In a row of -inf, -inf - -inf makes the loss NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
-    # This is -1 if the label's column is masked.
+    # `own` is -1 if the label's column is masked.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -136,7 +136,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
-    """Return arrays of x's shape and the spec without the columns of padding."""
+    """Remove the padding columns from arrays of x's shape, and from the spec."""
     if not spec.loss.padding:
         return list(arrays), spec
     arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
@@ -146,7 +146,10 @@ def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.A
 def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, lse (0 in rows without an entry), which entries count, where the label is."""
+    """Return g(x), p, lse, which entries take part, and True at the label's column.
+
+    lse is 0 in rows without an entry.
+    """
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
@@ -154,14 +157,14 @@ def probabilities(
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
     if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
-        # Excluded entries may be NaN, but tanh's derivative must be 0 there.
+        # Entries that do not take part may be NaN, but tanh's derivative must be 0 there.
         x = jnp.where(takes_part, x, 0)
     scale = scale_of(residuals.logits_scale, spec)
     x = g(x, scale, spec)
 
     def made_again() -> jax.Array:
         kept = has_entry if mask is None else has_entry & mask
-        # Masked before the exponential, so that the derivative of masked entries is 0, not NaN.
+        # Mask before the exponential, so that the derivative of masked entries is 0, not NaN.
         depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
         return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
 
@@ -180,7 +183,7 @@ def probabilities(
 
 
 def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
-    """Return the column of each row's label; -1 if the label is not a column."""
+    """Return the index of each row's label, or -1 if the label is not a column of x."""
     index = labels.astype(jnp.int32)
     is_column = (labels >= 0) & (index < spec.cols)
     if jnp.iinfo(labels.dtype).max > _INT32_MAX:
@@ -189,7 +192,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
-    """Return the column of each element, counted over all shards of a row."""
+    """Return the column index of each element, counted over all shards of a row."""
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
     for axis, names in zip(spec.axes, over):
@@ -208,7 +211,7 @@ _NO_TERM = -1e4
 
 
 def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return both results and the statistics that the spec requests, a number for each row."""
+    """Return both results, and the statistics if the spec requests them: a number for each row."""
     loss, m, log_s = loss_and_statistics(operands, spec)
     (x,), spec = without_padding([operands.x], spec)
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
@@ -228,7 +231,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return f_times(x.astype(spec.compute_dtype) - m, scale, spec)
 
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
-        """Avoid 0 * inf, without a comparison, which a CPU would store (see `label_sums`)."""
+        """Avoid 0 * inf, without a comparison, whose result a CPU would store (`label_sums`)."""
         return e * jnp.maximum(depth, _NO_TERM)
 
     def in_one() -> jax.Array:
@@ -236,7 +239,10 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return T on a CPU, where XLA would store x - m, which the backward pass also computes."""
+        """Return T as it is computed on a CPU.
+
+        XLA on a CPU would otherwise store x - m, because the backward pass computes it too.
+        """
         of_all = depth(*lax.optimization_barrier((kept, m)))
         if not (spec.has_stats and shares_exponentials(spec)):
             return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
@@ -250,12 +256,12 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
 
 
 def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Return the tangents of both results, and of the statistics if the spec requests them."""
+    """Return the tangents of both results and, if the spec requests them, of the statistics."""
     (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
     residuals, mask = residuals._replace(saved=x), residuals.mask
     x, p, _, takes_part, at_label = probabilities(residuals, spec)
     scale = scale_of(residuals.logits_scale, spec)
-    # Masked before any multiplication, because 0 * inf would make the row NaN.
+    # Mask before any multiplication, because 0 * inf would make the row NaN.
     t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, scale, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
     of_entropy = weighted * above_mean(x, p, residuals, spec)
@@ -285,7 +291,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 
 
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Return log(p) + H, given g(x): log(p) minus its mean; 0 where p is 0."""
+    """Return log(p) + H, which is log(p) minus its mean, or 0 where p is 0; `x` is g(x)."""
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)
     )

@@ -49,7 +49,8 @@ from jaxnorm_kernels.xla.reductions import (
     row_sums,
 )
 
-# Beyond this, e_Q - e_P is as accurate as e_P expm1(-u), whose factors may underflow or overflow.
+# If |u| is larger, e_Q - e_P is as accurate as e_P expm1(-u), whose factors may underflow or
+# overflow.
 _SMALL = 1.0
 
 
@@ -65,13 +66,13 @@ class _Logits(NamedTuple):
     slope: Scale
 
     def below(self, largest: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Return g - max(g) in the dtype of `largest`, max(g); -inf where masked."""
+        """Return g - max(g), or -inf where masked, in the dtype of `largest`, which is max(g)."""
         difference = self.g.astype(largest.dtype) - largest
         return difference if mask is None else jnp.where(mask, difference, -jnp.inf)
 
 
 def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
-    """Return the logits of x; `scale` is the factor of each row, or None for the spec's."""
+    """Return the logits of x. `scale` has a number for each row; None means the spec's scale."""
     factor = scale_of(scale, spec)
     if cap is None:
         return _Logits(x, factor, factor)
@@ -80,7 +81,7 @@ def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec
 
 
 def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the divergence and the statistics that the spec requests, a number for each row."""
+    """Return the divergence and, if the spec requests them, statistics: a number for each row."""
     mask, positions = operands.mask, operands.positions
     (student, teacher), spec = without_padding([operands.x, operands.teacher_logits], spec)
     has_entry = _has_entry(operands, spec)
@@ -88,7 +89,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
         kept = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
-        # The maximum is exact in the dtype of its operand.
+        # The maximum is exact in the dtype of g, so it is not converted first.
         m = row_max(kept, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
@@ -97,7 +98,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     first, second = (d_q, d_p) if spec.loss.reverse else (d_p, d_q)
     log_ratio, difference, s_first, s_second = _sums(first, second, spec)
     share = difference / s_first
-    is_close = jnp.abs(share) < 0.5  # else log1p of a number near -1 would lose digits
+    is_close = jnp.abs(share) < 0.5  # Otherwise, log1p of a number near -1 would lose digits.
     near = jnp.log1p(jnp.where(is_close, share, 0))
     log_share = jnp.where(is_close, near, jnp.log(s_second / s_first))
     y = jnp.where(has_entry, jnp.maximum(log_ratio / s_first + log_share, 0), 0)
@@ -112,15 +113,16 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
 def _inputs(
     x: jax.Array, teacher: jax.Array, spec: Spec
 ) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
-    """Return the student's logits and the teacher's, each with its cap."""
+    """Return (x, softcap) of the student's logits, and of the teacher's."""
     if spec.loss.teacher_softcap is not None:
-        # A compiler would fold a constant teacher's tanh, and round it in another way.
+        # If the teacher's logits are constants, a compiler would fold their tanh, and round it
+        # differently.
         teacher = lax.optimization_barrier(teacher)
     return (x, spec.loss.logit_softcap), (teacher, spec.loss.teacher_softcap)
 
 
 def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
-    """Return True for each row with an unmasked entry, with size 1 for the normalised axes."""
+    """Return True for each row with an entry. The normalised axes have size 1."""
     is_empty = isinstance(spec.cols, int) and spec.cols == 0
     some = jnp.asarray(not is_empty)
     if operands.mask is not None:
@@ -131,7 +133,7 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """Depths of logits, ``factor * below``, where below is g - max(g)."""
+    """The depths of logits, z - max(z), as the product of `factor` and below = g - max(g)."""
 
     below: jax.Array
     factor: Scale
@@ -143,14 +145,14 @@ class _Depths(NamedTuple):
 
 
 def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
-    """Return the differences of two depths, exactly 0 for equal logits with equal caps."""
+    """Return the difference of two depths: exactly 0 for equal logits with equal caps."""
     if spec.loss.logit_softcap == spec.loss.teacher_softcap:
         return times(first.below - second.below, first.factor)
     return first.of_z - second.of_z
 
 
 def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
-    """Return sum(e_P u), sum(e_Q - e_P), s_P and s_Q of the depths of P and Q."""
+    """Return sum(e_P u), sum(e_Q - e_P), s_P and s_Q, given the depths of P and Q."""
 
     def terms() -> list[jax.Array]:
         e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
@@ -171,13 +173,13 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
 
 
 class _Distributions(NamedTuple):
-    """The distributions of a row, and the derivative of their divergence.
+    """The student's distribution, and the derivative of the divergence, for each entry.
 
     Attributes:
       q: the student's distribution.
-      weight: the derivative of the divergence along the student's z.
+      weight: the derivative of the divergence with respect to the student's z.
       slope: dz / dx.
-      takes_part: which entries take part.
+      takes_part: True for entries that take part.
     """
 
     q: jax.Array
@@ -197,14 +199,14 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     statistics = [(m_q, log_s_q), (m_p, log_s_p)]
     inputs = _inputs(residuals.saved, residuals.teacher_logits, spec)
     for (x, cap), (m, _) in zip(inputs, statistics):
-        # Excluded entries may be NaN, but derivatives must be 0 there.
+        # Entries that do not take part may be NaN, but derivatives must be 0 there.
         kept = jnp.where(takes_part, x, 0) if is_masked else x
         z = _logits(kept, cap, residuals.logits_scale, spec)
         depths.append(_Depths(z.below(m, takes_part), z.factor))
         slopes.append(z.slope)
     of_q, of_p = depths
     q = jnp.exp(of_q.of_z - log_s_q)
-    # The ratio is computed only where neither probability is 0.
+    # The ratio is computed only where both probabilities are nonzero.
     is_there = of_q.below != -jnp.inf
     are_there = is_there & (of_p.below != -jnp.inf)
     safe_q, safe_p = (_Depths(jnp.where(are_there, d.below, 0), d.factor) for d in depths)
@@ -222,7 +224,7 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
 
 
 def kl_divergence_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Return the tangents of the divergence and, if the spec requests them, of the statistics."""
+    """Return the tangent of the divergence and, if the spec requests them, of the statistics."""
     arrays = [residuals.saved, residuals.teacher_logits, tangents.x]
     (x, teacher, dx), spec = without_padding(arrays, spec)
     of = _distributions(residuals._replace(saved=x, teacher_logits=teacher), spec)

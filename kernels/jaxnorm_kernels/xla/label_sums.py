@@ -47,7 +47,7 @@ Scale = float | jax.Array
 
 
 def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
-    """Return the scale of a call: its operand, with size 1 for the normalised axes, or a number."""
+    """Return the scale of a call: a number, or its operand, with size 1 for the normalised axes."""
     if operand is None:
         return spec.logits.logits_scale
     return jnp.expand_dims(operand.astype(spec.compute_dtype), spec.axes)
@@ -61,23 +61,23 @@ def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return the difference of two z, given that of g."""
+    """Return the difference of two z, given the difference of their g: f times the latter."""
     return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
 
 
 def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Multiply d by dz / dx, which gives a tangent of z or a cotangent of x."""
+    """Multiply d by dz / dx: convert a tangent of x to z's, or a cotangent of z to x's."""
     d = times(d, scale)
     return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
 
 
 def times(v: jax.Array, factor: Scale) -> jax.Array:
-    """Multiply by a number for all rows, or for each row."""
+    """Multiply by a factor: one number for all rows, or one for each row."""
     return v if isinstance(factor, float) and factor == 1 else factor * v
 
 
-# Elements of a lane, preferably _LANE: with fewer, the library's sums are slow; with more, the
-# gather is. _LANES is the minimum number of lanes.
+# The number of elements in a lane: preferably _LANE. With fewer, the library's sums are slow; with
+# more, the gather is slow. _LANES is the minimum number of lanes.
 _SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
 
 
@@ -90,15 +90,18 @@ def label_sums(
     spec: Spec,
     scale: Scale | None = None,
 ) -> list[jax.Array]:
-    """Return for each row: `others` of `kept`, x and `kept` at the label, sum(x - m) if smoothed.
+    """For each row, return `others` of `kept`, x and `kept` at the label, and maybe sum(x - m).
+
+    The last sum is returned only with label smoothing.
 
     Args:
-      x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a
-        conversion that several sums share. `kept` is x, or -inf where masked.
-      m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
-      label: a column, or -1 for none; the row's results are then arbitrary.
+      x: logits, of any dtype. Each sum converts them separately, because XLA on a CPU would store a
+        conversion that several sums share.
+      kept: x, with -inf where masked.
+      m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
+      label: the label's column, or -1 if there is none; the results of such a row are arbitrary.
       at_label: True at that column.
-      scale: a; None for the spec's.
+      scale: a; None for the spec's scale.
     """
     scale = spec.logits.logits_scale if scale is None else scale
     masked, wide = kept is not x, spec.compute_dtype
@@ -108,7 +111,7 @@ def label_sums(
         return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
-        """Return the terms of each sum."""
+        """Return the elements to add up for each sum."""
         terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, scale, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
@@ -148,7 +151,7 @@ def shares_exponentials(spec: Spec) -> bool:
 def exponentials_but_label(
     x: jax.Array, m: jax.Array, label: jax.Array, scale: Scale, spec: Spec
 ) -> jax.Array:
-    """Return exp(x - m), and 0 in each row's column `label`."""
+    """Return exp(x - m), with 0 in column `label` of each row."""
     e = jnp.exp(f_times(x - m, scale, spec))
     # jnp.put_along_axis does not support a symbolic number of rows.
     rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
@@ -156,7 +159,7 @@ def exponentials_but_label(
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """Return each row's element of x in a given column."""
+    """Return each row's element of x in column `column`."""
     return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
 
 
@@ -184,7 +187,10 @@ def _others(
 
 @functools.cache
 def lane_size(cols: int) -> int | None:
-    """Return the divisor of `cols` nearest to `_LANE`; None if none fits or `cols` is symbolic."""
+    """Return the divisor of `cols` nearest to `_LANE`, as a ratio, within the limits.
+
+    Return None if no divisor is, or if `cols` is symbolic.
+    """
     if not isinstance(cols, int):
         return None
     longest = min(_LONGEST, cols // _LANES)

@@ -25,13 +25,13 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# With more labels than this, a gradient scatters their cotangents instead of comparing every column
-# with every label, if rows are whole.
+# With more labels than this, the gradient scatters the labels' cotangents, if rows are whole. With
+# fewer, it compares every column with every label.
 _COMPARED = 32
 
 
 def log_probs_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the results and the statistics that the spec requests."""
+    """Return the results and, if the spec requests them, the statistics."""
     largest = _largest_column(operands, spec)
     of_one = cross_entropy.log_prob_and_entropy_fwd(
         operands._replace(labels=largest), spec.replaced(outputs=(*spec.outputs, "max", "log_sum"))
@@ -41,7 +41,7 @@ def log_probs_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     scale = scale_of(operands.logits_scale, spec)
     labels = _labels(operands.candidates, whole)
     at_labels = _at(g(x, scale, spec), labels, whole).astype(spec.compute_dtype)
-    # The scale of a row multiplies all its labels.
+    # A row's scale multiplies the logits of all its labels.
     of_row = scale if isinstance(scale, float) else jnp.squeeze(scale, spec.axes)[..., None]
     has_entry = (log_s != -jnp.inf)[..., None]
     below = f_times(m[..., None] - at_labels, of_row, spec)
@@ -51,7 +51,7 @@ def log_probs_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def log_probs_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Return the tangents of the results, and of the statistics if the spec requests them."""
+    """Return the tangents of the results and, if the spec requests them, of the statistics."""
     (x, dx), spec = cross_entropy.without_padding([residuals.saved, tangents.x], spec)
     residuals, labels = residuals._replace(saved=x), _labels(residuals.candidates, spec)
     mask, scale = residuals.mask, scale_of(residuals.logits_scale, spec)
@@ -92,33 +92,34 @@ def log_probs_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: S
 def _probabilities(
     residuals: Residuals, labels: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, which rows have an entry, and which entries have a derivative."""
+    """Return g(x), p, which rows have an entry, and which entries have a nonzero derivative."""
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     mask, scale = residuals.mask, scale_of(residuals.logits_scale, spec)
     x, takes_part = residuals.saved, has_entry
     if mask is not None:
-        # A label's logit counts even if its class is masked.
+        # The logit of a label takes part even if its class is masked.
         counts = jnp.ones(labels.shape, spec.compute_dtype)
         takes_part = has_entry & (mask | (_spread(counts, labels, x.shape, spec) > 0))
     if mask is not None or spec.loss.has_positions:
-        x = jnp.where(takes_part, x, 0)  # It may be NaN, but derivatives must be 0 there.
+        # Logits that do not take part may be NaN, but derivatives must be 0 there.
+        x = jnp.where(takes_part, x, 0)
     x = g(x, scale, spec)
     depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
     kept = has_entry if mask is None else has_entry & mask
-    # Masked before the exponential, so that the derivative of masked entries is 0, not NaN.
+    # Mask before the exponential, so that the derivative of masked entries is 0, not NaN.
     log_p = jnp.where(kept, depth - jnp.where(has_entry, log_s, 0), -jnp.inf)
     return x, jnp.exp(log_p), has_entry, takes_part
 
 
 def _labels(candidates: jax.Array, spec: Spec) -> jax.Array:
-    """Return the column of each label; -1 if the label is not a column."""
+    """Return the index of each label, or -1 if the label is not a column of x."""
     columns = cross_entropy.label_of(candidates, spec.replaced(axes=()))
     return jax.lax.stop_gradient(columns)
 
 
 def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
-    """Return the first column of each row's largest unmasked logit."""
+    """Return the column of each row's largest unmasked logit; of several, the first."""
     (x,), spec = cross_entropy.without_padding([operands.x], spec)
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     is_largest = kept == row_max(kept, spec)
@@ -128,7 +129,7 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
 
 
 def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
-    """Return each row's elements of v in the columns `labels`; any number for -1."""
+    """Return each row's elements of v in the columns `labels`; for -1, the value is arbitrary."""
     if spec.axes == (-1,) and not spec.cols_over:
         return at_column(v, jnp.maximum(labels, 0))
     columns = cross_entropy.columns(v.shape, spec)
@@ -142,11 +143,11 @@ def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Return an array of `shape` with the sum of a over the labels of each column."""
+    """Return an array of `shape` in which each column has the sum of `a` over its labels."""
     count = labels.shape[-1]
     if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:
         rows = [lax.broadcasted_iota(jnp.int32, a.shape, axis) for axis in range(a.ndim - 1)]
-        # An index beyond the columns drops the label that is none.
+        # A label of -1 gets an index beyond the columns, which the scatter drops.
         index = (*rows, jnp.where(labels < 0, shape[-1], labels))
         return jnp.zeros(shape, a.dtype).at[index].add(a, mode="drop")
     columns = cross_entropy.columns(shape, spec)

@@ -53,19 +53,19 @@ from jaxnorm_kernels.xla.reductions import along_rows, mean_apart, row_mean, sum
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """Return G = scale + scale_offset in the arithmetic dtype, floored at `Spec.scale_floor`."""
+    """Return G = scale + scale_offset in the arithmetic dtype, with |G| >= `Spec.scale_floor`."""
     g = scale.astype(spec.compute_dtype) + spec.norm.scale_offset
     return g if spec.scale_floor is None else _floor(g, spec.scale_floor)
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """Return bias in the arithmetic dtype; rounded to y's dtype if the output is saved."""
+    """Return bias in the arithmetic dtype, first rounded to y's dtype if the output is saved."""
     b = bias.astype(spec.compute_dtype)
     return _rounded(b, spec.y_dtype.name) if spec.norm.saved == "output" else b
 
 
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
-    """Return z / g, and 0 where g is 0, which happens without a floor only: in float16."""
+    """Return z / g, or 0 where g is 0. Only without a floor (float16) can g be 0."""
     zero = g == 0
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
 
@@ -79,10 +79,10 @@ def _floor(g: jax.Array, floor: float) -> jax.Array:
 def _floor_jvp(
     floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return NaN below the floor, where second derivatives cannot be computed from y.
+    """Return a tangent of NaN where |g| is below the floor: y gives no second derivatives there.
 
     Only second derivatives use this rule. Below the floor, the cotangent of the saved y is the sum
-    of an ordinary term and one of size x_hat / floor, to which the ordinary term is lost. NaN is
+    of an ordinary term and a term of size x_hat / floor, in which the ordinary term is lost. NaN is
     better than noise of any size.
     """
     (g,), (t,) = primals, tangents
@@ -92,7 +92,7 @@ def _floor_jvp(
 def _straight_through[T](
     f: Callable[[jax.Array, T], jax.Array],
 ) -> Callable[[jax.Array, T], jax.Array]:
-    """Give f the derivative of the identity: f corrects rounding and leaves the function as it is.
+    """Return `f` with the derivative of the identity, because `f` only corrects rounding errors.
 
     Second derivatives need this: one-hot rows reach the clip's bound, and must have a derivative.
     """
@@ -103,7 +103,7 @@ def _straight_through[T](
 
 @_straight_through
 def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
-    """Clip v to its true bound, which an x_hat recovered from a rounded y may exceed."""
+    """Clip v to +-bound. An x_hat recovered from a rounded y may exceed its true bound."""
     return jnp.clip(v, -bound, bound)
 
 
@@ -116,7 +116,7 @@ def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @_straight_through
 def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
-    """Round v except on a CPU, where XLA keeps casts and rounding doubles a float16 norm's time."""
+    """Round v, except on a CPU: XLA keeps casts there, and rounding doubles the time in float16."""
     return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
 
 
@@ -147,7 +147,7 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward pass of `norm_fwd`."""
+    """Compute the backward pass of `norm_fwd`."""
     if spec.norm.activation is not None:
         _, pullback = jax.vjp(_activation(spec), _normalised_again(residuals, spec))
         (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
@@ -162,7 +162,7 @@ def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward pass of `add_norm_fwd`."""
+    """Compute the backward pass of `add_norm_fwd`."""
     of_norm = backward(residuals, cotangents, _unrounded(spec.last))
     dresidual = round_to(of_norm.x, spec.last.x_dtype)
     return of_norm._replace(x=dresidual.astype(spec.x_dtype), residual=dresidual)
@@ -174,7 +174,7 @@ def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward pass of `scaled_add_norm_fwd`."""
+    """Compute the backward pass of `scaled_add_norm_fwd`."""
     if "y" not in spec.outputs:
         assert cotangents.h is not None
         of_norm = Operands(cotangents.h.astype(spec.compute_dtype))
@@ -203,7 +203,7 @@ def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward pass of `norm_add_norm_fwd`."""
+    """Compute the backward pass of `norm_add_norm_fwd`."""
     first, last = _of_two_norms(residuals)
     dstats = cotangents.stats
     of_last = backward(last, cotangents._replace(stats=dstats[1:]), _unrounded(spec.last))
@@ -221,7 +221,7 @@ def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward pass of `norm_gated_fwd`."""
+    """Compute the backward pass of `norm_gated_fwd`."""
     x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
     residuals = residuals._replace(saved=x)
     a, pullback = jax.vjp(_activation(spec), residuals.gate)
@@ -248,7 +248,7 @@ FORMULAS: dict[Op, Formulas] = {
 def _with_norm_of(
     h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
 ) -> Results:
-    """Return the results in ``spec.outputs``: h, the norm of h, and `stats` with its statistics."""
+    """Return the results in ``spec.outputs``: h, y = norm(h), and `stats` with its statistics."""
     if "y" not in spec.outputs:
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
@@ -256,7 +256,7 @@ def _with_norm_of(
 
 
 def _unrounded(norm: Spec) -> Spec:
-    """Return the norm with dx in the arithmetic dtype."""
+    """Return the spec of the norm with dx in the arithmetic dtype, so that dx is not rounded."""
     return dataclasses.replace(norm, x_dtype=norm.compute_dtype)
 
 
@@ -316,7 +316,7 @@ def normalised(
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum, rounded once to the residual's dtype: the values that a norm of h reads."""
+    """Return residual + y, rounded once to the residual's dtype. A norm of h reads these values."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
     assert spec.norm.residual_dtype is not None
     return round_to(total, spec.norm.residual_dtype)
@@ -325,7 +325,10 @@ def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
 def _recovered(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
-    """Return G, x_hat, the statistics along rows and, if the output is saved, z = x_hat G."""
+    """Return G, x_hat, the statistics and, if the output is saved, z = x_hat G.
+
+    The statistics have size 1 for the normalised axes.
+    """
     saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
     along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]
     g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
@@ -335,21 +338,21 @@ def _recovered(
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - along_rows(effective_bias(bias, spec), z, spec)
-    is_number = isinstance(spec.cols, int)  # False in an export with symbolic shapes
+    is_number = isinstance(spec.cols, int)  # This is False in an export with symbolic shapes.
     bound = math.sqrt(spec.cols) if is_number else jnp.sqrt(jnp.asarray(spec.cols, z.dtype))
     xh = clip(z if g is None else safe_divide(z, g), bound)
     return g, xh, along, z
 
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation, which casts its argument to the arithmetic dtype."""
+    """Return the activation as a function that casts its argument to the arithmetic dtype."""
     assert spec.norm.activation is not None
     of_wide = getattr(jax.nn, spec.norm.activation)
     return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
 def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute the norm in the arithmetic dtype from the residuals."""
+    """Recompute the norm's result, before an activation, in the arithmetic dtype."""
     bias, (g, xh, _, _) = residuals.bias, _recovered(residuals, spec)
     n = xh if g is None else xh * g
     return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)

@@ -36,7 +36,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The backward pass of `norm_rope_fwd`."""
+    """Compute the backward pass of `norm_rope_fwd`."""
     cos, sin = residuals.cos, residuals.sin
     saved, last = _saved_of_norm(residuals, spec)
     d = cotangents.y.astype(spec.compute_dtype)
@@ -59,7 +59,7 @@ def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Arr
 
 
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Return `rotated`; on a CPU, by swapping the elements of each pair.
+    """Return `rotated`. On a CPU, compute it by swapping the elements of each pair.
 
     On a CPU, XLA does not fuse concatenations, so that the backward pass would store each rotation.
     The forward pass has only one rotation, for which concatenating two halves is faster.
@@ -83,13 +83,13 @@ def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.
     """Undo the rotation: return n, given y."""
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
-    # The tables are smaller than y: dividing them takes less time.
+    # Divide the tables, not y: they are smaller, so this takes less time.
     tables = safe_divide(cos, square), safe_divide(-sin, square)
     return _rotated_in_backward(y, *tables, spec)
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
-    """Return the array that the norm's derivative starts from, not rounded, and the norm's spec."""
+    """Return the array from which the norm's derivative starts, unrounded, and the norm's spec."""
     saved = residuals.saved.astype(spec.compute_dtype)
     if spec.norm.saved == "input":
         return saved, spec.last
@@ -98,7 +98,7 @@ def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
 
 
 def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute n from the array that the norm's derivative starts from."""
+    """Recompute n. `saved` is the array from which the norm's derivative starts."""
     if spec.norm.saved == "output":
         return saved
     (rstd,) = residuals.stats
@@ -107,7 +107,7 @@ def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax
 
 
 def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Return the first and the second element of each pair."""
+    """Return the first elements of all pairs, and the second elements."""
     head = v[..., : spec.norm.rotated]
     if spec.norm.interleaved:
         return head[..., ::2], head[..., 1::2]
@@ -116,19 +116,19 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
-    """Invert `_pairs`."""
+    """Return the rotated columns, given the first and second elements: the inverse of `_pairs`."""
     if spec.norm.interleaved:
         return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.norm.rotated)
     return jnp.concatenate([a, b], axis=-1)
 
 
 def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """Concatenate the rotated columns and the other columns of `rest`."""
+    """Concatenate `head`, the rotated columns, with the columns of `rest` that are not rotated."""
     return jnp.concatenate([head, rest[..., spec.norm.rotated :]], axis=-1)
 
 
 def _summed_like(table: jax.Array, v: jax.Array) -> jax.Array:
-    """Sum v over the axes along which a table is broadcast."""
+    """Sum v over the axes along which `table` is broadcast."""
     axes = [axis for axis, (n, size) in enumerate(zip(table.shape, v.shape)) if n != size]
     return jnp.sum(v, axis=tuple(axes), keepdims=True)
 

@@ -16,17 +16,17 @@ def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the `row_sum` of each array, with one all-reduce over the shards."""
+    """Return the `row_sum` of each array. A single all-reduce adds up the shards of all of them."""
     return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
 
 
 def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
-    """All-reduce sums over a shard of each row, in one exchange."""
+    """Add up the partial sums of a row's shards, with one all-reduce for all `values`."""
     return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 
 
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the sums of each array over this shard, in one reduction without a derivative.
+    """Return the sums of each array over this shard, in one reduction that has no derivative.
 
     On a GPU, XLA fuses the computation of the values into the reduction. On a CPU, the reduction is
     a slow scalar loop.
@@ -45,7 +45,7 @@ def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_sum`; on a CPU, not fused with the computation that follows.
+    """Return `row_sum`. On a CPU, XLA does not fuse it with the computation that follows.
 
     On a CPU, XLA has a library compute sums and elementwise functions of them. XLA's own loops need
     two thirds of the library's time for such functions, and reuse an operand's buffer.
@@ -54,13 +54,13 @@ def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def mean_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_mean`; on a CPU, not fused with what follows (see `sum_apart`)."""
+    """Return `row_mean`. On a CPU, XLA does not fuse it with what follows (see `sum_apart`)."""
     return on_cpu(lax.optimization_barrier, row_mean(v, spec))
 
 
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
     """Return the maximum over the normalised axes and all their shards; -inf for empty rows."""
-    # `initial` gives rows of length 0 a maximum.
+    # `initial` gives rows of length 0 a maximum of -inf.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
@@ -77,7 +77,7 @@ def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 
 def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
-    """Cast `a` to vary over the mesh axes over which `like` does, inside `jax.shard_map`."""
+    """Cast `a` to vary over the mesh axes of `jax.shard_map` over which `like` varies."""
     over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
     return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a
 
@@ -88,7 +88,7 @@ def on_cpu[T](function: Callable[[T], T], values: T) -> T:
 
 
 def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """Reshape `parameter` so that it broadcasts to an array like `like`."""
+    """Reshape `parameter` so that it broadcasts to the shape of `like`."""
     if _is_of_groups(parameter, like, spec):
         return jnp.repeat(parameter, spec.rows // parameter.shape[0], axis=0)
     axes, lacking = _axes_of_parameter(parameter, like, spec)
@@ -99,7 +99,7 @@ def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 
 def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """Sum v over the rows that share a parameter."""
+    """Sum v over the rows that share `parameter`. The result has the parameter's shape."""
     if _is_of_groups(parameter, v, spec):
         return jnp.sum(v.reshape(parameter.shape[0], -1, spec.cols), axis=1)
     axes, lacking = _axes_of_parameter(parameter, v, spec)
@@ -115,7 +115,7 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _axes_of_parameter(
     parameter: jax.Array, like: jax.Array, spec: Spec
 ) -> tuple[list[int], list[int]]:
-    """Return the axes of `like` that a parameter has, in the parameter's order, and the others.
+    """Return the axes of `like` that the parameter has, in its order, and the other axes.
 
     The parameter's last axes are the normalised ones. Leading axes, for groups of rows, are
     right-aligned to the other axes, as numpy broadcasts.
@@ -127,6 +127,6 @@ def _axes_of_parameter(
 
 
 def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Return True if a parameter has a row for each group of consecutive rows of a 2D view."""
+    """Return True if `like` is 2D and each group of consecutive rows has a row of the parameter."""
     in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
     return in_rows and parameter.shape[0] not in (1, spec.rows)

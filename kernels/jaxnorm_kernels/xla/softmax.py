@@ -71,7 +71,7 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     kept, has_entry, z = _logits(operands, spec)
     m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
     total = sum_apart(jnp.exp(z - m), spec)
-    # Two loops over x are faster on a CPU than one that stores z - m for the other.
+    # On a CPU, two loops over x are faster than a first loop that stores z - m for a second one.
     x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
     shifted = _logits(operands._replace(x=x), spec)[-1] - m
     if kept is None:
@@ -96,7 +96,7 @@ FORMULAS: dict[Op, Formulas] = {
 
 
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """Return softmax's Jacobian, which is its own transpose, times v."""
+    """Return the product of softmax's Jacobian, which is its own transpose, and v."""
     y = y.astype(spec.compute_dtype)
     if not spec.renormalises:
         return y * (v - sum_apart(v * y, spec))
@@ -105,7 +105,7 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """Return softmax's Jacobian times v, without v's masked entries.
+    """Return the product of softmax's Jacobian and v, with v's masked entries set to 0.
 
     The barrier is for CPUs, where XLA would compute the masked v before the forward pass, and store
     both. Allocating memory takes longer there than the arithmetic.
@@ -115,7 +115,7 @@ def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) ->
 
 
 def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
-    """Return the tangent of z."""
+    """Return the tangent of z = scale x + bias."""
     y, scale = residuals.saved, scale_of(residuals.logits_scale, spec)
     dx, dbias = tangents.x, tangents.logits_bias
     terms = [] if dx is None else [times(dx.astype(spec.compute_dtype), scale)]
@@ -125,7 +125,10 @@ def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
 
 
 def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
-    """Return the gradients of x and of the bias, summed where the bias is broadcast."""
+    """Return the gradients of x and of the bias, given dz.
+
+    The bias's gradient is summed over the axes along which the bias is broadcast.
+    """
     dbias = None
     if spec.softmax.logits_bias_dtype is not None:
         broadcast = [axis for axis, size in enumerate(spec.softmax.logits_bias_shape) if size == 1]
@@ -137,7 +140,7 @@ def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """Return which entries are unmasked, which rows have an unmasked entry, and z.
 
-    The first two are None if all entries are unmasked. z of masked entries is
+    The first two are None if all entries are unmasked. Where masked, z is
     `SoftmaxOptions.masked_logit`.
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
@@ -147,7 +150,7 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
         z = z + bias.astype(spec.compute_dtype)
     if kept is None:
         return None, None, z
-    # A causal mask alone leaves the first column in every row.
+    # With a causal mask alone, each row has at least its first column.
     has_entry = None if mask is None else row_any(kept, z, spec)
     return kept, has_entry, jnp.where(kept, z, spec.softmax.masked_logit)
 
@@ -157,12 +160,12 @@ def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array
     m = row_max(z, spec)
     if has_entry is None or not spec.drops_masked:
         return m
-    # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
+    # An empty row would give -inf - -inf = NaN. A row of unmasked -inf stays NaN.
     return jnp.where(has_entry, m, 0)
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
-    """Return which entries are unmasked, in a shape that broadcasts to x's; None if all are."""
+    """Return a mask of unmasked entries that broadcasts to x's shape; None if all are unmasked."""
     if not spec.softmax.causal:
         return mask
     rank = len(shape)
@@ -176,14 +179,14 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
     row = index(-2, spec.softmax.queries_over)
     if (
         spec.softmax.queries
-    ):  # In the two-dimensional view, the rows of all matrices follow each other.
+    ):  # In the two-dimensional view, the rows of each matrix follow those of the one before.
         row = row % spec.softmax.queries
     reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
 
 
 def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
-    """Return the row sums, with 1 for a row without an unmasked entry."""
+    """Return the sums over rows, or 1 for a row without an unmasked entry."""
     return total if has_entry is None else jnp.where(has_entry, total, 1)
 
 

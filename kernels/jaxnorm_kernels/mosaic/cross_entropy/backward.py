@@ -37,12 +37,12 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class LossBackwardSchedule:
-    """How rows are split into blocks of one warpgroup.
+    """How rows are split into blocks, which have one warpgroup each.
 
     Attributes:
-      units: units per block. Over 32768 columns of bfloat16, four reach 0.98 of a copy's bandwidth
-        and two 0.97; with a cap of the logits, 0.90 and 0.86 (H200). More units take registers from
-        other blocks.
+      units: the number of units per block. Over 32768 columns of bfloat16, four units reach 0.98 of
+        a copy's bandwidth and two 0.97; with a cap of the logits, 0.90 and 0.86 (H200). More units
+        per block take registers that other blocks of the SM need.
     """
 
     units: int = 4
@@ -74,7 +74,8 @@ def cross_entropy_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Load the logits first. The few numbers of the row then arrive at the same time.
+            # Load the logits first. The row's few other numbers (statistics, cotangents) then
+            # arrive at the same time.
             raw = load_units(of_block, x, row)
             label = read_label(labels, row)
             numbers = [load(ref.at[row], None) for ref in of_row]
@@ -82,7 +83,7 @@ def cross_entropy_bwd(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # of each unit, relative to its start
+            columns = flat_index(shape, layout)  # of a unit's elements, from its start on
             have_label = [unit.has(label) for unit in of_block]
             for unit, value, has_label in zip(of_block, raw, have_label):
                 of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
@@ -133,7 +134,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Only a few units contain the label: the columns of the others are not compared with it.
+    # Only a few units contain the label, so the other units' columns are not compared with it.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

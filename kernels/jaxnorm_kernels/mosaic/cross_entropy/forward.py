@@ -61,8 +61,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: m and s of the columns read so far. A third element is the sum of x - r (with label
-#: smoothing), or T / f (for the entropy).
+#: m and s, as the module's docstring defines them, of the columns read so far. If there is a third
+#: element, it is the sum of x - r (with label smoothing), or T / f (for the entropy).
 Sums = tuple[jax.Array, ...]
 
 
@@ -71,21 +71,22 @@ class LossForwardSchedule:
     """How a row is read.
 
     Attributes:
-      units: the number of units that a thread loads while it adds as many others.
-      warpgroups: warpgroups of a block, which share a row.
+      units: the number of units that a thread loads at a time, while it adds up as many others.
+      warpgroups: the number of warpgroups in a block; they share a row.
     """
 
     units: int
     warpgroups: int = 1
 
 
-# Bytes of a row per warpgroup. With this much to load, the time to start and to merge does not
-# matter. Small blocks are better, because some start while others load: over 32768 columns of
-# bfloat16, one warpgroup reaches 1.01 of a copy's bandwidth and two reach 0.94 (H200). With few
-# rows, a smaller size is better.
+# The bytes of a row for each warpgroup of a block. With this much to load, the time to
+# start a block and to merge its sums does not matter. Small blocks are better, because some start
+# while others load: over 32768 columns of bfloat16, one warpgroup reaches 1.01 of a copy's
+# bandwidth and two reach 0.94 (H200). The second number is for calls with few rows, where smaller
+# parts are better. The third is the maximum number of warpgroups.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
-# Columns of a thread per step. With this number, 64 registers suffice, so that the 1024 threads of
-# an SM have 32 KiB in flight while they add.
+# The number of columns that a thread adds up per step. 64 registers suffice for them, so that the
+# 1024 threads of an SM have 32 KiB in flight while they add.
 _COLUMNS = 16
 
 
@@ -95,7 +96,8 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # A third sum, or tanh, takes 80 registers: a block of 512 threads would then fill an SM.
+    # With a third sum, or with tanh, a thread needs 80 registers: a block of 512 threads would then
+    # fill an SM.
     takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
@@ -105,7 +107,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Return the units of a row's classes; with `padded`, of the columns after them too."""
+    """Return the units of a row's classes; if `padded`, also of the columns after the classes."""
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
@@ -144,7 +146,7 @@ def cross_entropy_fwd(
 
 
 def _sums(spec: Spec) -> int:
-    """Return how many values `Sums` contains."""
+    """Return the number of arrays in `Sums`."""
     return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
 
@@ -192,7 +194,7 @@ def _row(
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
-    """Load a label as int32; a label that does not fit becomes -1, which is not a class."""
+    """Load a label as int32. A label out of int32's range becomes -1, which is not a class."""
     label = load(labels.at[row], None)
     if label.dtype.itemsize < 8:
         return label.astype(jnp.int32)
@@ -219,11 +221,11 @@ class _Share:
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return the units of a whole step."""
+        """Return the units of the step with this index, one of the whole steps."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return the units after the whole steps, if there are any."""
+        """Return the units that follow the whole steps, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -232,7 +234,7 @@ class _Share:
         return self.step(0) if self.whole_steps else self.rest()
 
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
-        """Return the sums of each thread; `raw` contains the units that were loaded first."""
+        """Return each thread's sums over its units. `raw` has the elements of the `first` units."""
         sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
@@ -262,7 +264,7 @@ class _Share:
         r: jax.Array | None,
         mine: Any = None,
     ) -> Sums:
-        """Add these units to the sums of each thread; with `mine`, only if that is True."""
+        """Add the elements of `units` to each thread's sums; with `mine`, only if that is True."""
         m, s, *t = sums
         v, layout = units[0].vector, units[0].layout
         x = [g(widen(value, layout), self.spec) for value in raw]
@@ -273,7 +275,7 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Only a few units contain the label: the columns of the others are not compared with it.
+        # Only a few units contain the label, so the other units' columns are not compared with it.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -298,7 +300,7 @@ def _without(
     label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
     """Replace the label's column by -inf."""
-    columns = flat_index(x[0].shape, layout)  # of each unit, counted from its start
+    columns = flat_index(x[0].shape, layout)  # of a unit's elements, from its start on
     return [
         jnp.where(columns == label - unit.start, -jnp.inf, value) for unit, value in zip(units, x)
     ]
@@ -327,7 +329,10 @@ def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
 def _rescaled(
     s: jax.Array, t: Sequence[jax.Array], depth: jax.Array, exp: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """Rescale sums to another maximum; `depth` is old minus new, `exp` is exp(f depth)."""
+    """Rescale sums from an old maximum to a new one.
+
+    `depth` is the old maximum minus the new one, and `exp` is exp(f depth).
+    """
     if spec.returns_entropy:
         t = [(t[0] + s * finite(depth)) * exp]
     return [s * exp, *t]
@@ -362,5 +367,6 @@ def _finish(
     return [loss, m, log_s]
 
 
-#: The exponential of numbers <= 0 in a sum: a term exp(-80) need not be as accurate as a term 1.
+#: An exponential of numbers <= 0 for the terms of a sum. A term such as exp(-80) need not be as
+#: accurate as a term of 1.
 _exp: Callable[[jax.Array], jax.Array] = numerics.exp(is_wide=False)

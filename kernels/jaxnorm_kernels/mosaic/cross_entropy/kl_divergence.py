@@ -54,12 +54,13 @@ from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
-# Bytes of both rows for each warpgroup, as for a loss. More warpgroups than two would need more
-# registers than an SM has for two blocks, because each thread has six sums.
+# The bytes of both rows for each warpgroup of a block, as in `forward`, and the maximum number of
+# warpgroups. With more than two, an SM's registers would not suffice for two blocks, because each
+# thread has six sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
-# Columns of each of the two rows that a thread processes in a step.
+# The number of columns that a thread processes in a step, in each of the two rows.
 _COLUMNS = 8
-# Up to this u, a polynomial of five terms errs by less than a unit in the last place.
+# Up to this |u|, a polynomial of five terms has an error below one unit in the last place.
 _SMALL = 0.125
 
 
@@ -80,7 +81,7 @@ class _Sums(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """The specs of P's logits and of Q's, each with its dtype and cap."""
+    """The specs of P's logits and of Q's, which may differ in dtype and cap."""
 
     p: Spec
     q: Spec
@@ -91,7 +92,7 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two z from their g: exactly 0 for equal logits and caps."""
+        """Return the difference of two z, given their g: exactly 0 for equal logits and caps."""
         if self.p.logit_factor == self.q.logit_factor:
             return f_times(p - q, self.p)
         return f_times(p, self.p) - f_times(q, self.q)
@@ -119,7 +120,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 def kl_divergence_fwd(
     operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
-    """Return the divergence and the statistics; `schedule` replaces the chosen one."""
+    """Return the divergence and the statistics; `schedule` replaces the default schedule."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + len(spec.statistics) * spec.has_stats
@@ -197,11 +198,11 @@ class _Share(NamedTuple):
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return the units of a whole step."""
+        """Return the units of the step with this index, one of the whole steps."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return the units after the whole steps, if there are any."""
+        """Return the units that follow the whole steps, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -214,7 +215,7 @@ class _Share(NamedTuple):
         return p, q
 
     def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
-        """Return the sums of each thread; `raw` has the elements of the first step."""
+        """Return each thread's sums over its units; `raw` has the elements of the first step."""
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         sums = _Sums(lowest, lowest, zero, zero, zero, zero)
 
@@ -237,7 +238,7 @@ class _Share(NamedTuple):
         return sums
 
     def add(self, sums: _Sums, units: Sequence[Unit], raw: _Raw, mine: Any = None) -> _Sums:
-        """Add these units to the sums of each thread; if `mine` is given, only where it is True."""
+        """Add the elements of `units` to each thread's sums; with `mine`, only if that is True."""
         v, layout = units[0].vector, units[0].layout
         fresh = [unit.is_fresh() for unit in units]
         if mine is not None:
@@ -286,7 +287,7 @@ def _terms(
 
 
 def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums:
-    """Return the sums relative to other maxima, which are not smaller."""
+    """Return the sums relative to new maxima, which must not be smaller than the old ones."""
     below_p, below_q = finite(sums.m_p - m_p), finite(sums.m_q - m_q)
     r_p = numerics.exp_of_term(below_p, times=pair.p.logit_factor)
     r_q = numerics.exp_of_term(below_q, times=pair.q.logit_factor)
@@ -298,7 +299,7 @@ def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums
 
 
 def _of_warps(sums: _Sums, pair: _Pair) -> _Sums:
-    """Return the sums of each warp."""
+    """Return the sums of each warp, from the sums of its threads."""
     tops = [jnp.max(m, axis=1) for m in (sums.m_p, sums.m_q)]
     of_threads_of = (lax.broadcast_in_dim(top, OF_THREADS, (0,)) for top in tops)
     rescaled = _rescaled(sums, *of_threads_of, pair)
@@ -321,7 +322,8 @@ def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
     y = jnp.maximum(sums.a / sums.s_p + log_share, 0.0)
     log_p = jnp.log(sums.s_p)
     log_q = jnp.where(is_close, log_p + log_share, jnp.log(sums.s_q))
-    # All logits of the row are -inf. log(0) would mean that no class takes part.
+    # All logits of the row are -inf. log(s) becomes NaN, because -inf would mean that no class
+    # takes part.
     log_p, log_q = (
         jnp.where(s == 0, jnp.nan, log) for s, log in ((sums.s_p, log_p), (sums.s_q, log_q))
     )
@@ -351,7 +353,8 @@ def kl_divergence_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Load the logits first; the numbers of the row are loaded while these are on the way.
+            # Load the logits first; the row's other numbers are loaded while the logits are in
+            # flight.
             raw = [load_units(of_block, ref, row) for ref in (x, teacher)]
             numbers = [load(ref.at[row], None) for ref in of_row]
             has_entry = numbers[1] != -jnp.inf

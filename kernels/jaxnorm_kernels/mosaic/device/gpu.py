@@ -16,7 +16,7 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: The number of schedules that are cached.
+#: The maximum number of schedules in the cache of each function that chooses them.
 SCHEDULES_KEPT = 1024
 
 # These hold for all GPUs with clusters.
@@ -56,20 +56,21 @@ class Gpu:
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
     def at_a_time(self, cluster: int) -> int:
-        """Return how many clusters of this size run at a time, one block per multiprocessor.
+        """Return how many clusters of this many blocks run at the same time.
 
-        A size of 1 stands for single blocks.
+        Each multiprocessor runs one block. A `cluster` of 1 stands for single blocks.
         """
         return self.clusters[cluster] if cluster > 1 else self.sms
 
 
-#: The numbers of clusters were measured on one H200. Another chip may run one more or one less.
+#: The numbers of clusters were measured on one H200. On another chip, one more or one less may run
+#: at the same time.
 HOPPER = Gpu(sms=132, smem=MOST_SHARED_BYTES, clusters={2: 66, 4: 30, 8: 15, 16: 7})
 INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 
 
 def _of_size(sms: int, like: Gpu) -> Gpu:
-    """Return `like` with this number of multiprocessors, and clusters in proportion."""
+    """Return `like` with `sms` multiprocessors and its numbers of clusters scaled in proportion."""
     clusters = {size: max(1, sms * n // like.sms) for size, n in like.clusters.items()}
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
@@ -77,17 +78,18 @@ def _of_size(sms: int, like: Gpu) -> Gpu:
 #: Not measured: the numbers of clusters are scaled from an H200's. If there is a CUDA driver, it
 #: gives the true numbers.
 B200 = _of_size(148, HOPPER)
-#: Not measured either, and without clusters of 16 blocks, which not every GPU supports.
+#: This GPU was not measured either. Clusters of 16 blocks are left out, because not every GPU
+#: supports them.
 RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )
 
-#: The GPUs by compute capability, times ten.
+#: The GPUs, by compute capability times ten.
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
 def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
-    """Cache a function that chooses the schedule of a call for a GPU, by default the local one.
+    """Cache `choose`, which returns the schedule of a call on a GPU; the default is the local GPU.
 
     A schedule is needed at least twice: to check that the call is supported, and to run it.
     """
@@ -126,7 +128,7 @@ def _local_gpu() -> Gpu:
 
 
 def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
-    """Query the driver for `Gpu.clusters` of a CUDA device, for blocks with `smem` bytes.
+    """Return `Gpu.clusters` as the driver reports it for a CUDA device and blocks of `smem` bytes.
 
     Raises:
       OSError: there is no CUDA driver.

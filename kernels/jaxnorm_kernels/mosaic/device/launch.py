@@ -43,7 +43,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """Return the schedule, or raise ValueError for a call that `why_unsupported` refuses."""
+    """Return the schedule of a call. Raise ValueError if `why_unsupported` refuses the call."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule
@@ -63,8 +63,8 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Run ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
 
-    Pallas' automatic barriers are off, because it would put one around each vector store. Where one
-    thread reads what another has written, the body has its own barrier.
+    Pallas' automatic barriers are off, because Pallas would put a barrier around each vector store.
+    Where one thread reads what another has written, the body has its own barrier.
 
     Args:
       cluster: if above 1, launch `blocks` clusters of this many blocks. The blocks of a cluster run
@@ -103,7 +103,7 @@ def launch(
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
-    """Split `refs` into consecutive parts of these sizes, and the rest."""
+    """Return consecutive parts of `refs` with these sizes, and then the refs that are left."""
     parts = []
     for size in sizes:
         parts.append(refs[:size])
@@ -115,7 +115,7 @@ def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
 
 
 def warpgroup_barrier() -> None:
-    """Wait for all warps of the warpgroup. The kernels run without automatic barriers."""
+    """Wait for all warps of the warpgroup; Pallas' automatic barriers are off in these kernels."""
     if is_interpreted():
         return  # The interpreter runs a warpgroup as one thread.
 
@@ -137,7 +137,7 @@ def release_read() -> None:
 
 
 def release_used() -> None:
-    """Wait until every warp has stored all results that depend on a stage of shared memory.
+    """Wait until every warp has stored all results computed from a stage of shared memory.
 
     No loads of the stage are then in flight, so a barrier is enough on a GPU. The interpreter
     requires a fence, as if the stage had been written.

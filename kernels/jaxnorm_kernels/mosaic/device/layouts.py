@@ -46,9 +46,9 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
 
 
 def fitting_vector(cols: int, vector: int, threads: int) -> int:
-    """Return `vector`, or half of it if 8 elements leave threads idle or waste loads.
+    """Return `vector`. Halve it if vectors of 8 elements leave threads idle or load data twice.
 
-    Loads are wasted if more than a tenth of a row is read twice. Softmax over 1152 columns of
+    Half is better if more than a tenth of a row would be read twice. Softmax over 1152 columns of
     bfloat16: 0.94 -> 1.00 of copy bandwidth (H100).
     """
     if vector <= LEAST_VECTOR:
@@ -98,13 +98,13 @@ def strip_layout(vector: int, threads: int) -> Layout:
 
 @functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
-    """Layout of ``(n,)`` for parameters of columns that match the rows of `rows_layout`."""
+    """Layout of ``(n,)`` for column parameters, matching the columns of `rows_layout`."""
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
-    """Return the flat index of each element, or the flat index in its first `axes` axes."""
+    """Return the flat index of each element, counted over the first `axes` axes (default: all)."""
     counted = shape if axes is None else shape[:axes]
     if is_interpreted():
         numbers = lax.iota(jnp.int32, math.prod(counted)).reshape(counted)
@@ -167,7 +167,7 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
 
 
 def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Return the elements of each ref, in float32, as arrays of `shape`."""
+    """Load each ref as a float32 array of `shape`."""
     if is_interpreted():
         return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
     refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
@@ -177,7 +177,10 @@ def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> li
 def load_wide_columns(
     refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
 ) -> list[jax.Array]:
-    """Load columns of ``(rows, cols)`` refs, in float32: for each ref, an array for each start."""
+    """Load `width` columns from each start of each ``(rows, cols)`` ref, in float32.
+
+    The result lists all starts of the first ref, then those of the next.
+    """
     if not refs:
         return []
     if is_interpreted():
@@ -221,7 +224,7 @@ def store(ref: Ref, value: jax.Array) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """Convert an array of Mosaic to float32, as `widen` does."""
+    """Convert a Mosaic array (`FragmentedArray`) to float32, as `widen` does for a JAX array."""
     if isinstance(value.mlir_dtype, ir.BF16Type):
         return with_registers(value, [_widen_register(r) for r in value.registers.flat])
     return value.astype(ir.F32Type.get())
@@ -243,7 +246,7 @@ def _widen_register(register: Any) -> Any:
 
 
 def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
-    """Return an array in the layout of `value`, with these registers in the same order."""
+    """Return an array in the layout of `value` that consists of `registers`, in the same order."""
     placed = value.registers.copy()
     for at, register in enumerate(registers):
         placed.flat[at] = register
@@ -251,7 +254,7 @@ def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = N
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """Return the float array in which each thread holds this single register."""
+    """Return a float array that has one register per thread, namely `register`."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     registers.flat[0] = register
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -89,12 +89,12 @@ def load_floats(address: Word, count: int) -> list[Any]:
 
 
 def is_signed(kind: Any) -> bool | None:
-    """Return the `is_signed` argument of a `FragmentedArray`: True for all integer types."""
+    """Return the `is_signed` argument of `FragmentedArray`: True for integers, None for floats."""
     return None if isinstance(kind, ir.FloatType) else True
 
 
 def elements_of(register: Any) -> list[Any]:
-    """Return the elements of a register, which is a thread's vector."""
+    """Return the elements of a register, which holds a vector of one thread."""
     (count,) = ir.VectorType(register.type).shape
     return [
         vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
@@ -108,12 +108,12 @@ def in_global(address: Any) -> Any:
 
 
 def address_of(ref: Any) -> Word:
-    """Return the address of a ref in shared memory as 32 bits, the form that PTX takes."""
+    """Return the address of a ref in shared memory as a 32-bit integer, the form that PTX takes."""
     return Word(llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref)))
 
 
 def in_shared(address: Word) -> Any:
-    """Return the pointer to an address in shared memory."""
+    """Return a pointer made from a 32-bit address in shared memory."""
     return llvm.inttoptr(llvm.PointerType.get(_SHARED), address.value)
 
 
@@ -127,12 +127,13 @@ def in_shared(address: Word) -> Any:
 
 
 class Places(NamedTuple):
-    """The places of the array elements that a thread holds, in elements from the array's start.
+    """The positions of the array elements that a thread holds, in elements from the array's start.
 
     Attributes:
       terms: tuples ``(divisor, size, stride)``. A thread's first element is at the sum of
         ``thread // divisor % size * stride``.
-      registers: for each register, the distance of its first element from the thread's first.
+      registers: for each register of a thread, the distance of its first element from the thread's
+        first element.
       step: the distance between neighbouring elements of a register.
       elements: the number of elements of a register.
     """
@@ -143,7 +144,7 @@ class Places(NamedTuple):
     elements: int
 
     def of_thread(self) -> Word:
-        """Return the place of this thread's first element."""
+        """Return the position of this thread's first element."""
         own, total = thread(), None
         for divisor, size, stride in self.terms:
             index = (own // divisor if divisor > 1 else own) % size
@@ -154,7 +155,7 @@ class Places(NamedTuple):
 
 @functools.cache
 def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
-    """Return the places of an array with these strides in one of Mosaic's tiled layouts."""
+    """Return the `Places` of an array with these strides in one of Mosaic's tiled layouts."""
     dims = list(zip(shape, strides))
     for tile in layout.tiling.tiles:
         split = len(dims) - len(tile)
@@ -181,7 +182,7 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
 
 
 def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return the addresses of the registers of an array, for a ref in global memory."""
+    """Return, for each register of an array of `shape`, its address in `ref` (global memory)."""
     where = places(layout, shape, _strides(ref))
     return _from(in_global(utils.memref_ptr(ref)), where.of_thread(), where.registers, ref)
 
@@ -194,7 +195,7 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Return arrays of `shape` in a tiled layout: for each ref, one at each of `starts`."""
+    """Load an array of `shape`, in a tiled layout, from each of `starts` in each ref."""
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:
         where = places(layout, shape, _strides(ref))
@@ -210,7 +211,7 @@ def load_arrays(
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """Return the place of each element of an array, in elements from its start, as int32."""
+    """Return the position of each element of an array, in elements from its start, as int32."""
     where = places(layout, shape, strides)
     register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))
     first = vector.broadcast(register, where.of_thread().value)
@@ -228,7 +229,7 @@ def _strides(ref: Any) -> tuple[int, ...]:
 
 
 def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
-    """Return the addresses at these distances from a thread's first element."""
+    """Return the addresses at `distances` (in elements) from this thread's first element."""
     kind = ir.MemRefType(ref.type).element_type
     first = utils.getelementptr(base, [of_thread.value], kind)
     return [utils.getelementptr(first, [k], kind) if k else first for k in distances]

@@ -13,9 +13,9 @@ from jax.extend.core import Primitive
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-# The lower limit of the maximum of a part of a row, because a part may contain only -inf.
-# Relative to this limit, the exponentials of such a part are 0. Relative to -inf, they would be
-# NaN. A whole row of -inf still gives 0 / 0.
+# A part of a row may contain only -inf, so its maximum is raised to this lower limit. Relative to
+# this limit, the exponentials of such a part are 0. Relative to -inf, they would be NaN. A row that
+# is -inf throughout still gives 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -34,9 +34,10 @@ def log1p(x: jax.Array) -> jax.Array:
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
     """Return an exp for numbers <= 0: within 2 ulp if `is_wide` (float32), or cheaper for 16 bits.
 
-    The cheap one, exp2(x log2(e)), is a multiplication and an instruction. The rounding of x
-    log2(e) causes a relative error that grows with |x|: at x = -88, where float32 ends, 2^-17.
-    Results in 16 bits do not show it; a float32 would be 60 ulp off.
+    The cheaper function, exp2(x log2(e)), takes a multiplication and one more instruction. The
+    rounding of x log2(e) causes a relative error that grows with |x|: at x = -88, where float32
+    ends, 2^-17. This error vanishes in the rounding to 16 bits; a float32 result would be 60 ulp
+    off.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
 

@@ -61,7 +61,8 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
     """Load a boolean ref in global memory as an int8 array of `shape`.
 
-    Each element is a byte. Mosaic's own vector load treats them as bits (jax 0.11.2 and 0.12.0).
+    Each element takes a byte. Mosaic's own vector load takes the elements for bits (jax 0.11.2 and
+    0.12.0).
     """
     if is_interpreted():
         return load(ref, layout, shape).astype(jnp.int8)
@@ -104,9 +105,10 @@ def opaque(value: jax.Array) -> jax.Array:
 
 
 def renewed(value: jax.Array) -> jax.Array:
-    """Return the same int32 scalar, but as a new value even for the assembler (a warp shuffle).
+    """Return an int32 scalar unchanged, as a value that even the assembler treats as new.
 
-    Values that depend on it are then recomputed instead of being held in registers.
+    This is a warp shuffle. Values that depend on the result are recomputed instead of being held in
+    registers.
     """
     return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
@@ -134,8 +136,8 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
     """Store `value`, rounded to the dtype of `ref`, in global memory.
 
-    Mosaic's own stores do not name the address space, so later loads from shared memory wait for
-    them.
+    Mosaic's own stores do not say that the address is in global memory, so later loads from shared
+    memory wait for them.
     """
     if is_interpreted():
         store(ref, value)
@@ -151,7 +153,10 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield a register of each array, and its address in global memory; the layouts are equal."""
+    """Yield the registers of all `values` at one position, and the address there in a global ref.
+
+    The values have equal layouts.
+    """
     first, *_ = values
     at = mgpu.addresses(ref, first.layout, first.shape)
     return zip(*(value.registers.flat for value in values), at)
@@ -167,7 +172,7 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
-    """Load elements of a ``(n,)`` ref in global memory one at a time.
+    """Load elements of a ``(n,)`` ref in global memory, one element at a time.
 
     Indices outside the ref are clamped to it, so those elements have arbitrary values.
     """
@@ -197,7 +202,7 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
 
 
 def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
-    """Store the elements of `value` whose index is inside a ``(n,)`` global ref, one at a time."""
+    """Store `value` in a ``(n,)`` global ref by single elements; skip indices outside the ref."""
     (size,) = ref.shape
     if is_interpreted():
         store_some(ref, first, value, first, size)
@@ -217,9 +222,9 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store `value` at `start` of a ``(n,)`` ref in global memory, without vectors outside a range.
+    """Store `value` from index `start` on in a ``(n,)`` global ref, only in the range [first, end).
 
-    Only vectors in ``[first, end)`` are stored. No vector may be partly inside.
+    Each thread's vector must be either entirely inside the range or entirely outside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
@@ -230,7 +235,7 @@ def store_vectors(
 
 
 def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
-    """Store the vectors of `value` whose first element is `inside`."""
+    """Store each thread's vector for whose first element `inside` is true."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
@@ -242,9 +247,10 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """Store a part of `value` in the interpreter, as few slices whose sizes are powers of 2.
+    """Store the columns i of `value` for which ``0 <= first + i < size``, in the interpreter.
 
-    The rest must not be written, because another block or warpgroup may be storing there.
+    They are stored as few slices, whose sizes are powers of 2. The other columns must not be
+    written, because another block or warpgroup may be storing there.
     """
     value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
     whole = value.shape[-1]
@@ -331,7 +337,7 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """Load, for each row of x from `first` on, the row that each operand has for it.
+    """For each row of x from `first` on, load the row of each operand that belongs to it.
 
     `row_of(shared, row)` maps a row of x to the row of the operands, ``(n, cols)`` refs in global
     memory. The results are float32, and have the shape ``(rows, cols)``.
@@ -367,7 +373,7 @@ def load_each_row(
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:
-    """Return the float array with the registers ``function(*registers of values)``."""
+    """Return a float array whose registers are `function` of the corresponding ones of `values`."""
     held = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
     first, *_ = values
     registers = np.empty_like(first.registers)

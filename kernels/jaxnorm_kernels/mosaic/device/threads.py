@@ -70,18 +70,18 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 
 
 def tanh(unit: jax.Array, times: float) -> jax.Array:
-    """Compute the tanh of a multiple, 1 - 2 / (1 + exp(2 times unit)), within 8 ulp of 1.
+    """Compute ``tanh(times unit)`` as 1 - 2 / (1 + exp(2 times unit)), with an error of 8 ulp of 1.
 
     Results beyond 1 - 2^-28 become 1, so that the product of `_SHARING` denominators is finite. The
-    reciprocal has an error of 3 units in its last place, one of which is the instruction's. The
-    error of the exponential is at most a quarter of such a unit, and counts twice.
+    reciprocal has an error of 3 units in its last place, one of which is due to the instruction.
+    The error of the exponential is at most a quarter of such a unit, and counts twice.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)
 
 
 def _reciprocals(unit: jax.Array) -> jax.Array:
-    """Return reciprocals. `_SHARING` elements share one instruction: 1 / a = b / (a b)."""
+    """Return 1 / unit. `_SHARING` elements share one reciprocal instruction: 1 / a = b / (a b)."""
     if is_interpreted():
         return 1 / unit
     layout = warps_layout(unit.shape[1] // WARP)

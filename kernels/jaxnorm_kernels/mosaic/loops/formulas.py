@@ -36,7 +36,7 @@ class RowOperands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns."""
+        """(number of rows, number of columns)."""
         rows, cols = self.rows[0].shape
         return rows, cols
 
@@ -56,8 +56,8 @@ class BackwardRefs(NamedTuple):
 
     Attributes:
       rows, stats, params: see `RowOperands`.
-      results: the row results, ``(rows, cols)``.
-      partials: the column sums of each block, ``(blocks, cols)`` each.
+      results: the results that have rows, ``(rows, cols)``, such as dx.
+      partials: for each column sum, an array ``(blocks, cols)`` with the sums of each block.
     """
 
     rows: Sequence[Ref]
@@ -71,39 +71,39 @@ class BackwardRefs(NamedTuple):
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
     ) -> "BackwardRefs":
-        """Sort the arguments of a kernel's body; for `sizes` see `RowOperands.sizes`."""
+        """Split a body's arguments by kind. `sizes` is `RowOperands.sizes`; the rest are counts."""
         return cls(*split(refs, *sizes, results, partials))
 
 
 class Formula(Protocol):
     """A backward pass as functions of the elements of one row. All arrays are float32.
 
-    `elements` are the elements of the row operands. `columns` are values for the elements' columns;
-    `stats` and `totals` are values for the elements' row.
+    `elements` has an array for each row operand. `columns` has values that depend on the column
+    only; `stats` and `totals` have values that depend on the row only.
     """
 
-    #: the number of leading row operands that the sums need, along a row and over the rows.
+    #: the number of leading row operands from which `terms` computes the terms of the row sums.
     summed: int
-    #: the number of sums over the row that `finish` needs.
+    #: the number of sums along a row that `finish` needs.
     row_sums: int
-    #: the number of sums over the rows that are results.
+    #: the number of results that are sums over the rows, one for each column.
     column_sums: int
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Derive from the parameters (scale, bias) what `terms` and `finish` need."""
+        """Compute the values per column that `terms` and `finish` need from the parameters."""
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        """Return the terms of the sums over the row, from the first `summed` operands."""
+        """Return the terms of each row sum. `elements` has the first `summed` operands only."""
         ...
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the row results (dx), and the terms of the sums over the rows."""
+        """Return the row results (dx), and the terms of each column sum."""
         ...
 
 
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
-    """Return ``formula.columns`` of the parameters, converted to float32."""
+    """Return ``formula.columns(params)``, with the parameters converted to float32."""
     return formula.columns([p.astype(jnp.float32) for p in params])

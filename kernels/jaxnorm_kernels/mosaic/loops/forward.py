@@ -48,15 +48,16 @@ def run(
     scratch: Sequence[Any] | None = None,
     blocks: int | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Run a kernel, and return its results in these dtypes and `stats` statistics of rows.
+    """Run a forward kernel. Return its results, with dtypes `results`, and its row statistics.
 
     Args:
       exchanged: the largest number of values that the parts of a row exchange at a time.
       name: the kernel's name without the prefix ``jaxnorm_``.
       others: shape and dtype of further outputs, whose refs come before those of `scratch`.
-      scratch, blocks: override those of the tile.
+      scratch, blocks: override the scratch memory and the number of blocks of the tile.
     """
-    # The traced body is cached, so it must not hold traced arrays: it holds the counts only.
+    # The traced body is cached, so it must not hold traced arrays: it uses the numbers of arrays
+    # only.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
@@ -79,7 +80,7 @@ def run(
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
-    """Return the part ``(cols,)`` of a parameter for a row, or for all rows of a tile."""
+    """Return the ``(cols,)`` part of a parameter that belongs to a row, or to a tile's rows."""
     if len(param.shape) == 1:
         return param
     row = index()
@@ -88,7 +89,7 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
 
 
 def store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Store statistics in `refs`, from the first warpgroup; every warpgroup has all of them."""
+    """Store row statistics from the first warpgroup; every warpgroup has all of them."""
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:

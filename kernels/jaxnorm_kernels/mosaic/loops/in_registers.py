@@ -29,8 +29,8 @@ from jaxnorm_kernels.specs import Shared
 #
 # A block processes those rows one after the other, holds the sum in registers and stores it once.
 # If many rows of x share few rows of the bias, several blocks share the work of one row. Their sums
-# are float32, and XLA adds them. The same holds for the rows of a tile that all share one row of
-# the bias.
+# are float32, and XLA adds them. XLA also adds the rows of such a sum if all rows of a tile share
+# one row of the bias.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BiasSums:
 
     Attributes:
       shared: how the bias, which has all columns, is broadcast over the rows.
-      dtype: the dtype of its gradient.
+      dtype: the dtype of the bias's gradient.
       splits: the number of blocks that share the rows of x with one row of the bias.
     """
 
@@ -55,13 +55,13 @@ class BiasSums:
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the sums that blocks store, with a row for each row of a tile."""
+        """Shape and dtype of the sums that blocks store: a row for each row of a block's tile."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
 
     def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
-        """Store the sum of ``step(row, number of earlier tiles)`` over the block's tiles."""
+        """Add ``step(row, number of earlier tiles)`` over the block's tiles, and store the sum."""
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)
         row, split = lax.rem(block, tiles.rows), lax.div(block, tiles.rows)
@@ -89,14 +89,15 @@ class BiasSums:
 
     @property
     def _tiles(self) -> Shared:
-        """`shared` with tiles in place of rows. All rows of a tile are in one run."""
+        """`shared` for tiles instead of rows. All rows of a tile are in one run."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
 
 
-#: Reads the elements of a block's rows, in float32: for each fragment, one array of each kind.
+#: Loads the elements of a block's rows, in float32. For each fragment of a row, the result has one
+#: array per row operand of the formula.
 Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
@@ -105,13 +106,14 @@ class InRegisters:
     """Parameters of `in_registers_backward`.
 
     Attributes:
-      vector: neighbouring elements that one thread loads and stores at once.
-      warpgroups: warpgroups of a block; they share a row.
-      threads: threads that share a row: some of a warp, or the 128 of each warpgroup.
-      rows: rows of a block; more than one only if threads of a single warp share a row.
-      cluster: blocks that share a row.
-      splits: blocks, or clusters, that share the rows of x with one row of a bias (`BiasSums`).
-      apart: each unit of a row is a separate fragment (`Tile`).
+      vector: the number of neighbouring elements that one thread loads and stores at once.
+      warpgroups: the number of warpgroups per block; they share a row.
+      threads: the number of threads that share a row: some of a warp, or all 128 of each warpgroup.
+      rows: the number of rows per block; above one only if threads of a single warp share a row.
+      cluster: the number of blocks that share a row.
+      splits: the number of blocks, or clusters, that share the rows of x with one row of a bias
+        (`BiasSums`).
+      apart: True if each unit of a row is a separate fragment (`Tile`).
     """
 
     vector: int
@@ -145,7 +147,7 @@ def in_registers_backward(
     row_values: int = 0,
     sums: BiasSums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Run a formula without parameters and statistics, and return its row results and sums.
+    """Run a formula that has no parameters and statistics. Return its row results and its sums.
 
     Args:
       row_values: the number of the formula's row sums that are also results, ``(rows,)`` in
@@ -159,7 +161,7 @@ def in_registers_backward(
         sum_refs, scratch = split(refs.scratch, int(sums is not None))
 
         def step(row: Any, k: Any = 0) -> Fragments:
-            """Store the results of a tile of rows, and return the terms of the column sum."""
+            """Store the results for a tile's rows, and return the terms of the column sum."""
             elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
             totals = [placed.sum(term) for term in zip(*terms)]

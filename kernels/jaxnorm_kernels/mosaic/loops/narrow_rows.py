@@ -1,12 +1,12 @@
 """Pipelined backward passes over narrow rows: a warp holds whole rows, a stage many of them.
 
 As in `pipelined`, a persistent block accumulates its column sums in registers while asynchronous
-copies (TMA) fill stages of shared memory. Rows are adjacent in memory, so a stage is one copy per
-input. Each sum over a row stays within a warp. At the end, the column sums of all warps are added
-in shared memory.
+copies (TMA) fill stages of shared memory. Rows are adjacent in memory, so a stage is filled with
+one copy per input. Each sum over a row stays within a warp. At the end, the column sums of all
+warps are added in shared memory.
 
-If the number of rows is not a multiple of a stage's, the last stage overlaps the previous one. The
-rows in both are *stale* in the last stage: they are stored twice, and count once in sums.
+If the number of rows is not a multiple of the rows of a stage, the last stage overlaps the previous
+one. The rows in both are *stale* in the last stage: they are stored twice, and count once in sums.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Rows of column sums that are loaded at the same time at the end of a block.
+# The number of rows of column sums that are loaded at the same time at the end of a block.
 _ADDED_AT_A_TIME = 8
 
-#: The rows of a tile: an array for each part.
+#: The values of a tile's rows: an array for each part (`HeadTile`) or fragment (`RowTile`).
 Parts = Sequence[jax.Array]
 
 
@@ -62,9 +62,9 @@ class TileWork(NamedTuple):
     Attributes:
       finish: ``finish(held, top, statistics, early)`` returns the parts of each result and the
         terms of the column sums, for the tile at row `top` of a stage.
-      statistics: loads the statistics of the tile that begins at a row, one step before they are
-        used.
-      early: loads other data from global memory before the tile's stage has arrived.
+      statistics: loads the row statistics of the tile that begins at a given row. It is called one
+        step before they are used.
+      early: loads other data of that tile from global memory, before its stage has arrived.
     """
 
     finish: Callable[[Sequence[Ref], int, Any, Any], tuple[Sequence[Parts], Parts]]
@@ -74,10 +74,10 @@ class TileWork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _NarrowRowsKernel:
-    """The loop of a block, which is one warpgroup, over its rows.
+    """The loop over the rows of a block, which consists of one warpgroup.
 
     Attributes:
-      tops: the first row of each tile in a stage.
+      tops: for each tile of a stage, its first row within the stage.
       stages, held: the pipeline, and its buffers ``(stages, rows, columns)`` for each row operand.
       shared: a buffer ``(height, columns)`` for each part, in which column sums are added.
     """
@@ -112,7 +112,7 @@ class _NarrowRowsKernel:
     def step(self, k: Any, carry: Any) -> Any:
         """Store the row results of step `k`, add to the column sums, and refill the stage."""
         statistics, carried = carry
-        # The next rows' statistics can arrive while this stage is processed.
+        # The statistics of the next rows can arrive while this stage is processed.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
         first = self.share.first_row(k)
         early = [self.work.early(first + top) for top in self.tops]
@@ -133,7 +133,7 @@ class _NarrowRowsKernel:
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term`, with 0 in rows that an earlier step than `k` also has."""
+        """Return `term`, with 0 in rows of step `k` that also belong to an earlier step."""
         if not self.share.has_stale_rows:
             return term
         row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
@@ -141,7 +141,7 @@ class _NarrowRowsKernel:
 
 
 def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
-    """Return the sums over the rows of a ``(height, n)`` ref in shared memory."""
+    """Return the sum over the rows of a ``(height, n)`` ref in shared memory: ``(n,)``."""
     height, _ = ref.shape
     together = min(height, _ADDED_AT_A_TIME)
 
@@ -166,12 +166,12 @@ def narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Return the row results, then the partial sums of each column sum, with a row per block.
+    """Return the row results, and then for each column sum an array with one row per block.
 
     Args:
-      start: returns the work of a block; called after the first copies have been started.
-      rows, stages: the rows of a stage, and the number of stages.
-      blocks: the blocks of each group of rows.
+      start: returns the `TileWork` of a block; called after the first copies have been started.
+      rows, stages: the number of rows of a stage, and the number of stages.
+      blocks: the number of blocks for each group of rows.
     """
     (all_rows, cols), groups = operands.shape, operands.groups
     if rows % tile.rows or all_rows // groups < rows:
@@ -214,14 +214,14 @@ def narrow_rows_backward(
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedNarrowRows:
-    """Parameters of the kernel of a `Formula`.
+    """Parameters of the kernel for a `Formula`.
 
     Attributes:
-      vector: neighbouring elements that one thread loads and stores at once.
-      threads: threads of a warp that share a row.
-      rows: rows of a stage, a multiple of `height`.
-      stages: stages of the pipeline.
-      blocks_per_sm: blocks that fit on a multiprocessor at the same time.
+      vector: the number of neighbouring elements that one thread loads and stores at once.
+      threads: the number of threads of a warp that share a row.
+      rows: the number of rows of a stage, a multiple of `height`.
+      stages: the number of stages of the pipeline.
+      blocks_per_sm: the number of blocks that fit on a multiprocessor at the same time.
     """
 
     vector: int
@@ -232,7 +232,7 @@ class PipelinedNarrowRows:
 
     @property
     def height(self) -> int:
-        """The rows that the warpgroup holds at a time."""
+        """The number of rows that the warpgroup holds at a time."""
         return WARPGROUP_THREADS // self.threads
 
     def tile(self, cols: int) -> RowTile:
@@ -254,7 +254,7 @@ def pipelined_narrow_rows_backward(
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Return, for each fragment of a tile, the elements of these operands in float32."""
+        """Load all operands' elements, in float32, for each fragment of the tile at `top`."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
         return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 

@@ -60,9 +60,9 @@ class Stages:
     Attributes:
       count: the number of stages.
       steps: the number of steps of the block.
-      full: a barrier for each stage, at which its copies arrive.
-      copies: returns the source and the target of each copy of a step into a stage. A copy moves
-        consecutive bytes.
+      full: for each stage, the barrier that its copies signal when they have arrived.
+      copies: maps a step and a stage to the (source, target) of each copy that fills the stage. A
+        copy moves consecutive bytes.
       ring: the index of this ring if each warpgroup has its own, or None.
     """
 
@@ -73,7 +73,7 @@ class Stages:
     ring: Any = None
 
     def start(self) -> None:
-        """Start to fill all stages."""
+        """Start the copies that fill all stages for the first time."""
         pl.loop(0, jnp.minimum(self.count, self.steps))(self._fill)
 
     def at(self, k: Any) -> Any:
@@ -89,7 +89,7 @@ class Stages:
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to fill the stage of step `k` with a later step, after its last use."""
+        """Start to fill the stage of step `k` for a later step; called after its last use."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -106,17 +106,17 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows of one block. If n blocks share a group of rows, each takes every n-th step.
+    """The rows that one block processes. If n blocks share a group, each takes every n-th step.
 
-    If the rows are not a multiple of a step's, the last step of the group overlaps the previous
-    one.
+    If the number of rows is not a multiple of the rows of a step, the last step of the group
+    overlaps the previous one.
 
     Attributes:
-      rows: rows of a group.
-      height: rows of a step.
-      blocks: blocks that share a group.
+      rows: the number of rows of a group.
+      height: the number of rows of a step.
+      blocks: the number of blocks that share a group.
       place: the index of this block among them.
-      group: the group of this block, or None if there is only one.
+      group: the index of this block's group, or None if there is only one group.
     """
 
     rows: int
@@ -127,7 +127,7 @@ class Share:
 
     @classmethod
     def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
-        """Return the rows of a block; `rows` counts all groups, `blocks` those of one group."""
+        """Return the rows of this block; `rows` counts all groups, `blocks` is per group."""
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
@@ -139,13 +139,13 @@ class Share:
         return lax.div(steps - self.place + self.blocks - 1, self.blocks)
 
     def first_row(self, k: Any) -> Any:
-        """Return the first row of step `k`."""
+        """Return the index of the first row of step `k` in the array."""
         start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
         return self._of_all(start)
 
     @functools.cached_property
     def has_stale_rows(self) -> bool:
-        """True if a step contains rows that also belong to another step."""
+        """True if the last step contains rows that also belong to the previous step."""
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
@@ -153,7 +153,7 @@ class Share:
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
-        """Return the part ``(cols,)`` of a parameter for this block's group of rows."""
+        """Return the ``(cols,)`` part of a parameter for this block's group of rows."""
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
@@ -161,7 +161,7 @@ class Share:
         return self.place + k * self.blocks
 
     def _of_all(self, row: Any) -> Any:
-        """Convert a row index of the group to one of the whole array."""
+        """Convert a row's index in the group to its index in the array."""
         return row if self.group is None else self.group * self.rows + row
 
 
@@ -170,12 +170,12 @@ class PipelinedRows:
     """Parameters of the kernel.
 
     Attributes:
-      vector: neighbouring elements that one thread loads and stores at once.
-      warpgroups: warpgroups of a block; they share a row.
-      stages: stages in the ring of each warpgroup; a stage holds the rows of one step.
-      rows: rows of a step; they share an exchange of sums.
-      blocks_per_sm: blocks that fit on a multiprocessor at the same time.
-      cluster: blocks that share a row, each with its own ring.
+      vector: the number of neighbouring elements that one thread loads and stores at once.
+      warpgroups: the number of warpgroups per block; they share a row.
+      stages: the number of stages in each warpgroup's ring; a stage holds the rows of one step.
+      rows: the number of rows of a step; they share an exchange of sums.
+      blocks_per_sm: the number of blocks that fit on a multiprocessor at the same time.
+      cluster: the number of blocks that share a row, each with its own ring.
     """
 
     vector: int
@@ -196,20 +196,20 @@ class PipelinedRows:
         return WARPS, WARP * self.vector
 
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
-        """Return the columns of a warpgroup; `warpgroup` counts through the cluster."""
+        """Return the columns of a warpgroup; `warpgroup` numbers all warpgroups of the cluster."""
         unit = WARPGROUP_THREADS * self.vector
         return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PipelinedKernel:
-    """The loop of a warpgroup over its partition of the block's rows.
+    """The loop of a warpgroup over the block's rows, of which it holds a partition of the columns.
 
     Attributes:
       stages, held: the ring, and its buffers ``(stages, rows, columns)`` for each row operand.
       exchanged: the scratch memory of `sums`.
       units: the partition, split into units.
-      columns: the parameters that the formula needs, for each unit.
+      columns: for each unit, the values that `Formula.columns` returns.
     """
 
     formula: Formula
@@ -246,12 +246,12 @@ class _PipelinedKernel:
         return now, ahead, self.finish(k - 1, before, carried)
 
     def statistics(self, k: Any) -> list[list[jax.Array]]:
-        """Return the statistics of each row of step `k`."""
+        """Load the statistics of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
         return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
-        """Publish each warp's sums over its columns, for the rows of step `k`."""
+        """Compute each warp's terms of the row sums of step `k`, and publish them."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
@@ -280,7 +280,7 @@ class _PipelinedKernel:
     def finish_row(
         self, k: Any, row: int, stats: Arrays, totals: Arrays, carried: Arrays
     ) -> Arrays:
-        """Finish one of the rows of step `k`."""
+        """Store the results of one row of step `k`, and return the updated column sums."""
         at, index = self.stages.at(k), self.share.first_row(k) + row
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
@@ -295,14 +295,14 @@ class _PipelinedKernel:
         return [a + b for a, b in zip(carried, added)]
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
-        """Read a unit of a row from stage `at`, for the first `count` operands, in float32."""
+        """Read a unit of a row, in float32, from stage `at` of the first `count` operands."""
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = self.ring.layout, self.ring.shape
         refs = [held.at[at, row, columns] for held in self.held[:count]]
         return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
-        """Return 0 for each column sum of each unit."""
+        """Return zeros: the initial column sums of each unit."""
         zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
         return [zeros] * (len(self.units) * self.formula.column_sums)
 
@@ -316,9 +316,9 @@ def pipelined_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Return the row results, then the partial sums of each column sum, with a row per block.
+    """Return the row results, and then for each column sum an array with one row per block.
 
-    `blocks` counts the blocks of a group of rows, or the clusters if there are any.
+    `blocks` counts the blocks, or the clusters if there are any, for each group of rows.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.stages < 2 or rows // groups < ring.rows:
@@ -337,13 +337,13 @@ def pipelined_backward(
         partition = ring.partition(cols, index)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, fragments = share.count(), partition.fragments()
-        if whole:  # All columns are in the stage, where they are in the row.
+        if whole:  # A stage has all columns of the row, at the same indices.
             fragments = [dataclasses.replace(f, stage_start=f.start) for f in fragments]
         places = [fragment.columns() for fragment in fragments]
 
         def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
             first = share.first_row(k)
-            if whole:  # The rows of a step are neighbours.
+            if whole:  # The rows of a step are neighbours in memory.
                 for source, stages in zip(refs.rows, held):
                     yield source.at[pl.ds(first, ring.rows)], stages.at[at]
                 return

@@ -48,9 +48,9 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above; the row operands are the saved array, dy and, if present, dh.
+    """The equations above. The row operands are the saved array, dy and, if present, dh.
 
-    dx is returned `copies` times, for results of other dtypes.
+    dx is returned `copies` times, so that it can be stored in several dtypes.
     """
 
     spec: Spec
@@ -70,7 +70,7 @@ class NormFormula:
         return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G, 1 / G and the bias, as far as the equations need them."""
+        """Return those of G, 1 / G and the bias that the equations need, in this order."""
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -94,8 +94,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # Multiplying each term by r takes two fused multiply-adds; r (d G - c1 - xh c2) takes one,
-        # and two more operations.
+        # Multiplying each term by r takes two fused multiply-adds; r (d G - c1 - xh c2) takes one
+        # of them and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -120,7 +120,7 @@ class NormFormula:
     def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return d, d G, z (xh if the input is saved), and 1 / G or None."""
+        """Return d, d G, z (or xh if the input is saved) and 1 / G (None if not needed)."""
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
         if not self.from_output:
@@ -150,12 +150,12 @@ def norm_bwd(
     """Backward pass of a norm of x, or of h = x + residual; see `Implementation.backward`.
 
     If the residual is float32, its gradient is the kernel's float32 result, and dx is stored as a
-    second result in its own dtype. If the residual has 16 bits, dx is converted from its rounded
-    gradient; XLA does this, and fuses it with the operations that follow.
+    second result in its own dtype. If the residual has 16 bits, its gradient is rounded, and dx is
+    converted from it. XLA does this conversion, and fuses it with the operations that follow.
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
-      schedule: overrides the table's.
+      schedule: replaces the default schedule.
     """
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
     if spec.op != "norm" and dtypes[0] != np.float32:
@@ -184,7 +184,7 @@ def _run(
     names: Sequence[str] = ("scale", "bias"),
     op: str | None = None,
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
-    """Return the row results in these dtypes, and the gradients of the parameters by `names`."""
+    """Run a formula's kernel. Return (row results in these dtypes, parameter gradients by name)."""
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
     outputs = _kernel(
         formula,
@@ -246,7 +246,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class GatedFormula:
-    """The equations above; the row operands are x, the gate and dy."""
+    """The equations above. The row operands are x, the gate and dy."""
 
     spec: Spec
     summed: int = 3
@@ -257,7 +257,7 @@ class GatedFormula:
         return int(self.spec.norm.scale_dtype is not None)
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G."""
+        """Return G in a list, which is empty without a scale."""
         return [gain(scale, self.spec) for scale in params]
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
@@ -280,7 +280,7 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return e, dg, t, a and its derivative."""
+        """Return e, dg, t, a and the derivative of a with respect to the gate."""
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
@@ -325,9 +325,9 @@ def norm_gated_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The equations above; the row operands are the saved array, d, x and, if present, dh.
+    """The equations above. The row operands are the saved array, d, x and, if present, dh.
 
-    `norm` is the formula of the norm of h.
+    `norm` is the formula for the norm of h.
     """
 
     norm: NormFormula
@@ -342,7 +342,7 @@ class ScaledSumFormula:
         return self.norm.column_sums + 1
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return branch_scale, then the columns of the norm."""
+        """Return branch_scale, and then what the formula of the norm returns."""
         branch_scale, *of_norm = params
         return [branch_scale, *self.norm.columns(of_norm)]
 
@@ -405,7 +405,7 @@ def scaled_sum_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class TwoNormsFormula:
-    """The equations above; the row operands are x, the saved array, d and, if present, dh."""
+    """The equations above. The row operands are x, the saved array, d and, if present, dh."""
 
     spec: Spec
 
@@ -424,7 +424,7 @@ class TwoNormsFormula:
         )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G, G', and 1 / G' if the output is saved."""
+        """Return G, G' and, if the output is saved, 1 / G', as far as there are scales."""
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -463,7 +463,7 @@ class TwoNormsFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return xh, u, z (xh' if the input is saved), xh' and d G'."""
+        """Return xh, u, z (or xh' if the input is saved), xh' and d G'."""
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd
         if self.spec.norm.scale_dtype is not None:
@@ -489,11 +489,11 @@ def two_norms_bwd(
     *,
     schedule: PipelinedRows | PipelinedNarrowRows | None = None,
 ) -> Operands:
-    """Backward pass of norm_add_norm, in two kernels if no schedule fits its rows in one.
+    """Backward pass of norm_add_norm: one kernel, or two if its rows do not fit in one.
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
-      schedule: overrides the table's.
+      schedule: replaces the default schedule.
     """
     schedule = schedule or schedules.norm_schedule(spec)
     if schedule is None:

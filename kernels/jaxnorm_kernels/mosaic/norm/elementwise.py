@@ -31,7 +31,10 @@ ValueAndSlope = tuple[jax.Array, jax.Array]
 
 
 def _logistic(g: jax.Array) -> jax.Array:
-    """Return 1 / (1 + exp(-g)). Squaring a reciprocal square root is faster than a division."""
+    """Return 1 / (1 + exp(-g)) as the square of a reciprocal square root.
+
+    This is faster than a division.
+    """
     return jnp.square(lax.rsqrt(1 + exp2(g * -_LOG2_E)))
 
 
@@ -62,7 +65,8 @@ def _leaky_relu(g: jax.Array) -> ValueAndSlope:
     return g * slope, slope
 
 
-#: Each returns the value and the slope; the compiler removes what a kernel does not use.
+#: Each function returns the activation and its derivative. The compiler removes the one that a
+#: kernel does not use.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -73,13 +77,13 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
 
 
 def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
-    """Return the activation of a call that has one."""
+    """Return the activation function of a call, which must have one."""
     assert spec.norm.activation is not None
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Without a floor (float16), G may be arbitrarily small. Below this value, y cannot represent x_hat
-# G, so z is 0 and 1 / G may be infinite: x_hat is then taken as 0.
+# Without a floor (float16), G may be arbitrarily small. If |G| is below this value, y cannot
+# represent x_hat G, so z is 0 and 1 / G may be infinite: x_hat is then taken as 0.
 _NO_RECIPROCAL = 2.0**-100
 
 
@@ -93,7 +97,7 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 
 
 def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
-    """Return 1 / G."""
+    """Return 1 / G, or 0 where G is so small that x_hat cannot be recovered."""
     if spec.scale_floor is not None:
         return 1 / g
     none = jnp.abs(g) < _NO_RECIPROCAL
@@ -116,7 +120,7 @@ def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
 def norm_output(
     x: jax.Array, rstd: jax.Array, mean: jax.Array | None, columns: Sequence[jax.Array], spec: Spec
 ) -> jax.Array:
-    """Return y; `columns` are the results of `norm_columns` for the columns of x."""
+    """Return y; `columns` are the values of `norm_columns` for the columns of x."""
     rest = list(columns)
     y = (x if mean is None else x - mean) * rstd
     if spec.norm.scale_dtype is not None:
@@ -127,7 +131,7 @@ def norm_output(
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return G and the bias from the parameters, as far as the norm has them."""
+    """Compute G and the bias, as far as the norm has them, from the scale and the bias."""
     rest = list(params)
     columns = []
     if spec.norm.scale_dtype is not None:

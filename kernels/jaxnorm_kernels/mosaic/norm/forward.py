@@ -77,16 +77,16 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.norm.residual_dtype
 
 
-#: Parameters of the columns of each fragment of a row.
+#: For each fragment of a row, the parameters (G, bias or others) for the fragment's columns.
 Columns = list[list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """The parameters of a call: those of each norm, and the scale of x, which belongs to no norm.
+    """The parameters of a call: the parameters of each norm, then branch_scale if present.
 
     Attributes:
-      norms: the norm of each entry of `refs`, or None for the scale of x.
+      norms: the norm to which each entry of `refs` belongs, or None for branch_scale.
     """
 
     tile: Tile
@@ -103,17 +103,17 @@ class _Params:
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
-        """Load the parameters of norm `k`, for the rows at `index`."""
+        """Load entry `k` of the parameters, for the rows at `index`."""
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
-        """Load the parameters of all norms, for all rows of the block."""
+        """Load all parameters, for all rows of the block."""
         return [
             self.load(k, lambda: self.tile.first_row(self.rows)) for k in range(len(self.norms))
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k`, or the scale of x, in float32."""
+        """Return G and the bias of norm `k`, in float32, or branch_scale if entry `k` is that."""
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
@@ -121,7 +121,7 @@ class _Params:
         return columns or [[]] * len(self.tile.fragments())
 
     def prepare(self, loaded: Sequence[Columns]) -> list[Columns]:
-        """Return the columns of all norms."""
+        """Return `columns` for all entries of the parameters."""
         return [self.columns(params, k) for k, params in enumerate(loaded)]
 
 
@@ -130,7 +130,8 @@ class _Row:
     """A row in registers, with the terms that the operations below combine.
 
     Attributes:
-      columns: returns the columns of each norm, and then those of the scale of x.
+      columns: maps k to the k-th result of `_Params.prepare`: the columns of norm k, or of
+        branch_scale.
       stats: the statistics of the norms, appended as they are computed.
     """
 
@@ -142,15 +143,15 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return x, or what is normalised instead, in float32."""
+        """Return, in float32, the first result of `load`: x, or what is normalised in its place."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:
-        """Return what was loaded beside x, in its own dtype: h, the residual or the gate."""
+        """Return the second result of `load`, in its own dtype: h, the residual or the gate."""
         return self.loaded.read(1)
 
     def norm(self, read: Callable[[], Fragments], k: int = 0) -> Fragments:
-        """Apply norm `k` of the call to the result of `read`."""
+        """Normalise the values that `read` returns, with norm `k` of the call."""
         spec, tile = self.spec.norms[k], self.tile
         rstd, mean = _row_statistics(tile, read, self.scratch, spec, self.loaded.step, k)
         self.stats.extend(_present(rstd, mean)[: 1 + spec.returns_mean])
@@ -160,12 +161,12 @@ class _Row:
         ]
 
     def sum(self, values: Fragments) -> Fragments:
-        """Return `values` plus the residual, in the residual's dtype."""
+        """Return `values` plus the residual, rounded to the residual's dtype."""
         sums = [_plus(self.tile, v, r) for v, r in zip(values, self.other())]
         return [rounded(v, _residual_dtype(self.spec)) for v in sums]
 
     def scaled_sum(self) -> Fragments:
-        """Return branch_scale x plus the residual, in the residual's dtype."""
+        """Return branch_scale x plus the residual, rounded to the residual's dtype."""
         terms = zip(self.loaded.load(), self.columns(1))
         sums = [_plus(self.tile, x * scale, r) for (x, r), (scale,) in terms]
         return [rounded(v, _residual_dtype(self.spec)) for v in sums]
@@ -175,7 +176,7 @@ class _Row:
         return [_wide(self.tile, v) for v in h]
 
 
-#: Names and values of an operation's results, in the order in which they are stored.
+#: The name and the values of each result of an operation, in the order in which they are stored.
 NamedResults = Iterator[tuple[str, Fragments]]
 
 
@@ -202,7 +203,8 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 def _scaled_add_norm(row: _Row) -> NamedResults:
     h = row.scaled_sum()
     yield "h", h
-    # h is recomputed, so that it takes no registers between its uses.
+    # If rows are read again for each use, h is recomputed, so that it takes no registers in
+    # between.
     yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
@@ -227,7 +229,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """Run the body of the kernel."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the row to normalise first, then h, or a residual or gate that is used later."""
+        """Return what is normalised first. Then return h, or the residual or gate used later."""
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)
@@ -273,7 +275,7 @@ def _row_statistics(
     step: Any,
     nth: int,
 ) -> tuple[Stat, Stat | None]:
-    """Return r and the mean of a row in registers, for norm `nth` of this step's row."""
+    """Return r and the mean of a row in registers, for norm number `nth` of the call."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
     mean = tile.sum(read()) / size if spec.norm.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
@@ -291,9 +293,10 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Return a row's mean and sum of squares about it, from these two statistics of each part.
+    """Merge the parts of a row: return its mean, and the sum of squares about the mean.
 
-    `gather` gives every part the values of all parts; see `rows.exchange.Gather`.
+    `mean` and `square` are the same statistics of this warp's part, which has `size` columns.
+    `gather` gives every warp the values of all parts; see `rows.exchange.Gather`.
     """
     if mean is None:
         (part_square,) = gather(square)

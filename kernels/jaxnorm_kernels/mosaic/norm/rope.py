@@ -88,10 +88,10 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 
 @dataclasses.dataclass(frozen=True)
 class _RotatedRows:
-    """The equations above, for the parts of the rows of a tile, in float32.
+    """The equations above, in float32. A row is held as the parts of a `HeadTile`.
 
     Attributes:
-      gains: G and 1 / G of each part; empty without a scale.
+      gains: G of each part, and 1 / G of each part; both are empty without a scale.
     """
 
     spec: Spec
@@ -110,7 +110,7 @@ class _RotatedRows:
     def finish(
         self, held: Sequence[Ref], top: int, _: None, loaded: tuple[Parts, jax.Array]
     ) -> tuple[list[Parts], Parts]:
-        """Return dx and the terms of dscale."""
+        """Return dx, and the terms of dscale, for the tile at row `top` of a stage."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
         saved, d = (tile.load_shared(ref, top) for ref in held)
         of_rows = [tile.broadcast(r, part) for part in saved]
@@ -125,7 +125,7 @@ class _RotatedRows:
     def _normalised(
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
-        """Return xh, and n if the output is saved."""
+        """Return xh and n; n is None if the input is saved."""
         if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table

@@ -37,21 +37,22 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: Merges statistics of the parts of a strip into those of the strip, for several at once.
+#: Merges the statistics of all parts of a strip; it takes and returns several statistics at once.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
-    """Normalise ``(outer, cols, inner)``; for scale and bias see `NormOptions.inner_params`."""
+    """Normalise the middle axis of ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    # If G belongs to inner elements, so does r G.
+    # G belongs to inner elements, as r does, so that r G is computed once for each of them.
     joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)
 
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
         param_refs, (y_ref, *stat_refs) = split(refs, len(params))
-        # Load the parameters first: this takes as long as the sums, and runs at the same time.
+        # Load the parameters first: the loads take about as long as the sums, and overlap with
+        # them.
         prepared = norm_columns([strip.inner_param(ref) for ref in param_refs], spec)
         columns = [strip.broadcast(column) for column in prepared[joins:]]
         rstd, mean = _statistics(strip, gather, spec)
@@ -80,7 +81,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, scale and bias; those of scale and bias are sums over columns."""
+    """Return the gradients of x, scale and bias. The latter two are sums over the middle axis."""
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     bias = residuals.bias if spec.reads_bias else None
     params = [param for param in (residuals.scale, bias) if param is not None]
@@ -139,7 +140,7 @@ def _in_strips(
     exchanged: int,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Run `finish` on each strip of `rows`, with refs of `others` and of the outputs.
+    """Run `finish` on each strip of `rows`. It also gets refs of `others` and of the outputs.
 
     Args:
       finish: must set `waits` in its first pass over the strip, and only there.
@@ -197,7 +198,7 @@ def _add(parts: Parts) -> list[Any]:
 
 
 def _merge_moments(parts: Parts) -> list[Any]:
-    """Return the mean, the sum of squares about it, and the number of columns."""
+    """Return the mean of all parts, the sum of squares about it, and the number of columns."""
     size = parts.total(2)
     mean = parts.sum(lambda part_mean, part_square, n: n * part_mean) / size
     square = parts.sum(
@@ -207,7 +208,7 @@ def _merge_moments(parts: Parts) -> list[Any]:
 
 
 class _StripFormula(NormFormula):
-    """`NormFormula` with G and bias that belong to an inner element, not to a column."""
+    """`NormFormula` for G and bias that belong to inner elements, not to columns."""
 
     @property
     def row_sums(self) -> int:
@@ -238,9 +239,10 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return gradients, and the terms of the row's totals, from an inner element's column sums.
+        """From each inner element's column sums, return gradients and terms of the row totals.
 
-        `params` are the results of `columns`.
+        The gradients are dscale and dbias, as far as they are needed. The terms are added over the
+        elements of a group. `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:
@@ -251,13 +253,13 @@ class _StripFormula(NormFormula):
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """Return r G."""
+        """Return r G, or r without a scale."""
         return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array]:
-        """Return d and c."""
+        """Return d and c = x - mean."""
         _, *mean = stats
         c = x - mean[0] if mean else x
         if self.spec.norm.activation is None:

@@ -55,7 +55,8 @@ class TransactionBarriers:
     """Barriers for the stages of an exchange, one per stage.
 
     Attributes:
-      arrivals: the number of announcements of incoming bytes, in each stage.
+      arrivals: the number of times per exchange that a block announces incoming bytes to a stage's
+        barrier.
       stages: the number of exchanges that may be in flight.
     """
 
@@ -95,7 +96,7 @@ class TransactionBarriers:
         wait()
 
     def receive(self, barriers: Ref, stage: Any, parity: Any) -> None:
-        """Wait until all announced bytes of the stage's n-th exchange have arrived.
+        """Wait until all bytes that were announced for a stage's n-th exchange have arrived.
 
         `parity` is n % 2, where n starts at 0 for each stage.
         """
@@ -116,7 +117,7 @@ def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
 
 
 def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
-    """Announce `size` incoming bytes, from the one thread for which `is_one` is true."""
+    """Announce `size` incoming bytes to a barrier, from the one thread where `is_one` is true."""
     utils.inline_ptx(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
         barrier.value,
@@ -129,7 +130,7 @@ def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
 def send(
     message: Sequence[Any], target: mgpu.Word, barrier: mgpu.Word, block: mgpu.Word, blocks: int
 ) -> None:
-    """Send 1, 2 or 4 values to address `target` in `block`, if the cluster has such a block."""
+    """Send 1, 2 or 4 values to address `target` of block number `block`, if the cluster has it."""
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
     values = values if len(message) == 1 else f"{{{values}}}"
@@ -163,11 +164,11 @@ class ClusterExchange:
     """Exchange of values between the warps that share a row, once for each row.
 
     Attributes:
-      warpgroups: the warpgroups of a block.
-      blocks: the blocks of the cluster.
-      values: the values that each warp contributes to an exchange.
-      added: only the sums over all warps are needed. Each warpgroup then adds its warps' values
-        before it sends them.
+      warpgroups: the number of warpgroups per block.
+      blocks: the number of blocks per cluster.
+      values: the number of values that each warp contributes to an exchange.
+      added: True if only the sums over all warps are needed. Each warpgroup then adds its warps'
+        values before it sends them.
       stages: the number of exchanges that may be in flight. The fastest warp may send the values of
         exchange ``k + stages - 1`` while the slowest still reads those of exchange k.
     """
@@ -180,12 +181,15 @@ class ClusterExchange:
 
     @property
     def parts(self) -> int:
-        """The contributions to a value: one per warp, or one per warpgroup if they are `added`."""
+        """Number of contributions to each value: one per warp, or per warpgroup if `added`."""
         return self.warpgroups * self.blocks * (1 if self.added else WARPS)
 
     @property
     def _width(self) -> int:
-        """The float32 values that a warpgroup sends, padded to messages of 1, 2 or 4."""
+        """Number of float32 values that a warpgroup sends, after padding to whole messages.
+
+        A message holds 1, 2 or 4 values.
+        """
         n = self.values
         return n if n <= 2 else -(-n // MESSAGE) * MESSAGE
 
@@ -199,7 +203,7 @@ class ClusterExchange:
         return TransactionBarriers(self.warpgroups, self.stages)
 
     def scratch(self) -> list[Any]:
-        """Return the scratch memory: slots, barriers, and the terms that a warpgroup adds."""
+        """Return the scratch memory: slots, barriers and, if `added`, the terms of warpgroups."""
         rows, width = self._slots
         scratch = [
             plgpu.SMEM((self.stages * rows, width), jnp.float32),
@@ -219,7 +223,7 @@ class ClusterExchange:
         self._barriers.ready()
 
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
-        """Send `values`, one array over the four warps each, to all blocks of the cluster."""
+        """Send `values`, arrays with one element for each of the four warps, to all blocks."""
         layout = warps_layout(1).reduce(1)
         slots, barriers, *terms = scratch[: 2 + self.added]
 
@@ -254,13 +258,16 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce this warpgroup's share of the incoming bytes, from one thread."""
+        """Announce the bytes that arrive for this warpgroup's slots, from one thread."""
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
 
     def _add(self, terms: Any, stage: mgpu.Word, of_warp: Sequence[Any]) -> list[Any]:
-        """Return the sums over the warps of the warpgroup, padded with zeros to whole messages."""
+        """Return the sums of each value over the warps of the warpgroup.
+
+        Zeros are appended until the sums fill whole messages (`MESSAGE` values each).
+        """
         thread = mgpu.thread()
         first = stage * self.warpgroups + thread // WARPGROUP_THREADS
         first = mgpu.address_of(terms) + first * (4 * WARPS * self.values)
@@ -279,7 +286,10 @@ class ClusterExchange:
         self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
-        """Return the sums over all warps, if they are `added`; all blocks get identical bits."""
+        """Return the sums over all warps, which all blocks compute with identical bits.
+
+        This requires `added`.
+        """
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
 
@@ -336,7 +346,7 @@ class Exchange:
     messages.
 
     Attributes:
-      values: the largest number of values of each warp.
+      values: the largest number of values that a warp contributes to an exchange.
       depth: the number of exchanges that may be published before the first of them is read.
     """
 
@@ -359,7 +369,7 @@ class Exchange:
         return WARPS * self.warpgroups
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the exchange of this many values between the blocks of a cluster."""
+        """Return the exchange of `values` values between the blocks of a cluster."""
         return ClusterExchange(self.warpgroups, self.cluster, values, stages=self.stages)
 
     def scratch(self) -> list[Any]:
@@ -377,7 +387,7 @@ class Exchange:
     def ready(self) -> None:
         """Wait for the other blocks, once, before the first values are sent.
 
-        A later call waits less.
+        A kernel calls this late, because the wait is shorter then.
         """
         if self.cluster > 1:
             self.in_cluster(self.values).ready()
@@ -399,7 +409,10 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Exchange):
-    """Give every warp the values of all warps. With 2 `slots`, a warpgroup may be a step ahead."""
+    """Give every warp the values of all warps.
+
+    With 2 `slots`, a warpgroup may be one step ahead of another.
+    """
 
     slots: int = 1
 
@@ -414,8 +427,8 @@ class Gather(Exchange):
         """Turn ``(4,)`` values per warpgroup into ``(parts,)`` values, in a fixed order.
 
         The result contains the values of all blocks. Each warp holds all of them in its lanes, so
-        it can reduce them without further exchange. `count` is how often the block has gathered
-        before.
+        it can reduce them without further exchange. `count` is the number of earlier calls by the
+        block.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)
@@ -440,8 +453,8 @@ class RowSums(Exchange):
     the same scratch memory. With a `depth` of 2, a step may be published before the previous one is
     collected.
 
-    Each thread reads all parts of a sum, which is fast. With `in_lanes`, a thread reads one part
-    and the warp adds the parts by shuffles, which saves registers.
+    Each thread reads all contributions to a sum and adds them, which is fast. With `in_lanes`, a
+    thread reads one contribution and the warp adds them by shuffles, which saves registers.
     """
 
     in_lanes: bool = False
@@ -452,7 +465,7 @@ class RowSums(Exchange):
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the exchange between blocks, which needs to send the sums only."""
+        """Return the exchange between the blocks of a cluster, which sends sums only."""
         return dataclasses.replace(super().in_cluster(values), added=True)
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
@@ -468,7 +481,7 @@ class RowSums(Exchange):
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
-        """Return the totals of step `k`. Each warp adds all parts in the same order."""
+        """Return the totals of step `k`. Each warp adds all contributions in the same order."""
         k = jnp.int32(k)
         stage = self._stage(k)
         if self.cluster > 1:

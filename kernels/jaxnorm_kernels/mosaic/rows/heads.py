@@ -48,16 +48,16 @@ Parts = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
-    """Rows in a warpgroup, each shared by `threads` neighbouring threads of a warp.
+    """Rows that a warpgroup holds, each shared by `threads` neighbouring threads of a warp.
 
     Attributes:
-      cols: columns of a head.
+      cols: the number of columns of a head.
       rotated: the number of leading columns that are rotated.
       interleaved: see `NormOptions`.
-      vector: neighbouring columns of the first two parts in one thread.
-      rest: neighbouring columns of the third part in one thread.
-      threads: threads that share a row.
-      rows: rows of the tile.
+      vector: the number of neighbouring columns that a thread holds in each of the first two parts.
+      rest: the number of neighbouring columns that a thread holds in the third part.
+      threads: the number of threads that share a row.
+      rows: the number of rows in the tile.
     """
 
     cols: int
@@ -75,18 +75,18 @@ class HeadTile:
 
     @property
     def widths(self) -> list[int]:
-        """The columns of each part."""
+        """The number of columns in each part."""
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """The layout of each part of the rows."""
+        """The layout of each part, for arrays of rows."""
         return [self.rows_layout(v) for v in self._vectors]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """The layout of each part of an operand that all rows share."""
+        """The layout of each part, for an operand ``(cols,)`` that all rows share."""
         return [self.columns_layout(v) for v in self._vectors]
 
     @property
@@ -94,11 +94,11 @@ class HeadTile:
         return [self.vector, self.vector, self.rest][: len(self.widths)]
 
     def rows_layout(self, vector: int) -> Layout:
-        """Return the layout of rows with vectors of this many columns."""
+        """Return the layout of a part whose threads hold `vector` neighbouring columns of a row."""
         return rows_layout(vector, self.threads, self.rows)
 
     def columns_layout(self, vector: int) -> Layout:
-        """Return the layout of an operand that all rows share."""
+        """Return the layout of the same part of a ``(cols,)`` operand that all rows share."""
         return columns_layout(vector, self.threads)
 
     @property
@@ -115,7 +115,7 @@ class HeadTile:
         return self._parts(of, self.rows_layout)
 
     def load_shared(self, ref: Ref, top: int) -> Parts:
-        """Load rows from `top` on of a ``(rows, cols)`` ref in shared memory, in its own dtype."""
+        """Load the tile's rows, from row `top` of a ref in shared memory, in float32."""
         of_tile = ref.at[pl.ds(top, self.rows)]
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)
@@ -140,11 +140,11 @@ class HeadTile:
         return self._parts(of, self.columns_layout)
 
     def expand(self, columns: jax.Array) -> jax.Array:
-        """Broadcast an operand of columns to all rows."""
+        """Broadcast a part of a ``(cols,)`` operand to all rows."""
         return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
 
     def load_tables(self, refs: Sequence[Ref], shared: Shared, first: Any) -> list[jax.Array]:
-        """Load each table's elements for the pairs of the rows from `first` on, in float32."""
+        """Load the tables' elements, in float32, for the pairs of the rows from `first` on."""
         if not self.has_one_position(shared):
             layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
             return load_each_row(refs, operand_row, shared, first, layout, shape)
@@ -168,7 +168,7 @@ class HeadTile:
         self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
 
     def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
-        """Store an operand of columns in a ``(cols,)`` ref in global memory."""
+        """Store the parts of a ``(cols,)`` operand in a ref in global memory."""
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
@@ -176,7 +176,7 @@ class HeadTile:
         self._each(to, parts, self.columns_layout)
 
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Return the sum of each row over all parts.
+        """Return the sum over each row, given the terms of its parts.
 
         `parts` may contain the terms of several sums.
         """

@@ -39,31 +39,34 @@ def scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Return how the mask and the bias of a pass broadcast; None for one that is not described."""
+    """Return how the mask and the bias of a pass are broadcast, as far as the pass has them.
+
+    An entry is None if the spec does not say how the array is broadcast.
+    """
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
 def has_places(spec: Spec) -> bool:
-    """Return True if results depend on the index of a row in x, not only on its elements."""
+    """Return True if results depend on where a row is in x, not only on its elements."""
     return spec.softmax.causal or bool(shared_operands(spec))
 
 
 def run_of_rows(spec: Spec) -> int:
-    """Return the length of a run: consecutive rows from which a block takes some at a time.
+    """Return the length of a *run*: consecutive rows that a block may hold together.
 
-    The rows of a run have consecutive rows of a mask or a bias, or share a single one. For a causal
-    softmax, a run stays within one matrix.
+    The rows of a run use consecutive rows of the mask or bias, or they all use the same one. For a
+    causal softmax, a run stays within one matrix.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *[spec.softmax.queries] * spec.softmax.causal)
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
-    """Increase the threads per row until a block's rows are part of a run, with a vector to match.
+    """Return threads per row and a vector with which the rows of a block belong to one run.
 
-    Otherwise, all warps of a block would have to share one row. If no number of threads suffices,
-    the last one is returned, and all warps share a row.
+    The threads are increased from `threads`, and the vector shrinks to match. If no number of
+    threads suffices, the last one is returned, and all warps of a block share a row.
     """
     run = run_of_rows(spec)
     while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
@@ -80,11 +83,11 @@ _LEAST_LOAD_BYTES = 8
 
 
 def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
-    """Return threads and a vector with which a causal row has `parts` units, if that is possible.
+    """Return threads and a vector that split a causal row into `parts` units, if possible.
 
-    A causal softmax loads whole units of `threads * vector` columns up to the diagonal: on average
-    half a unit more than it needs, of each array. First the loads become narrower, then the threads
-    fewer. Rows with a mask or a bias keep their unit.
+    A causal softmax loads whole units of `threads * vector` columns up to the diagonal. On average,
+    this is half a unit more than it needs of each array. First the vector is reduced, then the
+    threads. Rows with a mask or a bias keep their unit.
     """
     if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -102,7 +105,7 @@ class Place:
     """The rows of x that a block holds; all of them are in one run.
 
     Attributes:
-      row: the index of the rows.
+      row: the index of these rows in x.
       mask_ref: the whole mask.
     """
 
@@ -116,7 +119,7 @@ class Place:
         return [self._load_fragment(ref, self.row, p) for p in self.tile.fragments()]
 
     def load_shared(self, ref: Ref, shared: Shared) -> Fragments:
-        """Load an operand that is broadcast over the rows, one value for each element, in float32.
+        """Load an operand broadcast over rows: a float32 value for each element of the tile.
 
         A mask is loaded as int8.
         """
@@ -140,7 +143,7 @@ class Place:
         return self.masks and self.spec.drops_masked
 
     def keep(self, *, again: bool = False) -> list[jax.Array]:
-        """Return which elements are unmasked, if some elements are masked.
+        """Return a mask of the unmasked elements per fragment; nothing if no element is masked.
 
         With `again`, columns and rows are compared anew at each use. A comparison takes one
         instruction; holding a predicate for each element takes several.
@@ -180,7 +183,7 @@ class Place:
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
-        """Return the operand's row that the tile's rows share, or the rows if each has its own."""
+        """Return the index of the operand's row, or rows, that the rows of the tile use."""
         row = operand_row(shared, self.first)
         has_each = bool(shared.segments) and shared.segments[-1][1]
         return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row
@@ -192,21 +195,21 @@ class Place:
 
     @property
     def query(self) -> jax.Array:
-        """The index of the tile's first row in its matrix."""
+        """The index of the tile's first row within its matrix of queries and keys."""
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
-        """Return which elements of a fragment are up to the diagonal, for rows from `query` on."""
+        """Return True for elements on or below the diagonal. The tile's first row is `query`."""
         shape = self.tile.shape(fragment.width)
         if self.tile.rows > 1:
             query = query + lax.broadcasted_iota(jnp.int32, shape, 0)
         return self.tile.columns(shape) <= query - fragment.start
 
     def _load_fragment(self, ref: Ref, row: Any, fragment: Fragment) -> jax.Array:
-        """Load a fragment, or the row's first columns if all of it is above the diagonal.
+        """Load a fragment, or a row's first columns if the fragment is above the diagonal.
 
-        Those columns are needed in any case, so they come from the L1 cache. Branches around loads
-        would serialise them: a thread has predicates for six of them.
+        The first columns are needed in any case, so they come from the L1 cache. Branches around
+        loads would serialise them: a thread has predicates for six of them.
         """
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout
@@ -229,10 +232,10 @@ class Place:
 
 
 def first_row(tile: Tile, spec: Spec) -> Any:
-    """Return the index of the rows that a block processes.
+    """Return the index in x of the rows that a block processes.
 
-    Blocks that run at the same time take rows that share a row of the bias or the mask, so that all
-    but the first load it from the L2 cache.
+    Blocks that run at the same time process rows of x that share a row of the bias or the mask. All
+    but the first block then load it from the L2 cache.
     """
     operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
     shared = operands[-1] if operands else None
@@ -244,7 +247,7 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 
 
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
-    """Return the operand's row that belongs to a row of x."""
+    """Return the index of the operand's row that a row of x uses."""
     index, rows_inside = jnp.int32(0), 1
     for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
         if has_each:
@@ -255,7 +258,7 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
 
 
 def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
-    """Return the `nth` row of x that uses the operand's row `shared_row`."""
+    """Return the index of the `nth` row of x that uses row `shared_row` of the operand."""
     row, rows_inside = jnp.int32(0), 1
     for size, has_each in reversed(shared.segments):
         index = shared_row if has_each else nth
@@ -278,7 +281,7 @@ def _load(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _expanded(value: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Broadcast a value per row (axis 0), per column or for all to the elements of a fragment."""
+    """Broadcast a scalar, or one value per row (axis 0) or per column (axis 1), to a fragment."""
     if not value.ndim:
         return lax.broadcast(value, shape)
     return lax.broadcast_in_dim(value, shape, (axis,))

@@ -40,15 +40,15 @@ class Fragment:
     fresh: Any = None
 
     def columns(self) -> Any:
-        """Return the index of the columns in a row of an array."""
+        """Return the slice of these columns, as an index of a row."""
         return pl.ds(self.start, self.width)
 
     def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
-        """Store the fragment in a row."""
+        """Store the fragment's values in a row of `ref`."""
         store_global(ref.at[row, self.columns()], value, layout)
 
     def is_stale(self) -> jax.Array | None:
-        """True where another fragment has the same column, in `warps_layout`; None for nowhere."""
+        """True for columns that are stale, as an array in `warps_layout`; None if no column is."""
         if self.fresh is None:
             return None
         shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
@@ -58,12 +58,12 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The columns of one warpgroup, or of the threads of a warp that hold a row.
+    """The columns of a row that one warpgroup holds, or the threads of a warp.
 
     Attributes:
-      cols: the columns of the row.
-      slices: the slices of the row, one for each warpgroup that shares it.
-      unit: columns that the threads of a slice load at once.
+      cols: the number of columns of the row.
+      slices: the number of slices of the row, one for each warpgroup that shares it.
+      unit: the number of columns that the threads of a slice load at once.
       index: the index of this slice.
     """
 
@@ -74,7 +74,7 @@ class Partition:
 
     @functools.cached_property
     def units(self) -> int:
-        """The units of the body; ValueError for rows that are too short."""
+        """The number of units in the body. Raises ValueError if the row is too short."""
         units = self.cols // (self.slices * self.unit)
         if not units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
@@ -82,7 +82,7 @@ class Partition:
 
     @functools.cached_property
     def body_width(self) -> int:
-        """The columns of the body."""
+        """The number of columns in the body."""
         return self.units * self.unit
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class Partition:
 
     @property
     def width(self) -> int:
-        """The columns of the slice, including the tail."""
+        """The number of columns in the slice, including the tail."""
         return self.body_width + self.has_tail * self.unit
 
     def body(self) -> Fragment:
@@ -100,7 +100,10 @@ class Partition:
         return Fragment(self.index * self.body_width, self.body_width)
 
     def tail(self) -> list[Fragment]:
-        """Return the tail, or an empty list; the tails of all slices share the rest of the row."""
+        """Return the tail in a list, which is empty if the bodies cover the whole row.
+
+        The tails of all slices together hold the columns that the bodies leave over.
+        """
         if not self.has_tail:
             return []
         fresh = self.slices * self.body_width + self.index * self.unit
@@ -109,7 +112,7 @@ class Partition:
         return [Fragment(start, self.unit, self.body_width, fresh)]
 
     def fragments(self) -> list[Fragment]:
-        """Return the body and the tail: as few fragments as possible, for copies."""
+        """Return the body and the tail: the smallest number of fragments, used for copies."""
         return [self.body(), *self.tail()]
 
     def cut(self, body: Fragment) -> list[Fragment]:

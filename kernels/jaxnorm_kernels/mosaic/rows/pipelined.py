@@ -38,7 +38,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Step
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Tile):
-    """The pipelined variant of a tile. Each warpgroup has a queue for its part of a row.
+    """The pipelined variant of a tile. Each warpgroup has its own slots for its part of a row.
 
     With `rereads`, a row stays in shared memory until it is finished, and takes no registers
     between its uses.
@@ -54,7 +54,7 @@ class Pipelined(Tile):
         return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
-        """Return the number of blocks that process `tiles` rows; the others process one."""
+        """Return the number of blocks that process `tiles` rows; other blocks process one row."""
         return max(0, super().blocks(rows) - self.tail) // self.tiles
 
     def first(self, rows: int) -> Any:
@@ -66,11 +66,14 @@ class Pipelined(Tile):
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes in shared memory of the copies of one row, or group of rows."""
+        """Return the shape of each copy of one row, or group of rows, in shared memory."""
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Return the copies, each of consecutive bytes, that load a row of x into its slots."""
+        """Return (source, target) of each copy that loads row `index` of x into its slots.
+
+        Each copy moves consecutive bytes.
+        """
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
@@ -98,8 +101,8 @@ class Pipelined(Tile):
         count: Any = 1
         if self.tiles > 1:
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
-            # If the copies were unconditional, the compiler would hoist the wait for `params` above
-            # them.
+            # If these copies were unconditional, the compiler would hoist the wait for `params`
+            # above them.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:

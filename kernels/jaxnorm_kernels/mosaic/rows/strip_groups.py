@@ -91,7 +91,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
 def store_of_groups(
     ref: Ref, stat: jax.Array, group: int, vector_width: int, layout: Layout
 ) -> None:
-    """Store one value per group, from all of its threads: the inverse of `load_of_groups`."""
+    """Store one value per group, where `load_of_groups` loads it; all its threads store it."""
     if is_interpreted():
         store(ref, stat[::group])
         return
@@ -107,7 +107,7 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the addresses of the values of the groups in this thread's vector."""
+    """Return the address of each group's value, for the groups in this thread's vector."""
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -119,12 +119,12 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The inner elements of a strip that may contain only parts of some groups.
+    """The inner elements of a strip, for group sizes with which a strip may cut groups in two.
 
     Attributes:
       start: the first of `width` elements.
       first, end: the range that this strip stores, in whole groups and whole vectors.
-      vector: elements of a thread, in `layout`.
+      vector: the number of elements that a thread holds, in `layout`.
     """
 
     start: Any
@@ -136,17 +136,17 @@ class Span:
     layout: Layout
 
     def inner(self) -> jax.Array:
-        """Return the index of each element in the array's inner axis: ``(width,)``."""
+        """Return the index of each of the strip's elements along the array's inner axis."""
         return self.start + flat_index((self.width,), self.layout)
 
 
 def load_of_any(ref: Ref, span: Span) -> jax.Array:
-    """Load, for each element, its group's value from an ``(inner / group,)`` global ref."""
+    """Load from an ``(inner / group,)`` global ref, for each element, the value of its group."""
     return load_each(ref, jnp.int32(0), lax.div(span.inner(), jnp.int32(span.group)), span.layout)
 
 
 def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
-    """Store one value for each group that the strip owns: the inverse of `load_of_any`."""
+    """Store the value of each group that the strip owns, in a ref as `load_of_any` loads it."""
     group = jnp.int32(span.group)
     if is_interpreted():
         first = lax.div(span.first, group)
@@ -178,13 +178,14 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
     """Return `group_sum` for any group size: warps write elements, threads read their groups.
 
-    `scratch` is ``(4 width,)`` of the warpgroup, in shared memory.
+    `scratch` is the warpgroup's ``(4 width,)`` part of shared memory.
     """
     group, width, v = span.group, span.width, span.vector
     if is_interpreted():
         groups = lax.div(span.inner(), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
-    # The most groups that a thread's vector overlaps: the end of one, whole ones, and a beginning.
+    # The maximum number of groups that a thread's vector overlaps: the end of one, whole groups,
+    # and the beginning of another.
     count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
     @plgpu.inline_mgpu(

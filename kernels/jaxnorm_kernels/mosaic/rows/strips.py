@@ -67,11 +67,11 @@ class Strips:
 
     Attributes:
       outer, cols, inner: the array's shape.
-      vector: neighbouring elements that one thread loads and stores at once.
-      threads: threads of a warp with neighbouring vectors; they make up the width of a strip.
-      warpgroups: warpgroups of a block.
-      cluster: blocks that share a strip.
-      group: neighbouring inner elements that are normalised together.
+      vector: the number of neighbouring elements that one thread loads and stores at once.
+      threads: the number of threads of a warp whose neighbouring vectors make up a strip's width.
+      warpgroups: the number of warpgroups per block.
+      cluster: the number of blocks that share a strip.
+      group: the number of neighbouring inner elements that are normalised together.
     """
 
     outer: int
@@ -86,7 +86,8 @@ class Strips:
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
         if not 2 <= self.threads < WARP:
-            # Mosaic cannot infer a layout with one thread, or with one column for each warp.
+            # Mosaic cannot infer a layout in which one thread covers the width, or each warp has
+            # one column.
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
@@ -96,7 +97,7 @@ class Strips:
 
     @property
     def width(self) -> int:
-        """The inner elements of a strip."""
+        """The number of inner elements in a strip."""
         return self.threads * self.vector
 
     @property
@@ -106,7 +107,7 @@ class Strips:
 
     @property
     def pitch(self) -> int:
-        """The distance between strips: a multiple of the group and of the vector."""
+        """The distance from one strip to the next: a multiple of the group and of the vector."""
         return self.width // math.lcm(self.group, self.vector) * math.lcm(self.group, self.vector)
 
     @property
@@ -116,7 +117,7 @@ class Strips:
 
     @property
     def count(self) -> int:
-        """The number of strips of the array: the blocks or clusters of the grid."""
+        """The number of strips of the array. Each is a block, or a cluster, of the grid."""
         return self.outer * self.across
 
     @property
@@ -131,7 +132,7 @@ class Strips:
 
     @property
     def stat_layout(self) -> Layout:
-        """The layout of a ``(width,)`` statistic that every warp holds."""
+        """The layout of a statistic ``(width,)`` that every warp holds completely."""
         return columns_layout(self.vector, self.threads)
 
     @property
@@ -140,12 +141,12 @@ class Strips:
         return self.outer, self.inner // self.group
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return the columns of a warpgroup; `index` counts through the cluster."""
+        """Return the columns of a warpgroup; `index` numbers all warpgroups of the cluster."""
         return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
 
     @property
     def parts(self) -> int:
-        """The number of parts of a warpgroup's columns, with equally many copies each."""
+        """The number of parts of a warpgroup's columns; each part has the same number of copies."""
         return math.gcd(_PARTS, self._box_count)
 
     @property
@@ -172,7 +173,7 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return the start and the number of columns of each copy of a fragment."""
+    """Return (first column, number of columns) for each copy that loads a fragment."""
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
@@ -187,7 +188,7 @@ Stat = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """A strip of a block, and the columns of it that belong to this warpgroup.
+    """A strip of a block, and the columns that this warpgroup holds of it.
 
     Attributes:
       strips: how the array is split.
@@ -230,11 +231,11 @@ class Strip:
 
     @property
     def inner(self) -> Any:
-        """The index of the strip's inner elements."""
+        """The slice of the strip's elements along the inner axis."""
         return pl.ds(self.start, self.strips.width)
 
     def _copy(self, source: Ref, stage: Ref) -> None:
-        """Start the copies of the warpgroup's columns to shared memory."""
+        """Start the copies that load the warpgroup's columns into shared memory."""
         boxes = [
             (fragment, *box)
             for fragment in self.partition.fragments()
@@ -263,7 +264,7 @@ class Strip:
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
     def stat(self, ref: Ref) -> Stat:
-        """Load a ref of `Strips.stats_shape`, with a value for each inner element of this strip."""
+        """Load a statistic for each inner element of this strip (`Strips.stats_shape`)."""
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
             return load(ref.at[self.outer, self.inner], layout)
@@ -272,7 +273,7 @@ class Strip:
         return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
 
     def inner_param(self, ref: Ref) -> Stat:
-        """Load this strip's part of an ``(inner,)`` or ``(n, inner)`` parameter (n groups)."""
+        """Load this strip's elements of an ``(inner,)`` or ``(n, inner)`` parameter (n groups)."""
         if len(ref.shape) == 2:
             ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
         return load(ref.at[self.inner], self.strips.stat_layout)
@@ -286,7 +287,7 @@ class Strip:
             strip_groups.store_own(target, value, self._span, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
-        """Store a statistic of each group in a ref of `Strips.stats_shape`."""
+        """Store one statistic per group in a ref of `Strips.stats_shape`."""
         strips = self.strips
         if strips.group == 1:
             self.store_inner(ref, stat)
@@ -313,7 +314,7 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """The inner elements, and those that the strip owns, if groups do not divide the width."""
+        """The `Span` of the strip if groups do not divide its width."""
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
         return strip_groups.Span(
@@ -340,7 +341,7 @@ class Strip:
         return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
 
     def group_sum(self, stat: Stat) -> Stat:
-        """Return the sum over the inner elements of each group, repeated for each element."""
+        """Return each group's sum over its inner elements, repeated for each element."""
         group = self.strips.group
         if group == 1:
             return stat
@@ -356,7 +357,7 @@ class Strip:
         *,
         waits: bool = False,
     ) -> list[Stat]:
-        """Return the sums of `count` terms over each warp's columns; for `waits` see `_walk`."""
+        """Sum `count` terms over each warp's columns; `waits` has the meaning it has in `_walk`."""
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
             new = [self._skip_columns(term, fragment) for term in terms(fragment)]
@@ -366,14 +367,14 @@ class Strip:
         return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
-        """Return the number of columns of each warp that no other warp holds."""
+        """Return, for each warp, the number of its columns that are not stale."""
         if not self.partition.has_tail:
             return self.partition.width / WARPS
         (sizes,) = self.sum(lambda fragment: [self._all(1)])
         return sizes
 
     def each_fragment(self, step: Callable[[Fragment], None]) -> None:
-        """Run `step` on each unit of the warpgroup's columns; see `_walk`."""
+        """Run `step` on each unit of the warpgroup's columns, without waiting for copies."""
 
         def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
             step(fragment)
@@ -416,7 +417,7 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """Run `step` on `units` units from `first` on, of the columns that begin at `start`."""
+        """Run `step` on `units` units. Unit `first` begins `first` units after column `start`."""
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
 
@@ -442,7 +443,7 @@ class Strip:
         return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
 
     def _all(self, value: float) -> jax.Array:
-        """Return `value` for every element of a fragment."""
+        """Return an array with the shape of a unit whose elements all equal `value`."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
@@ -458,12 +459,12 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The statistics of the parts of a strip's columns, in shared memory.
+    """The statistics of several parts of a strip's columns, in shared memory.
 
     Attributes:
       count: the number of parts.
-      stats: for each statistic, a function from a part to its value, or a number if all parts have
-        the same value.
+      stats: for each statistic, a function from a part's index to its value, or a number if all
+        parts have the same value.
     """
 
     count: int
@@ -486,7 +487,7 @@ class Parts:
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
 
-#: A function that merges the statistics of parts of the columns into those of all columns.
+#: A function that computes the statistics of all columns from the statistics of their parts.
 Merge = Callable[[Parts], list[Any]]
 
 
@@ -532,7 +533,7 @@ class StripExchange:
     def __call__(
         self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float]
     ) -> list[Any]:
-        """Merge ``(4, width)`` statistics per warpgroup into ``(width,)``, identical in all warps.
+        """Merge each warpgroup's ``(4, width)`` statistics into ``(width,)``, equal in all warps.
 
         Args:
           scratch: the memory of `scratch`.
@@ -572,8 +573,8 @@ class StripExchange:
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
         """Send this block's statistics to a slot of each block of the cluster.
 
-        Every warp holds them, several times over if fewer threads than a warp cover the width. So
-        each such group of threads sends to a different block.
+        Every warp holds the statistics. If fewer threads than a warp cover the width, it holds
+        several copies, and the threads of each copy send to a different block.
         """
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout

@@ -1,14 +1,14 @@
 """Tiles: how a block holds rows in registers, and their loads, stores and reductions.
 
-A *tile* determines which threads hold a row. Three tiles cover the row lengths that fit in
+A *tile* determines which threads hold a row. Three kinds of tile cover the row lengths that fit in
 registers::
 
     RowTile        a warpgroup holds several rows    reductions within a warp
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
     SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
-`partitions` determines which columns of a row a warpgroup holds, in which fragments. Rows may
-overlap, as fragments may: the last block starts early enough to be complete.
+`partitions` determines which columns of a row a warpgroup holds, in which fragments. The rows of
+two blocks may overlap: the last block starts early enough to have all its rows.
 """
 
 import dataclasses
@@ -52,11 +52,11 @@ Fragments = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRow:
-    """A row, or group of rows, of this block.
+    """A row, or group of rows, that this block has loaded.
 
     Attributes:
       index: the index into a ``(rows, ...)`` ref.
-      step: the number of the row within the block.
+      step: the number of rows, or groups, that the block has processed before.
       load: returns the results of `Steps.load` for each fragment.
     """
 
@@ -65,7 +65,7 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """Return one of the arrays that `Steps.load` returns."""
+        """Return, for each fragment, one of the arrays that `Steps.load` returns."""
         return [loaded[which] for loaded in self.load()]
 
 
@@ -74,9 +74,9 @@ class Steps:
     """The functions that a forward kernel applies to each row.
 
     Attributes:
-      load: maps elements of the row operands, each in its own dtype, to the elements to reduce, in
-        float32, and to others that are stored or needed later.
-      finish: reduces a row and stores its results. It also gets ``prepare(params())``.
+      load: maps elements of the row operands, each in its own dtype, to a tuple: the elements to
+        reduce, in float32, and other elements that are stored or needed later.
+      finish: reduces a row and stores its results. It gets a `LoadedRow` and ``prepare(params())``.
       params: loads the parameters of columns, once for all rows of a block.
       prepare: computes what depends on the loaded parameters.
     """
@@ -92,9 +92,9 @@ class Tile:
     """The common part of all tiles. A row is a list of arrays, one for each fragment.
 
     Attributes:
-      vector: elements that a thread loads at once.
-      apart: each unit is a separate fragment, so that it can be loaded or skipped alone.
-      index: the columns of fragments by shape, if they were precomputed.
+      vector: the number of elements that a thread loads at once.
+      apart: True if each unit is a separate fragment, so that it can be loaded or skipped alone.
+      index: precomputed column numbers for each shape of a fragment, if any.
     """
 
     cols: int
@@ -105,7 +105,7 @@ class Tile:
     )
 
     def placed(self) -> Self:
-        """Return this tile with the values that all fragments share, computed once in a kernel."""
+        """Return this tile with the column numbers that its fragments share already computed."""
         if not self.apart:
             return self  # There are only one or two fragments.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
@@ -113,7 +113,7 @@ class Tile:
 
     @property
     def unit(self) -> int:
-        """The columns that the threads of a row load at once."""
+        """The number of columns that the threads of a row load at once."""
         return WARPGROUP_THREADS * self.vector
 
     @property
@@ -127,22 +127,22 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """The rows of a block."""
+        """The number of rows in a block."""
         return 1
 
     @property
     def warpgroups(self) -> int:
-        """The warpgroups of a block."""
+        """The number of warpgroups in a block."""
         return 1
 
     @property
     def cluster(self) -> int:
-        """The blocks that share a row."""
+        """The number of blocks that share a row."""
         return 1
 
     @property
     def rereads(self) -> bool:
-        """True if the row is read again for each use, and takes no registers in between."""
+        """True if each use of a row reads it again, so that it takes no registers in between."""
         return False
 
     def blocks(self, rows: int) -> int:
@@ -150,24 +150,24 @@ class Tile:
         return -(-rows // self.rows)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        """Return the scratch memory of a block, for exchanges of `stats` values and for rows."""
+        """Return a block's scratch memory for exchanges of `stats` values and for loaded rows."""
         del stats, dtypes
         return []
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Return the index of a row, or group of rows, in a ref; by default the block's."""
+        """Return an index of the rows of group number `group` (default: the block's number)."""
         return lax.axis_index(BLOCK) if group is None else group
 
     def first_row(self, rows: int) -> Any:
-        """Return the index of the first row, or group of rows, of this block."""
+        """Return the index of the first row, or group of rows, that this block processes."""
         return self.row_index(rows)
 
     def each_row(
         self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
     ) -> None:
         """Run the steps on each row, or group of rows, that this block processes."""
-        # Loading the parameters before the row: 1.02 of a copy's bandwidth instead of 0.94 (H200,
-        # RMSNorm over 16384 columns, f32 to bf16).
+        # Parameters are loaded before the row. RMSNorm over 16384 columns, f32 to bf16, then
+        # reaches 1.02 of a copy's bandwidth instead of 0.94 (H200).
         shared = steps.prepare(steps.params())
         self.open(scratch)
         row = self.first_row(rows)
@@ -184,7 +184,7 @@ class Tile:
 
     @property
     def _shares(self) -> int:
-        """The warpgroups that share a row."""
+        """The number of warpgroups that share a row."""
         return self.warpgroups * self.cluster
 
     def _index(self) -> Any:
@@ -192,7 +192,7 @@ class Tile:
         return 0
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return the columns of a row that the warpgroup of this index holds."""
+        """Return the columns of a row that warpgroup number `index` holds."""
         return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
@@ -235,7 +235,7 @@ class Tile:
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """Return `broadcast` of a statistic, computed once for all fragments of the same shape."""
+        """Return `broadcast` of `stat` for each fragment, computed once for each shape."""
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
@@ -306,21 +306,21 @@ class RowTile(Tile):
 
     @property
     def widths(self) -> list[int]:
-        """The columns of each fragment."""
+        """The number of columns in each fragment."""
         return [p.width for p in self.fragments()]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """The layout of each fragment of the rows."""
+        """The layout of each fragment, for arrays of rows."""
         return [self.layout for _ in self.fragments()]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """The layout of each fragment of an operand that all rows share."""
+        """The layout of each fragment, for a ``(cols,)`` operand that all rows share."""
         return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
-        """Store an operand that all rows share in a ``(cols,)`` ref."""
+        """Store a ``(cols,)`` operand that all rows share in a ref."""
         for p, value in zip(self.fragments(), values):
             store(ref.at[p.columns()], value)
 
@@ -367,7 +367,7 @@ class WarpgroupRow(Tile):
 def _folded(
     units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Fold units of equal shape: first those of the body, then a tail of another shape."""
+    """Fold all units of equal shape into one: the body's units, then the tail if it differs."""
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
 
@@ -376,10 +376,10 @@ def _folded(
 class SplitRow(Tile):
     """A row that `warpgroups` of a block share, or those of all `cluster` blocks of a cluster.
 
-    A row takes `exchanges` of statistics, one after the other. `max` and `sum` reduce each warp's
-    part of it. Mosaic's own reduction over a warpgroup would use the same scratch memory for all
-    warpgroups of the block. Neither Mosaic nor the interpreter reports this race (jax 0.11.2 and
-    0.12.0).
+    Each row needs `exchanges` exchanges of statistics. `max` and `sum` reduce only the part of the
+    row that a warp holds. Mosaic's own reduction over a warpgroup would use the same scratch memory
+    for all warpgroups of the block. Neither Mosaic nor the interpreter reports this race (jax
+    0.11.2 and 0.12.0).
     """
 
     warpgroups: int = 2
@@ -418,17 +418,17 @@ class SplitRow(Tile):
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """Run the `nth` exchange of this step's row: see `Gather`."""
+        """Gather `stats` in the `nth` exchange of the row that is processed in this step."""
         count = step if self.exchanges == 1 else step * self.exchanges + nth
         return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
-        """Return the number of columns of each warp that are not stale."""
+        """Return the number of columns that each warp holds, without stale ones."""
         body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Return the number of fresh columns of each warp, from a ``(4, n)`` mask."""
+    """Return each warp's number of fresh columns, from a ``(4, n)`` mask."""
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

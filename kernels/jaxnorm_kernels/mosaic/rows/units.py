@@ -10,9 +10,9 @@ has the same number of columns in every row. The few columns before and after it
     body                            0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     edges                        0 0 0 0 0                     0 0 0 0 0
 
-There are no masked loads, so units overlap: the last units of the body end with it, and the edges
-overlap the body. Columns that another unit already holds are *stale*. Each column is stored once,
-so results may overwrite operands.
+There are no masked loads, so units overlap: the last unit of the body ends with the body, and the
+edges overlap the body. Columns that another unit already holds are *stale*. Each column is stored
+once, so results may overwrite operands.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Columns from `start` on, with `vector` neighbouring columns per thread.
+    """The columns from `start` on that a warpgroup loads at once, `vector` neighbours per thread.
 
     Attributes:
       fresh: the range of columns that are not stale, or None if no column is stale.
@@ -62,7 +62,7 @@ class Unit:
         return warps_layout(self.vector)
 
     def has(self, column: jax.Array) -> jax.Array:
-        """Return whether the unit contains a column."""
+        """Return whether `column` is a column of the unit."""
         behind = self.start + WARPGROUP_THREADS * self.vector
         return jnp.logical_and(column >= self.start, column < behind)
 
@@ -84,14 +84,14 @@ class Unit:
 
 
 def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
-    """Load units with the same vector from a ``(rows, cols)`` ref, in its own dtype."""
+    """Load several units of equal `vector` from a row of a ``(rows, cols)`` ref, in its dtype."""
     shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
     return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The units of rows of `cols` columns, with `vector` elements per thread.
+    """The units of rows with `cols` columns. A thread holds `vector` elements of a unit.
 
     Attributes:
       end: columns from this one on are stale.
@@ -103,7 +103,7 @@ class Units:
 
     @classmethod
     def of(cls, cols: int, widest: int, end: int | None = None) -> "Units":
-        """Return units with the widest vector, up to `widest`, for which a body has a unit."""
+        """Return `Units` with the widest vector, at most `widest`, whose unit fits in a body."""
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
             vector //= 2
@@ -111,7 +111,7 @@ class Units:
 
     @property
     def width(self) -> int:
-        """The columns of a unit."""
+        """The number of columns in a unit."""
         return WARPGROUP_THREADS * self.vector
 
     @property
@@ -121,18 +121,18 @@ class Units:
 
     @property
     def body(self) -> int:
-        """The columns of the body."""
+        """The number of columns in the body."""
         most = self.cols - (self.vector - 1) * self.has_edges
         return most // self.vector * self.vector
 
     @functools.cached_property
     def count(self) -> int:
-        """The units of a body; the last one may overlap the one before it."""
+        """The number of units in a body; the last one may overlap the one before it."""
         return -(-self.body // self.width)
 
     @functools.cached_property
     def whole(self) -> int:
-        """The number of leading units without stale columns, in any row."""
+        """The number of leading units that have no stale columns in any row."""
         latest = (self.vector - 1) * self.has_edges
         return min(self.body, self.end - latest) // self.width
 
@@ -144,9 +144,10 @@ class Units:
         return lax.rem((self.vector - self.cols % self.vector) * of_period, self.vector)
 
     def unit(self, row: Any, index: Any, *, whole: bool = False) -> Unit:
-        """Return a unit of the body. `whole` promises that none of its columns are stale.
+        """Return the unit with this index in the body of a row.
 
-        An index beyond the body gives a unit that is entirely stale.
+        `whole` promises that none of its columns are stale. An index beyond the body gives a unit
+        that is entirely stale.
         """
         first = self.first(row)
         at = index * self.width
@@ -164,5 +165,5 @@ class Units:
         return [Unit(0, 1, (0, self._fresh(first))), Unit(last, 1, behind)]
 
     def _fresh(self, column: Any) -> Any:
-        """Return the smaller of `column` and the end."""
+        """Return `column`, but at most `end`."""
         return column if self.end == self.cols else jnp.minimum(column, self.end)

@@ -5,17 +5,17 @@ import numpy as np
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
-#: Registers of a thread in a backward pass beside its columns: addresses, and a unit of both
-#: inputs.
+#: Registers of a thread in a backward pass besides those for its columns. They hold addresses, and
+#: a unit of both inputs.
 OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Return the largest number of registers that a thread needs per column of a row.
+    """Return the maximum number of registers that a thread needs at a time per column of a row.
 
-    x and a residual of 32 bits both stay in registers. So does a residual that is added after the
-    norm of x, while the statistics are computed. 16-bit x and residual share the register that
-    their sum then takes.
+    A 32-bit x and its residual both stay in registers. So does a residual that is added after the
+    norm of x, while the statistics are computed. A 16-bit x and its residual share the register
+    that their sum takes later.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
@@ -23,34 +23,40 @@ def registers(spec: Spec) -> int:
 
 
 def param_sizes(spec: Spec) -> list[int]:
-    """Return the bytes of each parameter of a column."""
+    """Return, for each parameter, its bytes per column."""
     norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
     return _sizes(*norms, spec.norm.branch_scale_dtype)
 
 
 def param_bytes(spec: Spec) -> int:
-    """Return the bytes of all parameters of a column."""
+    """Return the bytes per column of all parameters together."""
     return sum(param_sizes(spec))
 
 
 def column_bytes(spec: Spec) -> int:
-    """Return the bytes per column of the rows that are loaded."""
+    """Return the bytes per column of all rows that are loaded."""
     return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
-    """Return the bytes per column of the rows that are loaded and stored."""
+    """Return the bytes per column of all rows that are loaded or stored."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 
 
 def row_vector(spec: Spec) -> int:
-    """Return the elements that a thread loads at once, for all row arrays but a softmax's bias."""
+    """Return the number of elements that a thread loads at once from each row array.
+
+    A softmax's bias is not taken into account.
+    """
     return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:
-    """Return the dtype of a softmax's bias if it has columns and is loaded with x; else None."""
+    """Return the dtype of a softmax's bias that has columns, or None without such a bias.
+
+    Such a bias is loaded together with x.
+    """
     shared = spec.softmax.logits_bias_rows
     return None if shared is None or not shared.has_columns else spec.softmax.logits_bias_dtype
 
@@ -60,5 +66,5 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 
 def is_unaligned(spec: Spec) -> bool:
-    """Return True if a row is not a multiple of what asynchronous copies require."""
+    """Return True if the bytes of a row are no multiple of what asynchronous copies require."""
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

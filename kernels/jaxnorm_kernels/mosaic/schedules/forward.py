@@ -9,9 +9,9 @@ These sizes matter, and the rules use them as follows:
   reach this because an SM runs several blocks: some load while others reduce or store. With rows
   of 32 KiB and more, an SM has room for only one or two, so a cluster shares such a row.
 * One block per row reaches 0.97 of a copy's bandwidth; one or a few blocks per SM that share the
-  rows evenly reach 0.91, apparently because all wait for the slowest SM. So a block processes few
-  rows, and more than one only if it then loads its parameters once for all of them. The last rows
-  have a block each.
+  rows evenly reach 0.91, apparently because the kernel waits for the slowest SM. So a block
+  processes few rows, and more than one only if it then loads its parameters once for all of them.
+  Each of the last rows has a block of its own.
 * The bytes of a row include its residual, because both are in flight at the same time.
 * Each group of rows has its own parameters, so a block only processes rows of one group.
 """
@@ -53,21 +53,22 @@ Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipe
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSchedule:
-    """One way to run a forward pass. Each `kind` gives the numbers their meaning.
+    """One way to run a forward pass. Each `kind` uses the numbers that name it.
 
     Attributes:
       kind: `RowTile`, `PipelinedTile`, `WarpgroupRow`, `SplitRow` or `PipelinedRow`.
-      vector: elements that a thread loads at once; it must divide the row.
-      rows: rows of a block at a time (tiles).
-      threads: threads of a warp that share a row (tiles).
-      warpgroups: warpgroups of a block that share a row (split_row, pipelined_row).
-      cluster: blocks that share a row (split_row, pipelined_row).
-      slots: rows, or groups of rows, in the pipeline of a block (pipelined).
-      tiles: rows, or groups of rows, that a block processes (pipelined).
+      vector: the number of elements that a thread loads at once; it must divide the row.
+      rows: the number of rows that a block holds at a time (tiles).
+      threads: the number of threads of a warp that share a row (tiles).
+      warpgroups: the number of warpgroups of a block that share a row (split_row, pipelined_row).
+      cluster: the number of blocks that share a row (split_row, pipelined_row).
+      slots: the number of rows, or groups of rows, in the pipeline of a block (pipelined).
+      tiles: the number of rows, or groups of rows, that a block processes (pipelined).
       tail: the number of last rows, or groups of rows, that have a block each (pipelined).
-      rereads: a row is read from shared memory for each use, and takes no registers (pipelined).
-      params_first: scale and bias are loaded before the reductions, which hides their latency but
-        takes registers.
+      rereads: True if each use of a row reads it from shared memory, so that it takes no registers
+        (pipelined).
+      params_first: True if scale and bias are loaded before the reductions, which hides their
+        latency but takes registers.
     """
 
     kind: Kind
@@ -108,7 +109,7 @@ class ForwardSchedule:
 
     @property
     def _rows_of_params(self) -> int:
-        """The number of rows that use the same loaded parameters."""
+        """The number of consecutive rows for which a block loads the parameters once."""
         pipelined = self.kind.startswith("pipelined") and self.params_first
         return self.rows * (self.tiles if pipelined else 1)
 
@@ -126,11 +127,13 @@ class ForwardRule:
       most_params: only for at most this many parameters.
       op: only for this operation.
       causal: only for causal softmaxes.
-      values: columns of a thread. They determine the *shares* of a row: how many warpgroups share
-        it (split_row, pipelined_row). 0: as many as the parameters leave registers for.
-      cluster: blocks that may share a row, with a warpgroup in each.
+      values: the maximum number of columns per thread. This determines the *shares* of a row: how
+        many warpgroups share it (split_row, pipelined_row). 0 means as many columns as the
+        parameters leave registers for.
+      cluster: the maximum number of blocks that share a row.
       least: the smallest number of warpgroups per block.
-      warpgroups: warpgroups per block, if a row has more shares than `cluster` blocks of `least`.
+      warpgroups: the number of warpgroups per block, if a row has more shares than `cluster` blocks
+        with `least` warpgroups each.
     """
 
     kind: Kind
@@ -161,55 +164,58 @@ class ForwardRule:
         )
 
 
-# The bytes of x per thread in a tile of several rows: two loads. The fewer bytes, the more blocks
-# share an SM: with eight loads, RMSNorm over 64 to 512 columns of float32 took up to 4 % longer
-# (H200).
+# The bytes of x that a thread holds in a tile of several rows: two loads. The fewer bytes, the more
+# blocks share an SM: with eight loads, RMSNorm over 64 to 512 columns of float32 took up to 4 %
+# longer (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
 # The number of units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 %
 # less time than with units of 32 vectors of 16 bytes, and over 512 of float32 4 % less (H100).
 _CAUSAL_PARTS = 8
 
-# In a tile, the threads of a row may load up to this multiple of the row: the excess is loaded
-# twice.
+# In a tile, the threads of a row may load up to this multiple of its columns in total. Some columns
+# are then loaded twice.
 _MOST_READ = 9 / 8
 
-# A pipelined tile has two groups of rows if rows have more than this many columns and each SM has
-# at least this many groups. With shorter rows, many rows share the loaded parameters anyway.
+# A pipelined tile processes two groups of rows if rows have more columns than the first number and
+# each SM has at least the second number of groups. With shorter rows, many rows share the loaded
+# parameters anyway.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# The registers per thread of a split row for its columns and their parameters. With 8 warpgroups, a
-# thread has 64 registers; with fewer, 128.
+# The registers of a thread that a split row may use for columns and their parameters. With 8
+# warpgroups, a thread has 64 registers; with fewer, 128.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
-# The columns of a thread in a pipelined row, by the number of parameters. Each column takes a
-# register for its value and for each parameter. From the sweep `benchmarks/sweeps/forward.py`.
+# The maximum number of columns that a thread holds of a pipelined row, by the number of parameters.
+# Each column takes a register for its value and for each parameter. From the sweep
+# `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
-# The bytes that all slots of a warpgroup may take: more would leave fewer blocks per SM. At least
-# 2 slots are used even if they take more, and 3 in a cluster, whose blocks wait for each other.
+# The maximum bytes of all slots of a warpgroup: more would leave fewer blocks per SM. At least 2
+# slots are used even if they take more, and 3 in a cluster, whose blocks wait for each other.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
-# The shared memory of a block beside the slots: barriers and exchanged values.
+# The shared memory that a block needs besides its slots: barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
-# If a thread has more columns than this, a row is read again for each use instead of being held in
-# registers. With two parameters and more than the second number, it is held: the parameters fill
-# the registers, and an SM has room for one or two blocks anyway.
+# If a thread has more columns than the first number, a row is read again for each use instead of
+# being held in registers. With two parameters and more columns than the second number, it is held
+# after all: the parameters fill the registers, and an SM has room for only one or two blocks
+# anyway.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
 #: Rows per block, by the size of the cluster, if parameters have as many bytes as x and y (H200).
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
-# The least number of blocks per SM, so that all SMs finish at about the same time.
+# The minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
-# The most rows per block that share the parameters of their group: LayerNorm over 2048 columns of
-# bfloat16 with 16 groups of 1024 rows reaches 1.00 of copy bandwidth with two, and 0.97 with four
-# (H100).
+# The maximum number of rows per block if each group of rows has its own parameters. LayerNorm over
+# 2048 columns of bfloat16 with 16 groups of 1024 rows reaches 1.00 of copy bandwidth with two, and
+# 0.97 with four (H100).
 _MOST_OF_GROUP = 2
-# The rows per SM, or per cluster, that have a block each at the end. Without them, LayerNorm over
-# 5120 columns of bfloat16 kept the last SM busy for 5 % longer than the average one (H200).
+# The number of last rows per SM, or per cluster, that have a block each. Without them, LayerNorm
+# over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than the average one (H200).
 _TAIL = 2
 
 
 def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
-    """Return the schedule of a rule for `spec`."""
+    """Return the schedule with which a rule runs `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
     # A unit must fit in the row, so short rows use narrower loads.
@@ -240,10 +246,10 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1 or has_places(spec):
-        # The rows of a tile must share their parameters, or be part of one run.
+        # All rows of a tile must use the same parameters, or be part of one run (`rows.logits`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
-    # A group has fewer rows than the warps of a block.
+    # The group has fewer rows than a block has warps.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
     return ForwardSchedule(
@@ -256,7 +262,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
 
 
 def _threads(cols: int, vector: int) -> int:
-    """Return the threads per row: as many of a warp as possible with little loaded twice."""
+    """Return the threads per row: as many as possible without loading much of the row twice."""
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
     least = min(fitting, key=read.__getitem__)
@@ -335,7 +341,10 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 
 
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
-    """Return `tiles` of `rows` rows each, or fewer if not all of them share their parameters."""
+    """Return the number of tiles, at most `tiles`, of `rows` rows each that a block processes.
+
+    All of a block's rows must share their parameters.
+    """
     if spec.groups == 1:
         return tiles
     of_group = spec.rows // spec.groups // rows
@@ -343,19 +352,19 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Return the number of rows, or groups of rows, that have a block each at the end."""
+    """Return the number of last rows, or groups of rows, that have a block each."""
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:
-    """Return the warpgroups per row: a power of 2 that leaves each thread at most `values`."""
+    """Return the warpgroups per row: a power of 2. A thread holds at most `values` columns."""
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
     return min(2 ** math.ceil(math.log2(wanted)), power_of_2(most))
 
 
 def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple[int, int]:
-    """Return the warpgroups of a block and the blocks of a cluster for a row of `shares`."""
+    """Return (warpgroups per block, blocks per cluster) for a row with this number of shares."""
     for warpgroups in (line.least, line.warpgroups):
         warpgroups = min(warpgroups, shares)
         if shares // warpgroups <= min(cluster, gpu.portable_cluster):
@@ -372,13 +381,13 @@ TABLE = (
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
-    # There are few rows, at most one per SM, so latency decides: many threads per row, in as many
-    # SMs as there are for it.
+    # There are few rows, at most one per SM, so latency decides: each row gets many threads, in as
+    # many SMs as are free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # Parameters have as many bytes as data, and stay in registers. Up to here, several blocks fit
-    # on an SM.
+    # Parameters have as many bytes as data, and stay in registers. For rows of up to this length,
+    # several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
-    # With longer rows, one or two blocks fit on an SM, and a thread has more of a row.
+    # For longer rows, only one or two blocks fit on an SM, and a thread has more columns of a row.
     ForwardRule(
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
@@ -386,10 +395,10 @@ TABLE = (
     # With 64 values per thread, an SM still has 4 rows in flight; a row needs 2 or 3 barriers.
     ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after its exponentials, which take as many registers, so x stays in
-    # shared memory. The fewer blocks share a row, the less a block waits for the others.
+    # shared memory. The fewer blocks share a row, the less time each spends waiting for the others.
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
-    # Each part of a row is held like the whole rows above, with 64 values per thread. Small
-    # blocks load while others reduce.
+    # Each part of a row is held like the rows above, with 64 values per thread. Small blocks are
+    # better: some load while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
     # Rows of half a MiB and more fill the registers of several SMs. Each row is shared by a small
     # number of large blocks, because all blocks of a cluster must start at the same time.

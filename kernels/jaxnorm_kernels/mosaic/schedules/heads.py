@@ -13,29 +13,32 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
-# Columns per thread. The backward pass holds six values of each, and spills with 20 columns.
+# The maximum number of columns per thread. The backward pass holds six values of each column, and
+# spills registers with 20 columns.
 _MOST_COLUMNS = 16
-#: The longest head: one that a warp holds.
+#: The maximum number of columns of a head: a warp must hold it.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: The most rows that a warpgroup holds at a time: two threads share a row.
+#: The maximum number of rows that a warpgroup holds at a time. Two threads then share a row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
-# The most bytes of x that a thread loads in the forward pass: two loads.
+# The maximum bytes of x that a thread loads in the forward pass: two loads.
 _TILE_BYTES = 2 * VECTOR_BYTES
-# The most neighbouring columns that a thread loads at once from each half of the pairs. With half
-# of the widest load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth over 64 to 256
-# columns of 16 bits, otherwise 0.88 to 0.91.
+# The maximum number of neighbouring columns that a thread loads at once from each half of the
+# pairs. With half of the widest load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth
+# over 64 to 256 columns of 16 bits, otherwise 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
 # The pipeline of the backward pass: bytes of both inputs per stage, stages, and blocks per
-# multiprocessor. It reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16 and 0.98 of
-# float32, and 0.82 and 0.91 over 64 columns. With three blocks: 0.80, 0.92, 0.73 and 0.87.
+# multiprocessor. It reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16, 0.98 over 128
+# of float32, and 0.82 and 0.91 over 64 columns. With three blocks, the four numbers are 0.80, 0.92,
+# 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# The widest load of pairs in the backward pass. Half of the widest load doubles the threads per
-# row, which leaves registers for these blocks.
+# The bytes of the widest load of pairs in the backward pass. Half of the widest possible load
+# doubles the threads per row. Each thread then has fewer columns, and registers suffice for these
+# blocks.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
-# The size of an asynchronous copy is a multiple of this.
+# The size of an asynchronous copy must be a multiple of this.
 _COPY_BYTES = 16
-# The shared memory of barriers and of Mosaic itself.
+# The shared memory that barriers and Mosaic itself take.
 _OTHER_SHARED_BYTES = 2 * 1024
 
 
@@ -44,12 +47,13 @@ class Heads:
     """Parameters of the kernels.
 
     Attributes:
-      vector: neighbouring columns of a thread in each half of the pairs.
-      rest: neighbouring columns of a thread among those that are not rotated.
-      threads: threads of a warp that share a row.
-      height: rows that the warpgroup holds at a time.
-      rows: rows of a stage of the backward pass, a multiple of `height`.
-      stages, blocks_per_sm: the stages of the backward pass, and the blocks per multiprocessor.
+      vector: the number of neighbouring columns that a thread holds in each half of the pairs.
+      rest: the number of neighbouring columns that a thread holds among those not rotated.
+      threads: the number of threads of a warp that share a row.
+      height: the number of rows that the warpgroup holds at a time.
+      rows: the number of rows in a stage of the backward pass, a multiple of `height`.
+      stages, blocks_per_sm: the number of stages, and of blocks per multiprocessor, in the backward
+        pass.
     """
 
     vector: int
@@ -61,7 +65,7 @@ class Heads:
     blocks_per_sm: int = 1
 
     def tile(self, spec: Spec) -> HeadTile:
-        """Return how a block holds rows."""
+        """Return how a block holds rows of heads."""
         return HeadTile(
             spec.cols,
             spec.norm.rotated,
@@ -108,11 +112,11 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 
 
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
-    """Return the vectors of the pairs and of the rest, and the threads per row, or None.
+    """Return (vector of the pairs, vector of the rest, threads per row), or None.
 
     This chooses the widest possible vectors and then the most threads, if a thread's registers can
-    hold its columns. `of_pairs` are the most bytes that a thread loads at once from the first, or
-    from the second, columns of its pairs.
+    hold its columns. `of_pairs` is the maximum number of bytes that a thread loads at once from the
+    first columns of its pairs, and from the second.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None
@@ -138,7 +142,7 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
 
 
 def _widest(columns: int, most: int) -> int:
-    """Return the largest power of 2 up to `most` that divides a thread's columns."""
+    """Return the largest power of 2, at most `most`, that divides a thread's number of columns."""
     vector = most
     while columns % vector:
         vector //= 2

@@ -2,7 +2,7 @@
 
 The numbers are those of Hopper (H100, H200): multiprocessors with 65536 registers and 228 KiB of
 shared memory each, and memory that needs about 32 KiB in flight on each of them. On a GPU with less
-shared memory, rings have fewer stages, or there are fewer blocks.
+shared memory, rings have fewer stages, or multiprocessors have fewer blocks.
 """
 
 import dataclasses
@@ -32,20 +32,21 @@ from jaxnorm_kernels.specs import Spec
 
 NormSchedule = PipelinedRows | PipelinedNarrowRows
 
-# The shared memory of barriers, of the sums that are being exchanged, and of Mosaic itself.
+# The shared memory that barriers, the sums being exchanged and Mosaic itself take.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Narrow rows, from the sweep `benchmarks/sweeps/backward.py`. The first three are limits in bytes
-# of all inputs: for a short row, for a stage of short rows, and for a stage of other rows. The last
-# one is the largest number of stages.
+# Narrow rows, from the sweep `benchmarks/sweeps/backward.py`. The first three numbers are limits in
+# bytes of all inputs: for a short row, for a stage of short rows, and for a stage of other rows.
+# The last one is the maximum number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
 # With at most this many columns per thread, registers suffice for three blocks; otherwise for two.
 _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return the fastest number of blocks (or clusters) per group of rows, the smallest if equal.
+    """Return the number of blocks (or clusters) per group of rows that is estimated to be fastest.
 
-    Each block costs a row of partial sums, which must be stored, loaded and added.
+    If several numbers are equally fast, this is the smallest. Each block costs a row of partial
+    sums, which must be stored, loaded and added.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
@@ -61,34 +62,38 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Columns per thread in a ring: up to 12 if the GPU has large enough clusters, because many small
-# blocks wait less for each other's sums than a few large ones. 255 registers hold at most 32.
+# The preferred and the maximum number of columns per thread in a ring. The first applies if the GPU
+# has large enough clusters, because many small blocks wait less for each other's sums than a few
+# large ones. 255 registers hold at most 32 columns.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Four steps should keep 48 to 96 KiB in flight on a multiprocessor: less leaves the memory idle,
 # more slows down the stores of dx. From this follow, in bytes,
 #
-# - the part of a row in a block, of all inputs, up to which a step has two rows that share an
-#   exchange of sums (except with two norms: each of their rows has two exchanges);
-# - the step, including dx and other results, up to which three blocks share a multiprocessor
-#   instead of two;
-# - the part of a row from which one block is enough, if it needs several warpgroups.
+# - the bytes of all inputs for a block's part of a row, up to which a step has two rows that share
+#   an exchange of sums (except with two norms: each of their rows has two exchanges);
+# - the bytes of a step, including dx and other results, up to which three blocks share a
+#   multiprocessor instead of two;
+# - the bytes of a block's part of a row from which one block per multiprocessor is enough, if it
+#   needs several warpgroups.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# The registers of a unit of a third input, and of its result.
+# The registers that a third input takes for a unit, and that its result takes.
 _KEPT_REGISTERS = 32
 
-# Columns from which a warpgroup holds a row instead of a warp. Two rows at a time, or three blocks,
-# hide the exchange that this needs. LayerNorm over 768 columns of float32 reaches 0.97 of copy
-# bandwidth instead of 0.92; over 512 of bfloat16 it would be 0.83 instead of 0.87 (H100).
+# The minimum number of columns for which a warpgroup, and not a warp, holds a row. Two rows at a
+# time, or three blocks, hide the exchange that this needs. LayerNorm over 768 columns of float32
+# reaches 0.97 of copy bandwidth instead of 0.92; over 512 of bfloat16 it would be 0.83 instead of
+# 0.87 (H100).
 _WARPGROUP_ROWS = 768
-# The rows that the kernel of narrow rows needs: the largest tile, in which two threads share a row.
+# The minimum number of rows for the narrow-rows kernel: the rows of its largest tile, in which two
+# threads share a row.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
 @kept
 def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
-    """Return the schedule of a backward pass, or None if no kernel supports its rows."""
+    """Return the schedule of a backward pass, or None if no kernel supports the call's rows."""
     if not is_copied(spec):
         return None
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
@@ -97,7 +102,7 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
 
 
 def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
-    """Return the schedule of narrow rows: a stage holds as many rows as fit."""
+    """Return the schedule for narrow rows. A stage holds as many rows as fit."""
     gpu = gpu or local_gpu()
     vector = row_vector(spec)
     threads = WARP
@@ -105,7 +110,7 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
         threads //= 2
     ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    # The result for a third array leaves registers for only one tile at a time.
+    # The result that belongs to a third input leaves registers for only one tile at a time.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
@@ -119,9 +124,9 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
 
 
 def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
-    """Return a ring whose blocks share a row, or None if the row is too long.
+    """Return a ring for rows that a block or a cluster shares, or None if the row is too long.
 
-    One warpgroup in each block of a cluster is preferred to several.
+    A cluster of blocks with one warpgroup each is preferred to blocks with several warpgroups.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -149,7 +154,7 @@ def wide_rows(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """Return the ring that fits in registers and shared memory with these numbers, or None."""
+    """Return a ring with these numbers, or None if registers or shared memory do not suffice."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
@@ -177,7 +182,7 @@ def wide_rows(
 
 
 def _registers(spec: Spec, width: int) -> int:
-    """Return the registers of a thread whose warpgroup has `width` columns."""
+    """Return the number of registers that a thread needs if its warpgroup holds `width` columns."""
     # A column has its sums, and what `Formula.columns` returns: G, 1 / G and the bias.
     held = 0
     for norm in spec.norms:
@@ -207,7 +212,7 @@ def is_copied(spec: Spec) -> bool:
 def row_dtypes(spec: Spec) -> list[np.dtype]:
     """Return the dtypes of the rows that a norm's backward pass loads.
 
-    These are the saved array, what is saved beside it, dy, and dh; for two norms, x comes first.
+    They are, in order: x (only for two norms), the saved array, arrays saved beside it, dy and dh.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype
@@ -221,7 +226,7 @@ def _rows(spec: Spec) -> int:
 
 
 def _row_bytes(spec: Spec) -> int:
-    """Return the bytes of a row, of all inputs."""
+    """Return the bytes that a row takes in all inputs together."""
     return spec.cols * _column_bytes(spec)
 
 
@@ -230,5 +235,5 @@ def _column_bytes(spec: Spec) -> int:
 
 
 def _shared_bytes(gpu: Gpu, blocks_per_sm: int) -> int:
-    """Return the shared memory for the ring of a block."""
+    """Return the shared memory that is available for a block's ring."""
     return gpu.shared_bytes // blocks_per_sm - RESERVED_BYTES - _OTHER_SHARED_BYTES

@@ -17,25 +17,26 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# Rows of a softmax in registers: the most columns, and the warpgroups. With more than 48 columns
-# per thread, fewer blocks fit on a multiprocessor.
+# Rows held in registers: the maximum number of columns, and the number of warpgroups. With more
+# than 48 columns per thread, fewer blocks fit on a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
 # The limits if column sums are computed as well: at most 32 columns per thread.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# The smallest number of rows, or tiles, for each row of partial sums of a bias's gradient. The
-# sums are float32, and their cost is small compared to this many rows.
+# The minimum number of rows, or tiles, that a row of partial sums of a bias's gradient adds up. The
+# sums are float32; with this many rows, their cost is small.
 _ROWS_OF_SPLIT = 8
-# The most blocks per multiprocessor that compute such sums.
+# The maximum number of blocks per multiprocessor that compute such sums.
 _MOST_SPLIT_BLOCKS = 8
-# Vectors of a softmax's row from which a warpgroup holds it, instead of threads of a warp.
+# The number of vectors in a row from which a warpgroup holds it, instead of threads of a warp.
 _WARPGROUP_VECTORS = 4 * WARP
-# The most columns of a causal row that a warp holds, in units of a vector for each of its threads.
+# The maximum number of columns of a causal row that a warp holds. The row is split into units: one
+# vector for each of the threads that share it.
 _CAUSAL_TILE = 2048
-# The units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward pass took 15,
-# 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of float32, 7 and
-# 3 % less (H100).
+# The number of units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward
+# pass took 15, 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of
+# float32, 7 and 3 % less (H100).
 _CAUSAL_PARTS = 16
-# The most that a thread holds of each input: bytes of registers, and loads in flight.
+# What a thread holds of each input at most: bytes of registers, and loads in flight.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # Longer rows are spread over a cluster, whose blocks have this many warpgroups, with 32 columns per
 # thread.
@@ -55,7 +56,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule with rows that the threads of a warp share, or None."""
+    """Return a schedule in which threads of a warp share a row, or None."""
     vector = row_vector(spec)
     vectors = spec.cols // vector
     if vectors < _WARPGROUP_VECTORS:
@@ -67,9 +68,10 @@ def _tile(spec: Spec) -> InRegisters | None:
 
 
 def _placed_tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule with rows of one run that the threads of a warp share, or None.
+    """Return a schedule for masked, biased or causal rows that a warp can hold, or None.
 
-    Above the diagonal, the units of a warp skip more columns than those of a warpgroup.
+    The rows of a block are in one run; if they cannot be, a warpgroup holds one row. Above the
+    diagonal, the units of a warp skip more columns than those of a warpgroup.
     """
     vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
@@ -91,7 +93,7 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
 
 
 def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
-    """Return a schedule with a row in one or several warpgroups, or in a cluster if needed."""
+    """Return a schedule in which warpgroups of a block, or of a cluster, share a row, or None."""
     vector = row_vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
@@ -106,15 +108,15 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _sums_columns(spec: Spec) -> bool:
-    """Return True if the gradient of a bias that has columns is computed."""
+    """Return True if the pass computes the gradient of a bias that has columns."""
     shared = spec.softmax.logits_bias_rows
     return spec.softmax.logits_bias_dtype is not None and shared is not None and shared.has_columns
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
-    """Return the blocks, or clusters, that share the rows of x with one row of the bias.
+    """Return how many blocks, or clusters, share the rows of x that use one row of the bias.
 
-    It is the number that can run at the same time.
+    All of them can run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:

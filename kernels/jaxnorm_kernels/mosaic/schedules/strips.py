@@ -30,11 +30,12 @@ _KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class StripRule:
-    """A rule of the table, for blocks that hold up to `kib` KiB of all arrays that are loaded.
+    """A rule of the table. It applies if a block's loaded arrays take at most `kib` KiB together.
 
     Attributes:
-      width: inner elements of a strip.
-      kib: the limit, or None for the default of the direction.
+      width: the number of inner elements of a strip.
+      kib: the limit, or None for the default of the direction (`_BLOCK_KIB`).
+      cluster: the number of blocks that share a strip.
       direction: only for this pass.
       itemsize: only for arrays with this many bytes per element.
     """
@@ -46,20 +47,20 @@ class StripRule:
     itemsize: int | None = None
 
 
-#: The most KiB per block, of all arrays that are loaded. The blocks of a multiprocessor load,
+#: The maximum KiB per block, for all loaded arrays together. The blocks of a multiprocessor load,
 #: reduce and store at different times, so several small blocks are better; but each block merges
 #: the statistics of all parts. GroupNorm with silu of 32x64x64x256 bfloat16 on an H100: forward 52
 #: us, and 55 with 96 KiB; backward 80 us, and 107 with 132 KiB.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
 # A strip of 32 elements has 128 bytes if an element has 32 bits, which is a whole cache line, or 64
-# bytes if it has 16 bits. Wider strips have more statistics to exchange. This costs more than whole
-# lines save, except in blocks with little other work.
+# bytes if it has 16 bits. Wider strips have more statistics to exchange. This costs more than
+# loading whole cache lines saves, except in blocks with little other work.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
     StripRule(width=64, kib=68, direction="bwd", itemsize=2),
-    # With many columns, several blocks share a strip. Sectors of memory are still loaded whole.
+    # With many columns, several blocks share a strip. Whole memory sectors are still loaded.
     *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=96, cluster=16),
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
@@ -70,16 +71,16 @@ TABLE = (
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# KiB of one array for each warpgroup of a block.
+# A block has one warpgroup for every so many KiB of one array.
 _WARPGROUP_KIB = 64
-# The most warpgroups per block, by the elements of a vector: each part has a statistic for every
-# inner element.
+# The maximum number of warpgroups per block, by the elements of a vector. Each part has a statistic
+# for every inner element, which takes memory.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
-# The shared memory of barriers, of Mosaic itself, and the part that is reserved per block.
+# The shared memory that barriers and Mosaic itself take, and the part reserved per block.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
-#: Calls that no kernel of strips can run; they are then transposed to rows.
+#: The calls that no strips kernel can run. They are transposed to rows instead.
 _CANNOT: Table = (
     *NO_KERNEL,
     (
@@ -117,7 +118,7 @@ def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
 
 
 def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
-    """Return the strips of a rule for `spec`, or None if the rule does not apply."""
+    """Return the strips with which a rule runs `spec`, or None if the rule does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
     vector = VECTOR_BYTES // itemsize
@@ -154,7 +155,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
 
 
 def _shared_bytes(strips: Strips, spec: Spec) -> int:
-    """Return the most shared memory that a block needs."""
+    """Return the maximum shared memory that a block needs."""
     columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)

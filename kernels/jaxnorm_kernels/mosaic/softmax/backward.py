@@ -43,7 +43,7 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The equations above, for the elements of a row."""
+    """The equations above, for one row. The row operands are y, dy and, if needed, the mask."""
 
     spec: Spec
     summed: int = 2
@@ -58,7 +58,7 @@ class SoftmaxFormula:
 
     @property
     def bias(self) -> Shared | None:
-        """How the bias whose gradient is computed is broadcast, or None."""
+        """How the bias is broadcast over the rows, or None if no bias needs a gradient."""
         return (
             None
             if self.spec.softmax.logits_bias_dtype is None
@@ -94,7 +94,10 @@ class SoftmaxFormula:
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
-        """Select 0 for a multiple of y or exp(y) where that factor is 0, in masked calls."""
+        """Return `multiple`, a multiple of y (or exp(y)), with 0 where y (or exp(y)) is 0.
+
+        This applies to masked calls only.
+        """
         if not self.spec.drops_entries:
             return multiple
         return jnp.where(y == (-jnp.inf if self._is_log else 0.0), 0.0, multiple)
@@ -115,7 +118,7 @@ class SoftmaxFormula:
 def softmax_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: InRegisters | None = None
 ) -> Operands:
-    """Return the gradients of x and of the bias. `schedule` overrides the table's."""
+    """Return the gradients of x and of the bias. `schedule` replaces the default schedule."""
     formula = SoftmaxFormula(spec)
     y, mask, dy = residuals.saved, residuals.mask, cotangents.y
     schedule = required(schedule or softmax_schedule(spec), spec)
@@ -153,11 +156,11 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """Return y and d of each fragment, and the mask if masked elements have a nonzero y."""
+    """Return y and d of each fragment. If masked elements have a nonzero y, add the mask."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # a finite `SoftmaxOptions.masked_logit`
+    if not place.drops and place.masks:  # The call has a finite `SoftmaxOptions.masked_logit`.
         return list(zip(y, d, place.keep()))
     if place.drops:
         keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
@@ -171,7 +174,11 @@ def _read(
 
 
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the sums of dz over the rows that share a value of the bias, ``(n, 1)``."""
-    dz = totals - totals if spec.renormalises else totals * (1 - weights)  # NaN stays NaN.
+    """Return the gradient of a bias with one value per row, ``(n, 1)``: sums of dz.
+
+    `totals` and `weights` are the row sums of the formula.
+    """
+    # totals - totals is 0, but NaN if the total is not finite.
+    dz = totals - totals if spec.renormalises else totals * (1 - weights)
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

@@ -32,7 +32,7 @@ Exp = Callable[[jax.Array], jax.Array]
 def softmax_fwd(
     operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
 ) -> Results:
-    """Return softmax or log_softmax. `schedule` overrides the table's."""
+    """Return softmax or log_softmax. `schedule` replaces the default schedule."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
         _in_registers(spec),
@@ -63,8 +63,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
-                # The maximum is finite for a row of unmasked -inf, but not for a row that is masked
-                # entirely.
+                # The maximum is finite even for a row of unmasked -inf, but not for an entirely
+                # masked row.
                 highest = [
                     jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
                     for keep, v in zip(place.keep(), highest)
@@ -79,7 +79,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # 0 for a row that is masked entirely
+            for count in counts:  # The count is 0 for a row that is masked entirely.
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
@@ -90,7 +90,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
-                # Columns that two parts hold must have equal results.
+                # Columns that two fragments hold must have equal results.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
@@ -110,7 +110,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
 
 
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
-    """Return scale x + bias, with `SoftmaxOptions.masked_logit` for masked elements."""
+    """Return scale x + bias. Masked elements are replaced by `SoftmaxOptions.masked_logit`."""
     spec, layout = place.spec, place.tile.layout
     z = [scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.softmax.logits_bias_rows is not None:
