@@ -130,7 +130,7 @@ def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
 def send(
     message: Sequence[Any], target: mgpu.Word, barrier: mgpu.Word, block: mgpu.Word, blocks: int
 ) -> None:
-    """Send 1, 2 or 4 values to address `target` of block number `block`, if the cluster has it."""
+    """Send 1, 2 or 4 values to address `target` in block number `block`, if that exists."""
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
     values = values if len(message) == 1 else f"{{{values}}}"
