@@ -364,10 +364,10 @@ class Spec:
     def compute_dtype(self) -> np.dtype:
         """dtype of the arithmetic: float64 if an array of rows is float64, else float32.
 
-        Both norms of a call use the same one, so that all statistics have one dtype.
+        Both norms of a call use the same dtype, so that all statistics have one dtype.
         """
         arrays = (*self.operand_dtypes, self.y_dtype, self.softmax.logits_bias_dtype)
-        # By name: numpy takes None for float64.
+        # Compare by name: numpy treats None as float64.
         is_wide = self.norm.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
 

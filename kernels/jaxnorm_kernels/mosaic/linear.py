@@ -186,7 +186,7 @@ def rms_norm_linear_fwd(
     activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """Return y in `dtype`; `schedule` overrides the chosen one.
+    """Return y in `dtype`; `schedule` replaces the default schedule.
 
     x is ``(rows, cols)`` in the dtype of the matmul, weight ``(cols, features)``, scale ``(cols,)``
     and bias ``(features,)``.
@@ -344,7 +344,7 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- product
 
     def multiply(self) -> None:
-        """Compute the warpgroup's rows of each tile."""
+        """Compute the rows of each tile of y that belong to this warpgroup."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

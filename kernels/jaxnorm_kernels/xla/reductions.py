@@ -47,8 +47,8 @@ def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
 def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
     """Return `row_sum`. On a CPU, XLA does not fuse it with the computation that follows.
 
-    On a CPU, XLA has a library compute sums and elementwise functions of them. XLA's own loops need
-    two thirds of the library's time for such functions, and reuse an operand's buffer.
+    On a CPU, XLA has a library compute sums and elementwise functions of them. For elementwise
+    functions, XLA's own loops need two thirds of the library's time, and reuse an operand's buffer.
     """
     return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 

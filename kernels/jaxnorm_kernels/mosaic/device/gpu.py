@@ -19,10 +19,10 @@ PORTABLE_CLUSTER = 8
 #: The maximum number of schedules in the cache of each function that chooses them.
 SCHEDULES_KEPT = 1024
 
-# These hold for all GPUs with clusters.
+# Limits of all GPUs with clusters:
 REGISTERS = 65536  # per multiprocessor
 MOST_REGISTERS = 255  # per thread
-# These hold for Hopper and B200.
+# Limits of Hopper and B200:
 SHARED_BYTES = 228 * 1024  # per multiprocessor
 RESERVED_BYTES = 1024  # of shared memory, per block
 MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES  # per block

@@ -61,8 +61,8 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
     """Load a boolean ref in global memory as an int8 array of `shape`.
 
-    Each element takes a byte. Mosaic's own vector load takes the elements for bits (jax 0.11.2 and
-    0.12.0).
+    Each element takes a byte. Mosaic's own vector load treats the elements as single bits (jax
+    0.11.2 and 0.12.0).
     """
     if is_interpreted():
         return load(ref, layout, shape).astype(jnp.int8)
@@ -235,7 +235,7 @@ def store_vectors(
 
 
 def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
-    """Store each thread's vector for whose first element `inside` is true."""
+    """Store each thread's vector if `inside` is true for the vector's first element."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
@@ -309,7 +309,7 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
 
 
 def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) -> jax.Array:
-    """Return the inverse of `split_pairs`."""
+    """Interleave even and odd columns: the inverse of `split_pairs`."""
     shape = (*first.shape[:-1], 2 * first.shape[-1])
     if is_interpreted():
         return jnp.stack([first, second], axis=-1).reshape(shape)

@@ -89,7 +89,7 @@ class Stages:
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to fill the stage of step `k` for a later step; called after its last use."""
+        """Start to fill the stage of step `k` for a later step, once step `k` is finished."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 

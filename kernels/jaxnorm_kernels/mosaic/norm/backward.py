@@ -300,7 +300,7 @@ def norm_gated_bwd(
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
-      schedule: overrides the table's.
+      schedule: replaces the default schedule.
     """
     assert spec.norm.gate_dtype is not None
     (dx, dgate), gradients = _run(
@@ -368,7 +368,7 @@ def scaled_sum_bwd(
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
-      schedule: overrides the table's.
+      schedule: replaces the default schedule.
     """
     bias = residuals.bias if spec.norm.saved == "output" else None
     (dx, dresidual), gradients = _run(

@@ -48,7 +48,7 @@ from jaxnorm_kernels.specs import Op, Spec
 
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None) -> Results:
-    """See `Implementation.forward`; statistics are float32.
+    """Run a norm's forward pass; see `Implementation.forward`. Statistics are float32.
 
     Args:
       operands: arrays of 16 or 32 bits.

@@ -33,7 +33,7 @@ from jaxnorm_kernels.specs import Spec
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
-    """See `Implementation.forward`; statistics are float32."""
+    """Run a forward pass; see `Implementation.forward`. Statistics are float32."""
     schedule = required(schedule or heads.forward(spec), spec)
     tile, shared = schedule.tile(spec), spec.norm.table_rows
     assert shared is not None
@@ -141,7 +141,7 @@ class _RotatedRows:
 def norm_rope_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Heads | None = None
 ) -> Operands:
-    """See `Implementation.backward`."""
+    """Run a backward pass; see `Implementation.backward`."""
     schedule = required(schedule or heads.backward(spec), spec)
     tile = schedule.tile(spec)
     scale = [a for a in (residuals.scale,) if a is not None]

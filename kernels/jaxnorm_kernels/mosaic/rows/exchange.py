@@ -130,7 +130,7 @@ def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
 def send(
     message: Sequence[Any], target: mgpu.Word, barrier: mgpu.Word, block: mgpu.Word, blocks: int
 ) -> None:
-    """Send 1, 2 or 4 values to address `target` of block number `block`, if the cluster has it."""
+    """Send 1, 2 or 4 values to address `target` in block number `block`, if that exists."""
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
     values = values if len(message) == 1 else f"{{{values}}}"
@@ -258,7 +258,7 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce the bytes that arrive for this warpgroup's slots, from one thread."""
+        """Announce this warpgroup's share of the block's incoming bytes, from one thread."""
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
@@ -266,7 +266,7 @@ class ClusterExchange:
     def _add(self, terms: Any, stage: mgpu.Word, of_warp: Sequence[Any]) -> list[Any]:
         """Return the sums of each value over the warps of the warpgroup.
 
-        Zeros are appended until the sums fill whole messages (`MESSAGE` values each).
+        Zeros are appended until the sums fill whole messages (see `_width`).
         """
         thread = mgpu.thread()
         first = stage * self.warpgroups + thread // WARPGROUP_THREADS

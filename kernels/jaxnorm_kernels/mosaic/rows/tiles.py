@@ -245,7 +245,7 @@ class Tile:
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Compute `columns`."""
+        """Compute the result of `columns`, which may have been computed before."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
     def _reduce(

@@ -62,7 +62,7 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# The preferred and the maximum number of columns per thread in a ring. The first applies if the GPU
+# The preferred and the maximum number of columns per thread in a ring. It is at most 12 if the GPU
 # has large enough clusters, because many small blocks wait less for each other's sums than a few
 # large ones. 255 registers hold at most 32 columns.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32

@@ -156,7 +156,7 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """Return y and d of each fragment. If masked elements have a nonzero y, add the mask."""
+    """Return y, d and, if masked elements have a nonzero y, the mask, for each fragment."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
