@@ -38,7 +38,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The cell of the step, and that of the plain JAX step."""
+        """The cell of the jaxnorm step and the cell of the plain JAX step."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),

@@ -44,7 +44,7 @@ class Timing:
 
 
 def buffers_for(size: int) -> int:
-    """Return how many sets of operands calls use in turn, if each touches `size` bytes."""
+    """Return the number of sets of operands that calls use in turn; a call touches `size` bytes."""
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
 
 

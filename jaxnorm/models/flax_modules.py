@@ -302,7 +302,7 @@ def fits(
 
 
 def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise a ValueError unless the number of heads of `other` divides that of the query."""
+    """Raise a ValueError unless the heads of the query are a multiple of the heads of `other`."""
     heads, shared = query.shape[-2], other.shape[-2]
     if heads % shared:
         raise ValueError(

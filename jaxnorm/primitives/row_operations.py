@@ -283,8 +283,8 @@ class _RowRules(Rules[Call]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: batched rows become more rows, batched parameters become groups of rows.
 
-        In a backward pass, gradients of parameters are batched in any case. The same backward pass
-        runs, so a gradient taken outside `jax.vmap` uses it, too.
+        A backward pass always returns batched gradients of parameters. A gradient that is taken
+        outside `jax.vmap` runs this backward pass, too.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         batched = {kind for kind, dim in zip(call.kinds_taken, dims) if dim is not None}
