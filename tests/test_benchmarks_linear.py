@@ -136,7 +136,7 @@ def test_torch_products(op, name, monkeypatch):
     expected = (x @ weight).numpy()
     # Each term has the rounding of the norm to bfloat16: their errors walk randomly.
     walk = SAFETY * unit_roundoff("bfloat16") * (x.square() @ weight.square()).sqrt().numpy()
-    assert_within(y.double().numpy(), expected, walk + rounding(expected, "bfloat16"))
+    assert_within(y.detach().double().numpy(), expected, walk + rounding(expected, "bfloat16"))
     measured = torch_side.prepare("linear", cell)()
     assert measured["tflops"] == pytest.approx(cell.workload.flops / measured["us"] / 1e6)
 

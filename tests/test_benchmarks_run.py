@@ -210,7 +210,9 @@ def test_training_steps_are_selected():
     every = asked()
     assert len({*every}) == len(every)
     assert {cell.layers for cell in every} == {"scan", "unrolled"}
-    arguments = "--ops llama-1b-qk --variants jnp jaxnorm-products --remats none --layers scan"
+    arguments = (
+        "--ops llama-1b-qk --variants jnp jaxnorm-products --remats none --layers scan --devices 1"
+    )
     found = [(c.model, c.remat, c.layers, c.provider) for c in asked(*arguments.split())]
     assert found == [
         ("llama-1b-qk", "none", "scan", "jnp"),
