@@ -30,7 +30,8 @@ from jaxnorm_kernels.mosaic.support import (
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
-# Kernels by family of operations. An operation with an entry does not use its family's.
+# Kernel functions by family of operations. If an operation has an entry of its own, it does not use
+# its family's kernel.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

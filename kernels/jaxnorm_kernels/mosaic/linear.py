@@ -20,10 +20,10 @@ Multiplying x by G inside the kernel takes more time than a separate pass over w
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
-    with the pass that gives weight G        1.12           1.13           1.16
-    instead, G to x in registers             1.16           1.17           1.27
-    or G to x in shared memory               1.30           1.32           1.39
-    XLA's norm, and cuBLAS                   1.18           1.09           1.05
+    with a pass that computes G weight       1.12           1.13           1.16
+    x multiplied by G in registers           1.16           1.17           1.27
+    x multiplied by G in shared memory       1.30           1.32           1.39
+    XLA's norm, then cuBLAS                  1.18           1.09           1.05
 
 If x is multiplied in registers, no matmul may be in flight while x is written to them; otherwise,
 ptxas serialises all matmuls. If x is multiplied in shared memory, its reads and writes compete with
@@ -192,10 +192,10 @@ def rms_norm_linear_fwd(
     activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """Return y in `dtype`. `schedule` replaces the default schedule.
+    """Return activation(rms_norm(x) @ weight + bias) in `dtype`.
 
     x is ``(rows, cols)`` in the dtype of the matmul, weight is ``(cols, features)``, scale
-    ``(cols,)`` and bias ``(features,)``.
+    ``(cols,)`` and bias ``(features,)``. `schedule` replaces the default schedule.
     """
     sizes = *x.shape, weight.shape[1]
     rows, _, features = sizes
@@ -229,7 +229,7 @@ def rms_norm_linear_fwd(
 def _scaled_weight(
     weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return c G weight in `dtype`, and 1 / c as ``(1,)``, or None if c is 1.
+    """Return c G weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
 
     In float16, G weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
     bfloat16, c is 1.
@@ -244,7 +244,10 @@ def _scaled_weight(
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
-    """Pad an array with zeros, so that the narrowest swizzle divides its rows."""
+    """Pad an array with zeros, so that the sizes of its axes are multiples of 16.
+
+    The rows of x are not padded.
+    """
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
         widths[0] = (0, 0)
@@ -280,7 +283,7 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     swizzle = math.gcd(
         128, *(n * dtype.itemsize for n in (shape[-1], *(a.shape[-1] for a in arrays)))
     )
-    transforms: Any = plgpu  # mypy considers the classes of transforms abstract
+    transforms: Any = plgpu  # mypy considers these classes abstract
     tiled = transforms.TilingTransform((8, swizzle // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiled, transforms.SwizzleTransform(swizzle)))
 
@@ -350,8 +353,8 @@ class _ProductKernel:
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
         if "bias" in shared:
-            # Load the bias after the other operands, because this waits until the previous tile,
-            # whose bias is overwritten, is finished.
+            # Load the bias last: this waits until the previous tile, whose bias is overwritten, is
+            # finished.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -398,9 +401,10 @@ class _ProductKernel:
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Square this warpgroup's rows of a tile of x, and add up their columns to 8: ``(64, 8)``.
+        """Square this warpgroup's rows of a tile of x, and add up groups of columns: ``(64, 8)``.
 
-        These 8 columns are added only once, when the tile of y is complete.
+        Each of the 8 results per row is a sum of 8 columns. They are added only once, when the tile
+        of y is complete.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]

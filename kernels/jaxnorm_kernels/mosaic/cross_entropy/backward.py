@@ -118,7 +118,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """Return dx of one unit in float32, for a row that is not masked."""
+    """Return dx in float32 for one unit (vector per thread) of a row that is not masked."""
     top, log_sum, d, *of_entropy = numbers
     g_x = g(x, spec)
     p, log_p, base = probability(g_x - top, log_sum, spec)

@@ -112,7 +112,10 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Return the units of a row's classes; if `padded`, also of the padding columns behind them."""
+    """Return the units (vectors per thread) that cover a row's classes.
+
+    If `padded`, they also cover the padding columns behind the classes.
+    """
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
@@ -215,7 +218,8 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
 class _Share:
     """The units of a row that one warpgroup reads, grouped into steps of ``schedule.units`` units.
 
-    If n warpgroups share the row, each reads every n-th unit.
+    A unit consists of one vector per thread (`Unit`). If n warpgroups share the row, each reads
+    every n-th unit.
     """
 
     spec: Spec
@@ -225,15 +229,15 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """Number of steps whose units are all complete and do not overlap another unit."""
+        """Number of steps in which all units of columns are complete and overlap no other unit."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's units in a step. `index` is less than `whole_steps`."""
+        """Return this warpgroup's units of columns in step `index`, one of `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's units after the last whole step; the list may be empty."""
+        """Return this warpgroup's units of columns that follow the last whole step, if any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)

@@ -63,7 +63,8 @@ _F32 = np.dtype(np.float32)
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
-# For |u| up to this limit, a polynomial of five terms is accurate to one ulp.
+# For |u| up to this limit, a polynomial of five terms computes exp(-u) - 1 with an error below one
+# ulp. u is the difference of a teacher's and a student's logit, each relative to its row's maximum.
 _SMALL = 0.125
 
 
@@ -201,15 +202,15 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """Number of steps whose units are all complete and do not overlap another unit."""
+        """Number of steps in which all units of columns are complete and overlap no other unit."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's units in a step. `index` is less than `whole_steps`."""
+        """Return this warpgroup's units of columns in step `index`, one of `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's units after the last whole step; the list may be empty."""
+        """Return this warpgroup's units of columns that follow the last whole step, if any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -403,7 +404,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """Return dx of one unit in float32, for a row that is not masked."""
+    """Return dx in float32 for one unit (vector per thread) of a row that is not masked."""
     m_q, log_s_q, m_p, log_s_p, d, *of_reverse = numbers
     of_teacher, g_x = _of_teacher(spec), g(x, spec)
     below_q, below_p = g_x - m_q, g(teacher, of_teacher) - m_p

@@ -23,10 +23,11 @@ _FAR = -1e20
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """Compute g in float32, for an array of logits or for the scalar logit of the label.
+    """Compute g, the (capped) logits before the factor f, in float32.
 
-    For float32 logits, tanh is accurate to 2 ulp of 1. Arrays of 16-bit logits use a faster tanh,
-    because with the accurate one the forward pass reached only 0.47 of a copy's bandwidth (H200).
+    x is an array of logits, or the scalar logit of the label. For float32 logits, tanh is accurate
+    to 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the accurate one the
+    forward pass reached only 0.47 of a copy's bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x

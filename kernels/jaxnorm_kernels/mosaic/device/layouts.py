@@ -138,6 +138,7 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     if shape != ref.shape:
         ref = ref.reshape(*shape)
     # Mosaic's inline operations lose the layout of an array that fits in one register of a thread.
+    # Such arrays use Pallas' load.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
         return plgpu.load(ref, layout=layout, optimized=False)
     signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True
@@ -198,9 +199,9 @@ def load_wide_columns(
 def _load_wide(
     refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
 ) -> list[jax.Array]:
-    """Load all arrays in one inline MLIR function.
+    """Load all arrays in one inline MLIR function, which compiles faster than several.
 
-    Mosaic spends more time on lowering each inline function than on the operations inside it.
+    Mosaic spends more time on lowering an inline function than on the operations inside it.
     """
     count = len(refs) * len(starts)
 
@@ -252,7 +253,7 @@ def _widen_register(register: Any) -> Any:
 
 
 def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
-    """Return a Mosaic array with `value`'s layout and shape, made of `registers`."""
+    """Wrap `registers` as a Mosaic array with the layout and shape of `value`."""
     placed = value.registers.copy()
     for at, register in enumerate(registers):
         placed.flat[at] = register
@@ -260,7 +261,7 @@ def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = N
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """Return a Mosaic array of floats that needs one register per thread: `register`."""
+    """Wrap `register`, of which each thread has one, as a Mosaic array of floats."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     registers.flat[0] = register
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -13,9 +13,9 @@ from jax.extend.core import Primitive
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-# Lower limit of the maxima of row parts. If a part of a row contains only -inf, its exponentials
-# relative to this limit are 0; relative to a maximum of -inf they would be NaN. If the entire row
-# is -inf, the softmax is still NaN, from 0 / 0.
+# Lower limit of the maxima that are computed for parts of a row. If a part contains only -inf, its
+# exponentials relative to this limit are 0; relative to a maximum of -inf they would be NaN. If the
+# entire row is -inf, the softmax is still NaN, from 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
 

@@ -154,7 +154,7 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each register, the registers of all `values` and their address in `ref`.
+    """Yield, for each register position, the registers of all `values` and the address in `ref`.
 
     The values have equal layouts, and `ref` is in global memory.
     """
@@ -239,7 +239,7 @@ def store_vectors(
 
 
 def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
-    """Store those vectors of `value` for whose first element `inside` is true."""
+    """Store each thread's vector of `value` if `inside` is True for the vector's first element."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:

@@ -73,10 +73,10 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 def tanh(unit: jax.Array, times: float) -> jax.Array:
     """Compute ``tanh(times unit)`` with an absolute error of at most 8 ulp of 1.
 
-    The formula is 1 - 2 / (1 + exp(2 times unit)). The exponent is limited, so that results above 1
-    - 2^-28 become 1. The product of `_SHARING` denominators is then finite. The reciprocal has an
-    error of 3 ulp, one of which is due to the instruction. The exponential has an error of at most
-    a quarter ulp, which counts twice.
+    The formula is 1 - 2 / (1 + exp(2 times unit)). The exponent is limited, so that results within
+    2^-28 of 1 become 1. The product of `_SHARING` denominators, which `_reciprocals` inverts, is
+    then finite. The reciprocal has an error of 3 ulp, one of which is due to the instruction. The
+    exponential has an error of at most a quarter ulp, which counts twice.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)

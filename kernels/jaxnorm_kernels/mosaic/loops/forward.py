@@ -66,7 +66,7 @@ def run(
       name: the kernel's name, without the prefix ``jaxnorm_``.
       others: shapes and dtypes of further outputs. The body gets their refs at the beginning of
         `ForwardRefs.scratch`.
-      scratch: scratch memory, in place of the tile's.
+      scratch: shared memory and barriers, in place of those that the tile requests.
       blocks: number of blocks, in place of the tile's.
     """
     # JAX caches the traced body, so it must not refer to traced arrays; it uses only their number.

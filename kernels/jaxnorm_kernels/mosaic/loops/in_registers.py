@@ -36,13 +36,13 @@ from jaxnorm_kernels.specs import Shared
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How blocks split the rows of x to compute a bias's gradient, and the sums that they store.
+    """How blocks compute the gradient of a bias, each row of which is a sum over rows of x.
 
     Attributes:
       tile: how a block distributes its rows over threads.
       shared: how the bias is broadcast over the rows of x. The bias has all columns.
       dtype: dtype of the bias's gradient.
-      splits: number of blocks that split the rows of x with the same row of the bias.
+      splits: number of blocks that share the work for one row of the gradient.
     """
 
     tile: Tile
@@ -95,7 +95,7 @@ class BiasSums:
 
     @property
     def _tiles(self) -> Shared:
-        """`shared` in units of tiles: how tiles, instead of rows, share rows of the bias."""
+        """How tiles of x, instead of single rows, use the rows of the bias."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
@@ -120,8 +120,8 @@ class InRegisters:
       rows: number of rows per block. It can be above 1 only if the threads of a row are in one
         warp.
       cluster: number of blocks that share a row.
-      splits: number of blocks (or clusters) that split the rows of x with the same row of a bias
-        (`BiasSums`).
+      splits: number of blocks (or clusters) that share the work for one row of a bias's gradient,
+        which is a sum over rows of x (`BiasSums`).
       apart: True if each unit of a row (one vector per thread) is a fragment of its own, see
         `Tile`.
     """
@@ -157,12 +157,12 @@ def in_registers_backward(
     row_values: int = 0,
     sums: BiasSums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Run a formula that has no parameters and statistics.
+    """Run a backward kernel whose formula has no parameters and statistics.
 
     Returns the results per element, then the `row_values` row sums, then the bias's sums, if any.
 
     Args:
-      formula: the formula.
+      formula: the equations of the backward pass.
       operands: arrays ``(rows, cols)``.
       read: loads the formula's row operands.
       tile: how a block distributes its rows over threads.
@@ -182,9 +182,8 @@ def in_registers_backward(
         def step(row: Any, k: Any = 0) -> Fragments:
             """Process a tile of rows: store its results, and return the terms of the column sum.
 
-            `row` is the index of the tile's rows in the array.
-
-            `k` is the number of tiles that the block has processed before.
+            `row` is the index of the tile's rows in the array, and `k` the number of tiles that the
+            block has processed before.
             """
             elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]

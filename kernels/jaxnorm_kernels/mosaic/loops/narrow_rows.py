@@ -276,7 +276,7 @@ def pipelined_narrow_rows_backward(
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Load a tile's rows in float32: for each fragment of columns, an array per operand."""
+        """Load a tile's rows in float32: for each range of columns, an array per operand."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
         return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 

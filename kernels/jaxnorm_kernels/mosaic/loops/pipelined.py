@@ -93,7 +93,7 @@ class Stages:
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to load step ``k + count`` into the stage of step `k`, which is finished."""
+        """Start to load step ``k + count`` into the buffer of step `k`, which is finished."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -112,8 +112,8 @@ class Stages:
 class Share:
     """The rows that one block processes: every n-th step, if n blocks share a group of rows.
 
-    A step is a number of neighbouring rows. If a group is not a multiple of a step, the last step
-    of the group overlaps the previous one.
+    A group consists of consecutive rows with the same parameters, and a step of a few neighbouring
+    rows. If a group is not a multiple of a step, its last step overlaps the previous one.
 
     Attributes:
       rows: number of rows of a group.
@@ -131,7 +131,11 @@ class Share:
 
     @classmethod
     def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
-        """Return this block's rows. `rows` is the total of all groups, `blocks` is per group."""
+        """Return the rows that block number `block` processes.
+
+        `rows` is the total number of rows in all groups, and `blocks` the number of blocks per
+        group.
+        """
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
@@ -153,7 +157,7 @@ class Share:
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Return True for a row of step `k` that does not belong to the previous step, too."""
+        """Return True if a row of step `k` is not also in the previous step."""
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
@@ -249,7 +253,11 @@ class _PipelinedKernel:
                 unit.store(ref, block, value, self.ring.layout)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduce step `k`, finish step ``k - 1``, and load the statistics of step ``k + 1``."""
+        """Run one iteration of the loop over steps, each of which is one row or a few rows.
+
+        It reduces step `k`, stores the results of step ``k - 1``, and loads the statistics of step
+        ``k + 1``.
+        """
         before, now, carried = carry
         ahead = self.statistics(k + 1)
         pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
@@ -306,9 +314,10 @@ class _PipelinedKernel:
         return [a + b for a, b in zip(carried, added)]
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
-        """Read a unit of a row from the stage with index `at`, in float32.
+        """Load one unit of a row from the stage with index `at`, in float32.
 
-        The result has an array for each of the first `count` operands.
+        A unit consists of one vector per thread. The result has an array for each of the first
+        `count` operands.
         """
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = self.ring.layout, self.ring.shape
@@ -316,7 +325,7 @@ class _PipelinedKernel:
         return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
-        """Return zeros, the initial column sums, for each unit."""
+        """Return zeros, the initial column sums, for each unit (vector per thread) of a row."""
         zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
         return [zeros] * (len(self.units) * self.formula.column_sums)
 

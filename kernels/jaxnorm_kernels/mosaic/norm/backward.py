@@ -73,7 +73,10 @@ class NormFormula:
         return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G, 1 / G and the bias, in this order, but only those that the equations need."""
+        """Return G = scale + scale_offset, 1 / G and the bias, in this order.
+
+        Values that the equations do not need are left out.
+        """
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -97,8 +100,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # This form takes two fused multiply-adds. The form r (d G - c1 - xh c2) takes one and two
-        # other operations.
+        # In this form, dx takes two fused multiply-adds per element. In the form r (d G - c1 - xh
+        # c2), it takes one, and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -123,7 +126,7 @@ class NormFormula:
     def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return d, d G, z and 1 / G.
+        """Return d, d G, z and 1 / G, as defined in the module's docstring.
 
         If the input is saved, z is xh. 1 / G is None if it is not needed.
         """
@@ -277,7 +280,7 @@ class GatedFormula:
         return int(self.spec.norm.scale_dtype is not None)
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return a list with G, or an empty list if there is no scale."""
+        """Return a list with G = scale + scale_offset, or an empty list if there is no scale."""
         return [gain(scale, self.spec) for scale in params]
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
@@ -300,7 +303,7 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return e, dg, t, a and the derivative of a with respect to the gate."""
+        """Return e, dg, t, a and a's derivative, as defined in the equations above the class."""
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
@@ -366,7 +369,7 @@ class ScaledSumFormula:
         return self.norm.column_sums + 1
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return branch_scale, followed by the columns of the norm's formula."""
+        """Return branch_scale, followed by the values per column that the norm's formula uses."""
         branch_scale, *of_norm = params
         return [branch_scale, *self.norm.columns(of_norm)]
 
@@ -453,9 +456,10 @@ class TwoNormsFormula:
         )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G, G' and 1 / G'.
+        """Return G of the first norm, and G' and 1 / G' of the second.
 
-        G and G' are left out if the norm has no scale, and 1 / G' also if the input is saved.
+        G is scale + scale_offset. Entries of a norm without a scale are left out, and 1 / G' also
+        if the input is saved.
         """
         params = list(params)
         columns = []
@@ -495,7 +499,7 @@ class TwoNormsFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return xh, u, z, xh' and d G'.
+        """Return xh, u, z, xh' and d G', as defined in the equations above the class.
 
         If the input is saved, z is xh'.
         """

@@ -123,7 +123,10 @@ def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
 def norm_output(
     x: jax.Array, rstd: jax.Array, mean: jax.Array | None, columns: Sequence[jax.Array], spec: Spec
 ) -> jax.Array:
-    """Return y. `columns` are the results of `norm_columns` for the columns of x."""
+    """Return the norm's output y, after the activation if there is one.
+
+    `columns` are the results of `norm_columns` for the columns of x.
+    """
     rest = list(columns)
     y = (x if mean is None else x - mean) * rstd
     if spec.norm.scale_dtype is not None:

@@ -19,9 +19,9 @@ With a gate, y is rounded once, after the multiplication::
     norm_gated       y = norm(x) activation(gate)      or y = norm(x activation(gate))
 
 The variance is never computed as E[x^2] - E[x]^2, which suffers from cancellation. Instead, a row
-in registers is reduced twice: for the mean, then for the squares of x - mean. If several warps each
-reduce a part of a row, part p of size n_p has a mean_p of its own and M_p, the sum of squares of x
-- mean_p. The parts are merged as by Chan, Golub and LeVeque (1979)::
+in registers is reduced twice: for the mean, then for the sum of squares about it. If several warps
+each reduce a part of a row, part p of size n_p has its own mean_p and M_p, the sum of squares about
+mean_p. The parts are merged as by Chan, Golub and LeVeque (1979)::
 
     mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
 """
@@ -127,7 +127,7 @@ class _Params:
         return columns or [[]] * len(self.tile.fragments())
 
     def prepare(self, loaded: Sequence[Columns]) -> list[Columns]:
-        """Return `columns` for each entry of `refs`."""
+        """Return the float32 parameters (see `columns`) for each entry of `refs`."""
         return [self.columns(params, k) for k, params in enumerate(loaded)]
 
 
@@ -153,7 +153,7 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return the elements to normalise in float32: x, x + residual, or x times the gate."""
+        """Return the elements to normalise, in float32: x, x + residual, or x activation(gate)."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:

@@ -33,7 +33,10 @@ from jaxnorm_kernels.specs import Spec
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
-    """Run the forward pass; see `Implementation.forward`. Statistics are float32."""
+    """Run the forward pass of RMSNorm with a rotation; see `Implementation.forward`.
+
+    Statistics are float32.
+    """
     schedule = required(schedule or heads.forward(spec), spec)
     tile, shared = schedule.tile(spec), spec.norm.table_rows
     assert shared is not None
@@ -132,7 +135,7 @@ class _RotatedRows:
     def _normalised(
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
-        """Return xh and n. If the input is saved, n is not needed and is None."""
+        """Return the normalised input xh, and n = xh G; n is None if the input is saved."""
         if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table
@@ -148,7 +151,7 @@ class _RotatedRows:
 def norm_rope_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Heads | None = None
 ) -> Operands:
-    """Run the backward pass; see `Implementation.backward`."""
+    """Run the backward pass of RMSNorm with a rotation; see `Implementation.backward`."""
     schedule = required(schedule or heads.backward(spec), spec)
     tile = schedule.tile(spec)
     scale = [a for a in (residuals.scale,) if a is not None]

@@ -210,7 +210,10 @@ def _add(parts: Parts) -> list[Any]:
 
 
 def _merge_moments(parts: Parts) -> list[Any]:
-    """Return the mean of all parts, the sum of squares of x - mean, and the number of columns."""
+    """Merge the statistics of all parts of a strip.
+
+    Return the mean of all columns, the sum of squares of x - mean, and the number of columns.
+    """
     size = parts.total(2)
     mean = parts.sum(lambda part_mean, part_square, n: n * part_mean) / size
     square = parts.sum(
@@ -253,8 +256,9 @@ class _StripFormula(NormFormula):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Compute dscale, dbias and the terms of c2 and c1, from each inner element's column sums.
 
-        dscale and dbias are returned as far as they are needed. The terms of c2 and c1 are then
-        added over the elements of a group. `params` are the results of `columns`.
+        c2 and c1 are the row sums of the norm's derivative; their terms are then added over the
+        elements of a group. dscale and dbias are left out if they are not needed. `params` are the
+        results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:

@@ -261,7 +261,7 @@ class ClusterExchange:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
                 target += (rank * self.warpgroups + thread // WARPGROUP_THREADS) * (4 * width)
-                # Lane i of warp j sends to block 4 i + j.
+                # Lane i of warp j sends to block 4 i + j of the cluster.
                 block = thread % WARP * WARPS + thread // WARP % WARPS
                 messages = [(at, sums[at : at + MESSAGE]) for at in range(0, width, MESSAGE)]
             else:
@@ -275,7 +275,7 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce this warpgroup's part of the bytes that its block will receive."""
+        """Announce this warpgroup's part of the bytes that the block will receive."""
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)

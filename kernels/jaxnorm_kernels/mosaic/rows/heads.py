@@ -76,7 +76,7 @@ class HeadTile:
 
     @property
     def widths(self) -> list[int]:
-        """Number of columns in each part."""
+        """Number of columns in each part: first and second columns of pairs, and other columns."""
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
@@ -99,7 +99,7 @@ class HeadTile:
         return rows_layout(vector, self.threads, self.rows)
 
     def columns_layout(self, vector: int) -> Layout:
-        """Return the layout of the same part of a ``(cols,)`` operand that all rows share."""
+        """Return the layout of a ``(cols,)`` operand's part, with `vector` columns per thread."""
         return columns_layout(vector, self.threads)
 
     @property
@@ -108,7 +108,7 @@ class HeadTile:
         return self.rows_layout(self.vector).reduce(1)
 
     def load(self, ref: Ref, rows: Any) -> Parts:
-        """Load rows of a ``(rows, cols)`` ref as parts, in the ref's dtype."""
+        """Load rows of a ``(rows, cols)`` ref, as a list of parts in the ref's dtype."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[rows, pl.ds(start, width)], layout)
@@ -116,7 +116,7 @@ class HeadTile:
         return self._parts(of, self.rows_layout)
 
     def load_shared(self, ref: Ref, top: int) -> Parts:
-        """Load the tile's rows from a ref in shared memory as float32 parts.
+        """Load the tile's rows from a ref in shared memory, as a list of float32 parts.
 
         `top` is the index of the tile's first row in the ref.
         """
@@ -136,7 +136,7 @@ class HeadTile:
         return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Parts:
-        """Load a ``(cols,)`` ref that all rows share as parts, in the ref's dtype."""
+        """Load a ``(cols,)`` ref that all rows share, as a list of parts in the ref's dtype."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[pl.ds(start, width)], layout)
@@ -168,7 +168,10 @@ class HeadTile:
         return not has_each and size % self.rows == 0
 
     def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
-        """Store parts as rows of a ``(rows, cols)`` ref in global memory, rounded to its dtype."""
+        """Store rows, which are given as parts, in a ``(rows, cols)`` ref in global memory.
+
+        They are rounded to the ref's dtype.
+        """
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[rows, pl.ds(start, value.shape[1])], value, layout)
@@ -176,7 +179,7 @@ class HeadTile:
         self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
 
     def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
-        """Store parts as a ``(cols,)`` ref in global memory."""
+        """Store a ``(cols,)`` array, which is given as parts, in a ref in global memory."""
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
@@ -186,8 +189,8 @@ class HeadTile:
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` contains terms of the sum, one array for each part of the row; it may contain
-        several such lists of arrays.
+        `parts` contains the terms of the sum: one array for each part of the row, or several such
+        lists of arrays, one after the other.
         """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:

@@ -35,7 +35,10 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    """Multiply z by the softmax's scale. The derivative is multiplied by the same factor."""
+    """Multiply `z` by the softmax's scale.
+
+    This is used for the logits in the forward pass, and for their gradient in the backward pass.
+    """
     return z if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * z
 
 
@@ -81,7 +84,7 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
 
 # Causal rows with fewer columns are not split into smaller units, because they were not timed.
 _LEAST_CAUSAL_COLS = 512
-# minimum size of a load in a causal row
+# Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
 
 
@@ -91,8 +94,8 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
     A unit is the number of columns that the threads of a row load at once, `threads * vector`. A
     causal softmax loads complete units up to the diagonal: half a unit more than necessary, on
     average. Smaller units are therefore better. First the vector is halved, then the number of
-    threads, as long as possible. Rows with a mask or a bias, and short rows, use `threads` and
-    `vector` unchanged.
+    threads, until the row has `parts` units or both are minimal. Rows with a mask or a bias, and
+    short rows, use `threads` and `vector` unchanged.
     """
     if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -107,7 +110,9 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The rows of x that a block processes, with their mask or bias. All of them are in one run.
+    """The rows of x that a block processes, with their mask or bias.
+
+    All of them belong to one run (see `run_of_rows`).
 
     Attributes:
       tile: how the block distributes the rows over its threads.
@@ -191,7 +196,7 @@ class Place:
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
-        """Return the index of the operand's row (or rows) that the rows of the tile use."""
+        """Return the index of the row (or rows) of a mask or bias that the tile's rows use."""
         row = operand_row(shared, self.first)
         has_each = bool(shared.segments) and shared.segments[-1][1]
         return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row

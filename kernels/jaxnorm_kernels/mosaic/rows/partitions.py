@@ -53,7 +53,10 @@ class Fragment:
         store_global(ref.at[row, self.columns()], value, layout)
 
     def is_stale(self) -> jax.Array | None:
-        """Return a mask of the stale columns, in `warps_layout`, or None if no column is stale."""
+        """Return a mask of the stale columns, in `warps_layout`, or None if no column is stale.
+
+        A stale column is also in another fragment, which counts it.
+        """
         if self.fresh is None:
             return None
         shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
@@ -63,7 +66,7 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The columns of a row that one warpgroup has, or the threads of a warp that share a row.
+    """A part of a row's columns: those of one warpgroup, or those of the threads that share a row.
 
     Attributes:
       cols: number of columns of the row.
@@ -87,7 +90,7 @@ class Partition:
 
     @functools.cached_property
     def body_width(self) -> int:
-        """Number of columns in the body."""
+        """Number of columns in the body, which consists of complete units."""
         return self.units * self.unit
 
     @functools.cached_property

@@ -74,7 +74,10 @@ class Pipelined(Tile):
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the buffers for one row (or group), one buffer per copy."""
+        """Return the shape of each buffer in shared memory for a row (or group of rows).
+
+        Each copy fills one buffer.
+        """
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
@@ -103,7 +106,8 @@ class Pipelined(Tile):
         parts = len(self.slot_shapes())
         arrays = scratch[-1 - len(operands) * parts : -1]
         in_plain_order(*arrays)
-        queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # per operand
+        # For each operand, the buffers of its fragments; each has room for all slots.
+        queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]
         self.open(scratch)
         first = self.first(rows)
         count: Any = 1
@@ -129,7 +133,7 @@ class Pipelined(Tile):
                             source,
                             target,
                             filled.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # rows of any length
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # for rows of any length
                         )
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
@@ -171,7 +175,7 @@ class Pipelined(Tile):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedRow(Pipelined, SplitRow):
-    """Pipelined rows, each of which several warpgroups share."""
+    """A tile whose rows are loaded by asynchronous copies and shared by several warpgroups."""
 
     @functools.cached_property
     def exchange(self) -> Gather:
@@ -194,7 +198,7 @@ class PipelinedRow(Pipelined, SplitRow):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedTile(Pipelined, RowTile):
-    """Pipelined groups of narrow rows, one group at a time."""
+    """A tile that processes groups of narrow rows, which asynchronous copies load."""
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         return [(self.height, self.cols)]

@@ -39,7 +39,7 @@ from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
-    """Return the sum of each `group` neighbours, repeated for each of them: ``(width,)``."""
+    """Return the sum of each group of `group` neighbours, repeated for each: ``(width,)``."""
     if is_interpreted():
         return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 

@@ -129,12 +129,12 @@ class Strips:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of a unit in registers."""
+        """Shape of a unit in registers. A unit consists of one vector per thread."""
         return WARPS, WARP // self.threads, self.width
 
     @property
     def layout(self) -> Layout:
-        """Register layout of a unit."""
+        """Register layout of a unit, which consists of one vector per thread."""
         return strip_layout(self.vector, self.threads)
 
     @property
@@ -158,7 +158,7 @@ class Strips:
 
     @property
     def boxes_of_part(self) -> int:
-        """Number of copies per part."""
+        """Number of asynchronous copies that load a part of a warpgroup's columns."""
         return self._box_count // self.parts
 
     @property
@@ -225,7 +225,7 @@ class Strip:
     def begin(cls, strips: Strips, operands: Sequence[Ref], scratch: Sequence[Any]) -> "Strip":
         """Return the block's strip, and start the copies that load it from `operands`.
 
-        `scratch` is the shared memory that `Strips.scratch` describes.
+        `scratch` is the shared memory that `Strips.scratch` requests.
         """
         *stages, full = scratch
         in_plain_order(*stages)
@@ -264,7 +264,7 @@ class Strip:
         return self.full.at[lax.axis_index(WARPGROUP) * self.strips.parts + part]
 
     def read(self, which: int, fragment: Fragment) -> jax.Array:
-        """Load a fragment of operand number `which` from shared memory, in float32."""
+        """Load a fragment of array number `which` from shared memory, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
         staged = ref.at[pl.ds(fragment.stage_start, fragment.width)]
@@ -295,7 +295,7 @@ class Strip:
         return load(ref.at[self.inner], self.strips.stat_layout)
 
     def store(self, ref: Ref, fragment: Fragment, value: jax.Array) -> None:
-        """Store the elements of a fragment, rounded to the dtype of `ref`."""
+        """Store the elements of a fragment (a range of columns), rounded to the dtype of `ref`."""
         target = ref.at[self.outer, pl.ds(fragment.start, fragment.width), self.inner]
         if self.strips.holds_groups:
             store_global(target, value, self.strips.layout)
@@ -333,7 +333,7 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """The `Span` of the strip, which is needed if groups do not divide its width."""
+        """The elements that this strip stores, if the group size does not divide its width."""
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
         return strip_groups.Span(
@@ -355,7 +355,7 @@ class Strip:
         return is_first
 
     def _of_groups(self, ref: Ref) -> Ref:
-        """Return this strip's ``(width / group,)`` part of a ref of `Strips.stats_shape`."""
+        """Return the part of a statistic's ref that belongs to this strip: ``(width / group,)``."""
         group = self.strips.group
         return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
 
@@ -376,10 +376,10 @@ class Strip:
         *,
         waits: bool = False,
     ) -> list[Stat]:
-        """Sum `count` terms over each warp's columns.
+        """Compute `count` sums over each warp's columns.
 
-        ``terms(fragment)`` returns the terms of a fragment. If `waits` is True, wait for each
-        part's copies before reading it.
+        ``terms(fragment)`` returns the terms of the sums for a range of columns. If `waits` is
+        True, wait for each part's copies before reading it.
         """
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
@@ -390,7 +390,7 @@ class Strip:
         return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
-        """Return the number of columns of each warp, without stale columns."""
+        """Return how many columns each warp sums up. Stale columns are not counted."""
         if not self.partition.has_tail:
             return self.partition.width / WARPS
         (sizes,) = self.sum(lambda fragment: [self._all(1)])
@@ -411,9 +411,10 @@ class Strip:
         carry: T,
         waits: bool = False,
     ) -> T:
-        """Run `step` on each unit, in a loop if there are many.
+        """Run `step` on each unit of the warpgroup's columns, in a loop if there are many.
 
-        If `waits` is True, wait for each part's copies before reading it.
+        A unit consists of one vector per thread. If `waits` is True, wait for each part's copies
+        before reading it.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -537,7 +538,7 @@ class StripExchange:
         return WARPS * self.strips.warpgroups
 
     def scratch(self) -> list[Any]:
-        """Return barriers, and shared memory for the statistics of warps and blocks."""
+        """Return the shared memory and the barriers of the exchange."""
         strips = self.strips
         of_warps = (self.stats, self._parts, strips.width)
         of_blocks = (self.stats, strips.cluster, strips.width)
@@ -592,7 +593,10 @@ class StripExchange:
         return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Return statistics as `Parts`. `slots` contains the statistics that are arrays."""
+        """Wrap the statistics of all parts of a strip as `Parts`.
+
+        Statistics that are arrays are in shared memory, in `slots`; the others are numbers.
+        """
         rows = itertools.count()
         readers = [
             stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))

@@ -75,11 +75,11 @@ class Steps:
     """The functions that a forward kernel calls for each row (or group of rows).
 
     Attributes:
-      load: called for each fragment of a row, with its elements of each row operand in the
-        operand's dtype. Returns a tuple of arrays: the elements to reduce, in float32, and others
-        that are needed later.
-      finish: ``finish(row, prepared)`` reduces a row, a `LoadedRow`, and stores its results.
-        `prepared` is the result of `prepare`.
+      load: called for each fragment (range of columns) of a row, with its elements of each row
+        operand in the operand's dtype. Returns a tuple of arrays: the elements to reduce, in
+        float32, and others that are needed later.
+      finish: ``finish(row, prepared)`` reduces a row, given as a `LoadedRow`, and stores its
+        results. `prepared` is the result of `prepare`.
       params: ``params()`` loads the parameters of columns, once per block.
       prepare: ``prepare(params())`` computes values that depend on parameters only.
     """
@@ -167,7 +167,10 @@ class Tile:
         return []
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Return the index in an array of tile number `group` (default: the block's number)."""
+        """Return the index in an array of the rows of tile number `group`.
+
+        By default, this is the tile whose number is the block's number.
+        """
         return lax.axis_index(BLOCK) if group is None else group
 
     def first_row(self, rows: int) -> Any:
@@ -204,11 +207,11 @@ class Tile:
         return 0
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return the columns of a row that warpgroup number `index` has."""
+        """Return the columns of a row that warpgroup number `index` processes."""
         return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
-        """Return the columns of a row that this warpgroup has, as fragments."""
+        """Return the columns of a row that this warpgroup processes, as fragments."""
         part = self.partition(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
@@ -247,7 +250,10 @@ class Tile:
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """Return a function that broadcasts `stat` to a fragment, computed once per shape."""
+        """Broadcast `stat` to each shape of a fragment, once for all fragments of that shape.
+
+        Return a function from a fragment to the broadcast array.
+        """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
@@ -384,9 +390,10 @@ class WarpgroupRow(Tile):
 def _folded(
     units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Combine units of equal shape elementwise, with `pairwise`, into one array.
+    """Combine all units of equal shape elementwise, with `pairwise`.
 
-    The result has one array for the body's units, and one for the tail if its shape is different.
+    The result is a list with one array for the units of the body, and another one for the tail if
+    its shape is different.
     """
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
@@ -451,12 +458,12 @@ class SplitRow(Tile):
         return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
-        """Return the number of columns of each warp, without stale columns."""
+        """Return how many columns of the row each warp reduces. Stale columns are not counted."""
         body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Return each warp's number of columns that are not stale, from a ``(4, n)`` mask."""
+    """Count each warp's columns that are not stale, from a ``(4, n)`` mask of these columns."""
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

@@ -72,7 +72,10 @@ class Unit:
         return jnp.logical_and(column >= self.start, column < behind)
 
     def is_fresh(self) -> jax.Array | None:
-        """Return a mask of the elements that are not stale, or None if no element is stale."""
+        """Return a mask of the elements that are not stale, or None if no element is stale.
+
+        A stale element is also in another unit, which counts it.
+        """
         if self.fresh is None:
             return None
         first, end = self.fresh
@@ -80,7 +83,7 @@ class Unit:
         return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
-        """Store the columns that are not stale in a row of `ref`."""
+        """Store the unit in a row of `ref`, except for stale columns, which another unit stores."""
         width = WARPGROUP_THREADS * self.vector
         if self.fresh is None:
             store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
@@ -131,7 +134,7 @@ class Units:
 
     @property
     def body(self) -> int:
-        """Number of columns in the body."""
+        """Number of columns in the body of a row, which is loaded in 16-byte vectors."""
         most = self.cols - (self.vector - 1) * self.has_edges
         return most // self.vector * self.vector
 
@@ -142,12 +145,15 @@ class Units:
 
     @functools.cached_property
     def whole(self) -> int:
-        """Number of leading units that have no stale columns in any row."""
+        """Number of leading units without stale columns, in any row.
+
+        They overlap neither an earlier unit nor the padding.
+        """
         latest = (self.vector - 1) * self.has_edges
         return min(self.body, self.end - latest) // self.width
 
     def first(self, row: Any) -> Any:
-        """Return the column at which the body of a row begins."""
+        """Return the column at which a row's body begins: the first at a multiple of 16 bytes."""
         if not self.has_edges:
             return 0
         of_period = lax.rem(jnp.int32(row), self.vector)

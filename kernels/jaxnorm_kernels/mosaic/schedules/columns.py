@@ -23,23 +23,23 @@ def registers(spec: Spec) -> int:
 
 
 def param_sizes(spec: Spec) -> list[int]:
-    """Return a list with the bytes per column of each parameter."""
+    """Return the bytes per column of each parameter (scale, bias and others)."""
     norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
     return _sizes(*norms, spec.norm.branch_scale_dtype)
 
 
 def param_bytes(spec: Spec) -> int:
-    """Return the total bytes per column of all parameters."""
+    """Return the bytes per column of all parameters (scale, bias and others), in total."""
     return sum(param_sizes(spec))
 
 
 def column_bytes(spec: Spec) -> int:
-    """Return the total bytes per column of all rows that are loaded."""
+    """Return the bytes per column of all arrays that are loaded row by row, in total."""
     return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
-    """Return the total bytes per column of all rows that are loaded or stored."""
+    """Return the bytes per column of all arrays that are loaded or stored row by row, in total."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 

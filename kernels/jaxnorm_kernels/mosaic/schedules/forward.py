@@ -138,9 +138,9 @@ class ForwardRule:
         many warpgroups share a row. 0 stands for the number in `_VALUES`, which depends on the
         number of parameters.
       cluster: maximum number of blocks that share a row.
-      least: number of warpgroups per block that is preferred.
-      warpgroups: number of warpgroups per block if, with `least` warpgroups each, more than
-        `cluster` blocks would share a row.
+      least: preferred number of warpgroups per block.
+      warpgroups: number of warpgroups per block if `least` would require more than `cluster`
+        blocks.
     """
 
     kind: Kind
@@ -181,27 +181,28 @@ _TILE_BYTES = 2 * VECTOR_BYTES
 # vectors of 16 bytes, and 4 % less over 512 columns of float32 (H100).
 _CAUSAL_PARTS = 8
 
-# Limit of the columns that the threads of a row load in a tile, as a multiple of the row's columns.
-# More than the row's columns are loaded if its last vectors overlap.
+# In a tile, the threads of a row may together load at most this many times the row's columns. They
+# load some columns twice if the row is not a multiple of their vectors.
 _MOST_READ = 9 / 8
 
-# A block of a pipelined tile processes two groups of rows if rows have more columns than the first
-# number, and if each SM has at least the second number of groups. With shorter rows, many rows use
-# the loaded parameters anyway.
+# A block of a pipelined tile processes two groups of rows if rows have more than `_SHORT_COLS`
+# columns and each SM has at least `_GROUPS_OF_SM` groups. With shorter rows, one group has so many
+# rows that loading the parameters costs little.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# Registers of a thread in a split row that may be used for columns and their parameters: the second
-# number with 8 warpgroups (of 64 registers per thread), the third with fewer (of 128).
+# Number of registers per thread that the columns of a split row and their parameters may take:
+# `_MANY_WARPGROUPS_ROOM` if a block has `_SPLIT_WARPGROUPS` warpgroups, whose threads have 64
+# registers; otherwise `_ROOM`.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
 # Maximum number of columns per thread of a pipelined row, by the number of parameters. A column
 # takes one register for its value and one for each parameter. From the sweep
 # `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
-# Number of slots of a pipelined row. All slots of a warpgroup should take at most `_QUEUED_BYTES`,
-# because more would leave room for fewer blocks per SM. There are at least two slots even if they
-# take more; in a cluster, whose blocks wait for each other, at least three. `_MOST_SLOTS` is the
-# maximum.
+# Limits for the number of slots (buffers in shared memory, each for one row) of a pipelined row.
+# All slots of a warpgroup should take at most `_QUEUED_BYTES`, because more would leave room for
+# fewer blocks per SM. There are at least two slots even if they take more; in a cluster, whose
+# blocks wait for each other, at least three. `_MOST_SLOTS` is the maximum.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
 # Shared memory of a block besides its slots, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
@@ -219,9 +220,9 @@ _BLOCKS_OF_SM = 3
 # over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
 # four, 0.97 (H100).
 _MOST_OF_GROUP = 2
-# Number of rows at the end that have a block each, per SM or per cluster. Without these small
-# blocks, the last SM finished 5 % later than the average one (LayerNorm over 5120 columns of
-# bfloat16, H200).
+# Number of rows at the end of the array that have a block each, for each SM or each cluster that
+# runs at the same time. Without these small blocks, the last SM finished 5 % later than the average
+# one (LayerNorm over 5120 columns of bfloat16, H200).
 _TAIL = 2
 
 
@@ -258,8 +259,8 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1 or has_places(spec):
-        # All rows of a tile must use the same parameters, or belong to the same run
-        # (`rows.logits`).
+        # All rows of a tile must use the same parameters. If they are masked, biased or causal,
+        # they must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # `rows` is 0 if no tile fits in a group or run. Then a warpgroup processes a single row.
@@ -319,8 +320,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
-    # The blocks of a large cluster with two parameters have an SM each, and load many parameters.
-    # So there are as many blocks as run at the same time, and each processes several rows.
+    # In a large cluster with two parameters, each block has an SM for itself and loads many
+    # parameters. So only as many blocks are launched as run at the same time, and each processes
+    # several rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
@@ -344,9 +346,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
 def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
-    With more rows, the start of a block and its loads of parameters are divided among more rows;
-    with fewer, the SMs finish at more similar times. If the parameters have twice the bytes, a
-    block gets four times as many rows.
+    With more rows, starting a block and loading its parameters costs less per row. With fewer, the
+    SMs finish at more similar times. If the parameters have twice the bytes, a block processes four
+    times as many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -368,7 +370,7 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Return the number of rows, or groups of rows, at the end that have a block each."""
+    """Return the number of last rows (or groups of rows) of the array that have a block each."""
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
@@ -395,9 +397,9 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # The parameters have at least as many bytes as the rows. Loading them from the L1 or L2 cache
-    # for each row would take too much of the caches' bandwidth, so they stay in registers for all
-    # rows of a block.
+    # Rules for parameters that have at least as many bytes per column as the rows. Loading them
+    # from the L1 or L2 cache for each row would take too much of the caches' bandwidth, so they
+    # stay in registers for all rows of a block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
@@ -405,8 +407,8 @@ TABLE = (
     # There are at most as many rows as SMs, so latency matters: each row is distributed over many
     # threads, on several SMs if they are free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # The parameters have at least as many bytes as the rows, and stay in registers. For rows of up
-    # to this length, several blocks fit on an SM.
+    # Rules for parameters that have at least as many bytes per column as the rows, and stay in
+    # registers. If rows have up to this length, several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
     # For longer rows, only one or two blocks fit on an SM, and each thread has more columns.
     ForwardRule(

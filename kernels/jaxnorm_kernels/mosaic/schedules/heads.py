@@ -18,22 +18,24 @@ from jaxnorm_kernels.specs import Spec
 _MOST_COLUMNS = 16
 #: Maximum number of columns of a head, so that one warp has room for it.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: Minimum number of rows of a call: the maximum number of rows of a tile, with two threads per row.
+#: Minimum number of rows of a call. It is the size of the largest tile of rows, in which two
+#: threads share each row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
-# Maximum bytes of x per thread in the forward pass: two loads.
+# Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.
 _TILE_BYTES = 2 * VECTOR_BYTES
 # Maximum number of neighbouring columns that a thread loads at once from each half of the pairs.
 # With half of the widest possible load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth
 # over 64 to 256 columns of 16 bits; with the widest load, 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
 # Pipeline of the backward pass: bytes of both inputs per stage, number of stages, and blocks per
-# SM. Fractions of a copy's bandwidth for (128 bfloat16, 128 float32, 64 bfloat16, 64 float32)
-# columns: 0.86, 0.98, 0.82 and 0.91; with three blocks per SM, 0.80, 0.92, 0.73 and 0.87.
+# SM. With these, it reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16, 0.98 over 128
+# of float32, 0.82 over 64 of bfloat16 and 0.91 over 64 of float32. With three blocks per SM, it
+# reaches 0.80, 0.92, 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# Bytes of the widest load of pairs in the backward pass: half of the widest possible load. This
-# doubles the number of threads per row, so each thread has fewer columns, and four blocks fit in an
-# SM's registers.
+# Maximum number of bytes that a thread of the backward pass loads at once from each half of the
+# pairs: half of the widest possible load. This doubles the number of threads per row, so each
+# thread has fewer columns, and four blocks fit in an SM's registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # The size of an asynchronous copy must be a multiple of this number of bytes.
 _COPY_BYTES = 16
@@ -111,11 +113,11 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 
 
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
-    """Return (vector size in pairs, vector size in other columns, threads per row), or None.
+    """Return (vector size in pairs, vector size in other columns, threads per row).
 
     The vectors are as wide as possible, and then there are as many threads as possible, provided
-    that a thread's columns fit in its registers. None means that no number of threads divides the
-    row. `of_pairs` is the maximum number of bytes that a thread loads at once from each half of the
+    that a thread's columns fit in its registers. None means that the heads are not supported.
+    `of_pairs` is the maximum number of bytes that a thread loads at once from each half of the
     pairs.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:

@@ -43,10 +43,11 @@ _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return the number of blocks (or clusters) per group of rows for a persistent kernel.
+    """Return the number of blocks (or clusters) per group of rows with the smallest estimated time.
 
-    This is the number with the smallest estimated time; of several, the smallest number, because
-    each block stores a row of partial sums, which must be loaded and added.
+    The blocks are persistent: each processes many rows. If several numbers have the same time, the
+    smallest is returned, because each block stores a row of partial sums, which must be loaded and
+    added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
@@ -81,7 +82,8 @@ _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Registers that a third input takes for a unit (one vector per thread), and for its result.
+# Number of registers that a thread needs for a third input: for one vector of it, and for the
+# gradient that is its result.
 _KEPT_REGISTERS = 32
 
 # Minimum number of columns for which a warpgroup shares a row; in shorter rows, a warp does. A
@@ -116,7 +118,8 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
         threads //= 2
     ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    # The result that belongs to a third input leaves registers for only one tile per stage.
+    # A call with a third row input (a gate, or x in a scaled sum) has a second result. Their
+    # registers leave room for only one tile of rows per stage.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
@@ -132,8 +135,7 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
 def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     """Return the schedule for rows that a block or a cluster shares, or None for longer rows.
 
-    If possible, the blocks of a cluster have one warpgroup each, instead of several in fewer
-    blocks.
+    Clusters of many blocks with one warpgroup each are preferred to few blocks with several.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -161,8 +163,8 @@ def wide_rows(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """Return a schedule with these numbers, or None if the row does not fit."""
-    block = cluster * WARPGROUP_THREADS  # threads per row for one warpgroup
+    """Return a schedule with these sizes, or None if a row does not fit in a block."""
+    block = cluster * WARPGROUP_THREADS  # threads per row, for each warpgroup of a block
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
     vector = fitting_vector(spec.cols, row_vector(spec), warpgroups * block)
@@ -176,13 +178,13 @@ def wide_rows(
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )
-    width = ring.partition(spec.cols).width  # number of columns of a warpgroup
+    width = ring.partition(spec.cols).width  # columns per warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)
     fits = width <= _MOST_RING_COLUMNS * WARPGROUP_THREADS
     fits = fits and _registers(spec, width) <= _most_registers(ring)
-    # With one stage, no row would be loaded ahead.
+    # With a single pipeline stage, no row would be loaded ahead of its use.
     if not fits or stages < 2:
         return None
     return dataclasses.replace(ring, stages=stages)
@@ -197,7 +199,8 @@ def _registers(spec: Spec, width: int) -> int:
         of_scale = 2 if norm.norm.saved == "output" else 1
         held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
-    of_column = (_column_sums(spec) + held) * len(spec.norms)  # for values in flight
+    # Two norms have about twice as many values in flight.
+    of_column = (_column_sums(spec) + held) * len(spec.norms)
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 

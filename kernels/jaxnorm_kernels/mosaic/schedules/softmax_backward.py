@@ -17,30 +17,32 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# (maximum number of columns, number of warpgroups) for rows in registers. With more than 48 columns
-# per thread, fewer blocks fit on an SM.
+# (maximum number of columns, number of warpgroups) for rows in registers. A thread has at most 48
+# columns, because with more, fewer blocks fit on an SM.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The same if column sums (the gradient of a bias) are computed: at most 32 columns per thread.
+# (maximum number of columns, number of warpgroups) for rows in registers, if the kernel also adds
+# up the gradient of a bias. A thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
 # Minimum number of rows of x (or of tiles) that are added up for each row of partial sums of a
 # bias's gradient. The partial sums are float32 arrays; with this many rows, storing them costs
 # little.
 _ROWS_OF_SPLIT = 8
-# Maximum number of blocks per SM that compute partial sums.
+# Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
 # If a row has at least this many vectors, a warpgroup shares it, otherwise the threads of a warp.
 _WARPGROUP_VECTORS = 4 * WARP
 # Maximum number of columns of a causal row that one warp processes. The row is split into units:
 # the columns that the row's threads load at once, one vector each.
 _CAUSAL_TILE = 2048
-# Number of units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward pass
-# took 15, 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 columns
-# of float32, 7 and 3 % less (H100).
+# Number of units (the columns that a row's threads load at once) into which a causal row is split.
+# Over 512, 1024 and 2048 columns of bfloat16, the backward pass took 15, 8 and 3 % less time than
+# with units of 32 vectors of 16 bytes; over 512 and 1024 columns of float32, 7 and 3 % less (H100).
 _CAUSAL_PARTS = 16
-# Maximum of each input per thread: bytes in registers, and number of vectors being loaded.
+# Maximum size of a thread's part of each input: in bytes, because it stays in registers, and in
+# vectors, because all of them are loaded at the same time.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
-# Longer rows are distributed over a cluster, with 32 columns per thread and one of these numbers of
-# warpgroups per block.
+# Number of columns per thread, and possible numbers of warpgroups per block, for longer rows. They
+# are distributed over a cluster of blocks.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
@@ -71,8 +73,8 @@ def _tile(spec: Spec) -> InRegisters | None:
 def _placed_tile(spec: Spec) -> InRegisters | None:
     """Return a schedule for short rows that are masked, biased or causal; None for longer rows.
 
-    All rows of a block must belong to one run (`run_of_rows`). Then a warp (or some of its threads)
-    processes a row. If this is not possible, the block processes a single row.
+    A warp, or some of its threads, processes a row. All rows of a block must belong to one run (see
+    `run_of_rows`). If this is not possible, the block processes a single row.
     """
     vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
@@ -94,7 +96,10 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
 
 
 def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
-    """Return a schedule in which all warpgroups of a block or of a cluster share a row, or None."""
+    """Return a schedule in which all warpgroups of a block or of a cluster share a row.
+
+    Return None if rows are too long.
+    """
     vector = row_vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
@@ -115,9 +120,10 @@ def _sums_columns(spec: Spec) -> bool:
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
-    """Return how many blocks (or clusters) split the rows of x that use the same row of the bias.
+    """Return how many blocks (or clusters) share the work for one row of the bias's gradient.
 
-    The number is limited so that all blocks can run at the same time.
+    This row is the sum over all rows of x that use the same row of the bias. The number is limited
+    so that all blocks can run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:
@@ -129,7 +135,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     else:
         sharing //= schedule.rows
     threads = schedule.warpgroups * WARPGROUP_THREADS
-    # for y, d and the sum of each column
+    # Registers of a thread for its columns: y, dy and a sum for each.
     values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
     by_registers = REGISTERS // ((values + OTHER_REGISTERS) * threads)
     blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))

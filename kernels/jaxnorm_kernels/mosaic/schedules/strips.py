@@ -1,4 +1,4 @@
-"""Schedules of norms over an axis other than the last: the sizes of strips, for which calls.
+"""Schedules of norms over an axis other than the last: a table of strip sizes.
 
 Strips, defined in `rows.strips`, avoid a transpose. The numbers are for Hopper (H100, H200).
 """
@@ -70,15 +70,15 @@ TABLE = (
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=192, cluster=8),
     StripRule(width=8, kib=192, cluster=8),
-    # For groups whose size is not a power of 2, these strips are wide enough for a vector and one
-    # more group.
+    # Wider strips, for groups whose size is not a power of 2: a strip must be at least as wide as
+    # the least common multiple of the group size and of a thread's vector.
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# A block has one warpgroup for each such number of KiB of an array.
+# Number of KiB of one array for each warpgroup of a block.
 _WARPGROUP_KIB = 64
-# Maximum number of warpgroups per block, by the number of elements of a vector. Each warp stores a
-# statistic for each inner element in shared memory.
+# Maximum number of warpgroups per block, by the number of elements in a thread's vector. Each warp
+# stores a statistic for each inner element in shared memory.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
 # Shared memory of a block for barriers and Mosaic itself, and the part that the system reserves.
@@ -111,18 +111,18 @@ _CANNOT: Table = (
 
 
 def refusal(spec: Spec) -> str | None:
-    """Return the reason why strips cannot run this call, or None if they can."""
+    """Return the reason why the strip kernels cannot run this call, or None if they can."""
     return first(_CANNOT, spec)
 
 
 def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
-    """Return the strips of the first rule that applies, or None if no rule applies."""
+    """Return how the first rule that applies splits the array into strips, or None."""
     gpu = gpu or local_gpu()
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
 def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
-    """Return the strips that a rule sets for a call, or None if the rule does not apply."""
+    """Return how a rule splits a call's array into strips, or None if it does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
     vector = VECTOR_BYTES // itemsize
@@ -142,7 +142,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     )
     if not fits:
         return None
-    unit = WARPS * WARP // threads  # number of columns
+    unit = WARPS * WARP // threads  # columns per unit
     busy = array_bytes // (_WARPGROUP_KIB * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
     strips = Strips(
@@ -159,7 +159,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
 
 
 def _shared_bytes(strips: Strips, spec: Spec) -> int:
-    """Return the shared memory that a block needs at most, in bytes."""
+    """Return an upper bound of the shared memory that a block needs, in bytes."""
     columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
@@ -168,5 +168,5 @@ def _shared_bytes(strips: Strips, spec: Spec) -> int:
 
 
 def _held(spec: Spec) -> list[np.dtype]:
-    """Return the dtypes of the arrays that are loaded."""
+    """Return the dtypes of the arrays that the kernel loads."""
     return [spec.x_dtype] if spec.direction == "fwd" else row_dtypes(spec)

@@ -98,9 +98,10 @@ class SoftmaxFormula:
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
-        """Return `multiple`, a multiple of y (or exp(y)), but 0 where y (or exp(y)) is 0.
+        """Return `multiple`, but 0 where y (or, in log_softmax, exp(y)) is 0.
 
-        Calls that exclude no elements return `multiple` itself.
+        `multiple` is y or exp(y) times a factor, which may be NaN. Calls that exclude no elements
+        return it unchanged.
         """
         if not self.spec.drops_entries:
             return multiple
@@ -160,18 +161,18 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """Load a row: return, for each fragment, y and d in float32.
+    """Load rows: return, for each fragment (range of columns), y and d = dy in float32.
 
     If `SoftmaxOptions.masked_logit` is finite, the mask is returned, too.
     """
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # `SoftmaxOptions.masked_logit` is finite
+    if not place.drops and place.masks:  # `SoftmaxOptions.masked_logit` is finite.
         return list(zip(y, d, place.keep()))
     if place.drops:
         keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
-        if spec.softmax.causal:  # they were not loaded
+        if spec.softmax.causal:  # Elements above the diagonal were not loaded.
             y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
         if spec.reads_mask or not spec.logits.has_mask:
             d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
@@ -181,12 +182,12 @@ def _read(
 
 
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the gradient of a bias with one value per row, ``(n, 1)``: sums of dz over rows.
+    """Return the gradient of a bias with one value per row of x, as an ``(n, 1)`` array.
 
-    `totals` and `weights` are the formula's row sums: sum(d y) and sum(y), or sum(d) and
-    sum(exp(y)).
+    It is the sum of dz (the gradient of the logits) over all rows that use the same value. `totals`
+    and `weights` are the formula's row sums: sum(d y) and sum(y), or sum(d) and sum(exp(y)).
     """
-    # This is 0 for a finite total, but NaN if the total is not finite.
+    # `totals - totals` is 0 if the total is finite, and otherwise NaN, as it should be.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

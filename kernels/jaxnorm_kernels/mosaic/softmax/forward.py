@@ -33,7 +33,7 @@ Exp = Callable[[jax.Array], jax.Array]
 def softmax_fwd(
     operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
 ) -> Results:
-    """Return softmax or log_softmax. `schedule` replaces the default schedule."""
+    """Run the forward pass of softmax or log_softmax. `schedule` replaces the default schedule."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
         _in_registers(spec),
@@ -64,7 +64,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
-                # After this, the maximum is -inf only if the entire row is masked. A row of
+                # After this, the row's maximum is -inf only if the entire row is masked. A row of
                 # unmasked -inf has a finite maximum.
                 highest = [
                     jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
@@ -80,7 +80,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # 0 if the entire row is masked
+            for count in counts:  # `count` is 0 if the entire row is masked
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
@@ -92,8 +92,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
-                # Compute exp(z - m) anew, so that columns in two fragments have equal results in
-                # both.
+                # A column may be in two fragments (ranges of columns). exp(z - m) is computed anew,
+                # so that both have the same result.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
