@@ -330,7 +330,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- copies
 
     def copy(self) -> None:
-        """Copy tiles of x and weight to the ring of stages, for all of the block's tiles of y."""
+        """Copy tiles of x and weight to the ring of buffers, for all of the block's tiles of y."""
         plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
         self.each_tile(self._copy_tile)
 
@@ -416,7 +416,7 @@ class _ProductKernel:
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the stage of a step whose matmul is finished."""
+        """Release the buffers of x and weight of a step whose matmul is finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])

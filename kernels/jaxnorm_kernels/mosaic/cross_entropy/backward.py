@@ -87,7 +87,7 @@ def cross_entropy_bwd(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # columns relative to a unit's start
+            columns = flat_index(shape, layout)  # columns, from 0 at a unit's start
             have_label = [unit.has(label) for unit in of_block]
             for unit, value, has_label in zip(of_block, raw, have_label):
                 of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
@@ -138,7 +138,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Few units contain the label. The others skip the comparison of each column with it.
+    # Few units (vectors per thread) contain the label's column. Others need no comparison with it.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

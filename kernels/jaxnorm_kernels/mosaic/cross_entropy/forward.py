@@ -229,15 +229,15 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """Number of steps in which all units of columns are complete and overlap no other unit."""
+        """Number of steps in which all vectors of the row are complete and overlap no others."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's units of columns in step `index`, one of `whole_steps`."""
+        """Return this warpgroup's columns in step `index` (below `whole_steps`), as units."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's units of columns that follow the last whole step, if any."""
+        """Return this warpgroup's columns after the last whole step as units, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -280,9 +280,10 @@ class _Share:
         r: jax.Array | None,
         mine: Any = None,
     ) -> Sums:
-        """Add the elements of `units` to the thread's sums, and return the new sums.
+        """Add the loaded elements `raw` of `units` to the thread's sums, and return the new sums.
 
-        If `mine` is given and False, nothing is added: another warpgroup adds these units.
+        If `mine` is given and False, nothing is added, because another warpgroup adds these
+        elements.
         """
         m, s, *t = sums
         v, layout = units[0].vector, units[0].layout
@@ -294,7 +295,8 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Few units contain the label. The others skip the comparison of each column with it.
+        # Few units (vectors per thread) contain the label's column. Others need no comparison with
+        # it.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -319,7 +321,7 @@ def _without(
     label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
     """Replace x by -inf in the label's column."""
-    columns = flat_index(x[0].shape, layout)  # columns relative to a unit's start
+    columns = flat_index(x[0].shape, layout)  # columns, from 0 at a unit's start
     return [
         jnp.where(columns == label - unit.start, -jnp.inf, value) for unit, value in zip(units, x)
     ]

@@ -184,7 +184,7 @@ def _row(
     pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf, 0.0, 0.0))
 
 
-#: Elements of P's row and elements of Q's row, as loaded: one array per unit.
+#: Loaded elements of P's row and of Q's row: for each row, an array per unit (vector per thread).
 _Raw = tuple[list[jax.Array], list[jax.Array]]
 
 
@@ -202,15 +202,15 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """Number of steps in which all units of columns are complete and overlap no other unit."""
+        """Number of steps in which all vectors of the rows are complete and overlap no others."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's units of columns in step `index`, one of `whole_steps`."""
+        """Return this warpgroup's columns in step `index` (below `whole_steps`), as units."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's units of columns that follow the last whole step, if any."""
+        """Return this warpgroup's columns after the last whole step as units, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -223,9 +223,10 @@ class _Share(NamedTuple):
         return p, q
 
     def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
-        """Return the thread's sums over this warpgroup's units of the two rows.
+        """Return the thread's sums over this warpgroup's columns of the two rows.
 
-        `raw` contains the elements of the units in `first()`, which the caller has already loaded.
+        `raw` contains the elements of the first columns, those of ``first()``, which the caller has
+        already loaded.
         """
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         sums = _Sums(lowest, lowest, zero, zero, zero, zero)
@@ -249,9 +250,10 @@ class _Share(NamedTuple):
         return sums
 
     def add(self, sums: _Sums, units: Sequence[Unit], raw: _Raw, mine: Any = None) -> _Sums:
-        """Add the elements of `units` to the thread's sums, and return the new sums.
+        """Add the loaded elements `raw` of `units` to the thread's sums, and return the new sums.
 
-        If `mine` is given and False, nothing is added: another warpgroup adds these units.
+        If `mine` is given and False, nothing is added, because another warpgroup adds these
+        elements.
         """
         v, layout = units[0].vector, units[0].layout
         fresh = [unit.is_fresh() for unit in units]

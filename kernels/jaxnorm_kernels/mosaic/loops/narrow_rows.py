@@ -123,7 +123,7 @@ class _NarrowRowsKernel:
             warpgroup_barrier()
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Store the results of step `k`, add its terms to the column sums, and refill its stage."""
+        """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         statistics, carried = carry
         # Load the statistics of the next step now, so that they arrive during this one.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))

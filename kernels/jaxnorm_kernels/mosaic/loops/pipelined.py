@@ -77,17 +77,17 @@ class Stages:
     ring: Any = None
 
     def start(self) -> None:
-        """Start the copies that fill all stages for the first time."""
+        """Start the copies that fill all buffers of the ring for the first time."""
         pl.loop(0, jnp.minimum(self.count, self.steps))(self._fill)
 
     def at(self, k: Any) -> Any:
-        """Return the index of the stage of step `k`."""
+        """Return the index of the buffer (stage) of step `k`."""
         if self.ring is None:
             return lax.rem(k, self.count)
         return self.ring * self.count + lax.rem(k, self.count)
 
     def wait(self, k: Any) -> Any:
-        """Wait until the data of step `k` have arrived, and return the index of their stage."""
+        """Wait until the data of step `k` have arrived, and return the index of their buffer."""
         at = self.at(k)
         plgpu.barrier_wait(self.full.at[at])
         return at
@@ -165,11 +165,11 @@ class Share:
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Return the index of this block's step `k` within the group."""
+        """Return the index of this block's step `k` within its group of rows."""
         return self.place + k * self.blocks
 
     def _of_all(self, row: Any) -> Any:
-        """Convert a row's index in its group to its index in the array."""
+        """Convert the index of a row in its group of rows to its index in the array."""
         return row if self.group is None else self.group * self.rows + row
 
 
@@ -200,7 +200,7 @@ class PipelinedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a unit as a register array: one row per warp."""
+        """Shape in registers of a unit (one vector per thread): one row per warp."""
         return WARPS, WARP * self.vector
 
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
@@ -288,7 +288,7 @@ class _PipelinedKernel:
         self.sums.publish(self.exchanged, parts, k)
 
     def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-        """Store the results of step `k`, add its terms to the column sums, and refill its stage."""
+        """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
         for row in range(self.ring.rows):
             of_row = totals[row * sums : (row + 1) * sums]
@@ -362,7 +362,7 @@ def pipelined_backward(
         partition = ring.partition(cols, index)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, fragments = share.count(), partition.fragments()
-        if whole:  # A stage contains entire rows: same column indices as in the array.
+        if whole:  # A buffer contains entire rows: same column indices as in the array.
             fragments = [dataclasses.replace(f, stage_start=f.start) for f in fragments]
         places = [fragment.columns() for fragment in fragments]
 

@@ -120,7 +120,7 @@ class _RotatedRows:
     def finish(
         self, held: Sequence[Ref], top: int, _: None, loaded: tuple[Parts, jax.Array]
     ) -> tuple[list[Parts], Parts]:
-        """Return dx and the terms of dscale, for the tile that begins at row `top` of a stage."""
+        """Return dx and the terms of dscale, for the tile at row `top` of a pipeline buffer."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
         saved, d = (tile.load_shared(ref, top) for ref in held)
         of_rows = [tile.broadcast(r, part) for part in saved]

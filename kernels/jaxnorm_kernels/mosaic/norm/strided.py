@@ -183,7 +183,7 @@ def _in_strips(
 
 
 def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | None]:
-    """Return r (rstd) and the mean of each inner element; in GroupNorm, of its group."""
+    """Return r (rstd) and the mean for each inner element; in GroupNorm, those of its group."""
 
     def x(fragment: Fragment) -> jax.Array:
         return strip.read(0, fragment)
@@ -210,7 +210,7 @@ def _add(parts: Parts) -> list[Any]:
 
 
 def _merge_moments(parts: Parts) -> list[Any]:
-    """Merge the statistics of all parts of a strip.
+    """Merge the statistics of several parts of the columns.
 
     Return the mean of all columns, the sum of squares of x - mean, and the number of columns.
     """

@@ -1,1 +1,1 @@
-"""How blocks hold the rows of an array, split them into columns, and exchange values of a row."""
+"""How blocks hold the rows of an array, split them by columns, and exchange their statistics."""

@@ -116,7 +116,7 @@ class TransactionBarriers:
 
 
 def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
-    """Return the address of a stage's barrier."""
+    """Return the address of the barrier of an exchange, given the index of its memory (stage)."""
     return mgpu.address_of(barriers) + stage * 8
 
 
@@ -206,7 +206,7 @@ class ClusterExchange:
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """Shape of the memory of a stage: (values, parts); or (parts, values) if `added`."""
+        """Shape of the memory of an exchange: (values, contributions), transposed if `added`."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     @property
@@ -275,7 +275,7 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce this warpgroup's part of the bytes that the block will receive."""
+        """Announce to the barrier how many bytes the block will receive for this warpgroup."""
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
@@ -440,7 +440,7 @@ class Gather(Exchange):
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Number of exchanges whose values are in memory at the same time: `slots`."""
         return self.slots
 
     def __call__(
@@ -487,7 +487,7 @@ class RowSums(Exchange):
 
     @property
     def stages(self) -> int:
-        """Number of stages: twice the number of exchanges that may be in flight."""
+        """Number of exchanges for which there is memory: twice the number that may be in flight."""
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:

@@ -43,7 +43,7 @@ from jaxnorm_kernels.mosaic.device.registers import (
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 
-#: The columns of rows in registers: an array for each part (see the module's docstring).
+#: Rows in registers, as an array for each part of the columns (see the module's docstring).
 Parts = list[jax.Array]
 
 
@@ -76,18 +76,18 @@ class HeadTile:
 
     @property
     def widths(self) -> list[int]:
-        """Number of columns in each part: first and second columns of pairs, and other columns."""
+        """Number of columns in each part: first columns of pairs, second columns, and others."""
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Register layout of each part, for an array of rows."""
+        """Register layout of each part of the columns, for an array of rows."""
         return [self.rows_layout(v) for v in self._vectors]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Register layout of each part, for a ``(cols,)`` operand that all rows share."""
+        """Register layout of each part of the columns, for a ``(cols,)`` operand."""
         return [self.columns_layout(v) for v in self._vectors]
 
     @property
@@ -95,11 +95,11 @@ class HeadTile:
         return [self.vector, self.vector, self.rest][: len(self.widths)]
 
     def rows_layout(self, vector: int) -> Layout:
-        """Return the layout of a part whose threads have `vector` neighbouring columns of a row."""
+        """Return the layout of an array of rows, with `vector` neighbouring columns per thread."""
         return rows_layout(vector, self.threads, self.rows)
 
     def columns_layout(self, vector: int) -> Layout:
-        """Return the layout of a ``(cols,)`` operand's part, with `vector` columns per thread."""
+        """Return the layout of a ``(cols,)`` operand, with `vector` columns per thread."""
         return columns_layout(vector, self.threads)
 
     @property
@@ -108,7 +108,7 @@ class HeadTile:
         return self.rows_layout(self.vector).reduce(1)
 
     def load(self, ref: Ref, rows: Any) -> Parts:
-        """Load rows of a ``(rows, cols)`` ref, as a list of parts in the ref's dtype."""
+        """Load rows of a ``(rows, cols)`` ref, as an array for each part of the columns."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[rows, pl.ds(start, width)], layout)
@@ -116,7 +116,7 @@ class HeadTile:
         return self._parts(of, self.rows_layout)
 
     def load_shared(self, ref: Ref, top: int) -> Parts:
-        """Load the tile's rows from a ref in shared memory, as a list of float32 parts.
+        """Load the tile's rows from shared memory, as a float32 array for each part of the columns.
 
         `top` is the index of the tile's first row in the ref.
         """
@@ -136,7 +136,7 @@ class HeadTile:
         return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Parts:
-        """Load a ``(cols,)`` ref that all rows share, as a list of parts in the ref's dtype."""
+        """Load a ``(cols,)`` ref that all rows share, as an array for each part of the columns."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[pl.ds(start, width)], layout)
@@ -144,7 +144,7 @@ class HeadTile:
         return self._parts(of, self.columns_layout)
 
     def expand(self, columns: jax.Array) -> jax.Array:
-        """Broadcast one part of a ``(cols,)`` operand to all rows of the tile."""
+        """Broadcast columns of a ``(cols,)`` operand to all rows of the tile."""
         return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
 
     def load_tables(self, refs: Sequence[Ref], shared: Shared, first: Any) -> list[jax.Array]:
@@ -168,9 +168,9 @@ class HeadTile:
         return not has_each and size % self.rows == 0
 
     def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
-        """Store rows, which are given as parts, in a ``(rows, cols)`` ref in global memory.
+        """Store rows, given as an array for each part of the columns, in global memory.
 
-        They are rounded to the ref's dtype.
+        They are rounded to the dtype of `ref`, which is ``(rows, cols)``.
         """
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
@@ -179,7 +179,7 @@ class HeadTile:
         self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
 
     def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
-        """Store a ``(cols,)`` array, which is given as parts, in a ref in global memory."""
+        """Store a ``(cols,)`` operand, given as an array for each part, in global memory."""
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
@@ -189,8 +189,8 @@ class HeadTile:
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` contains the terms of the sum: one array for each part of the row, or several such
-        lists of arrays, one after the other.
+        `parts` contains the terms of the sum, as an array for each part of the columns. It may also
+        contain several such lists of arrays, one after the other.
         """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:
@@ -198,7 +198,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to all columns of a part."""
+        """Broadcast one number per row to all columns of `like`, which is a part of the rows."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(

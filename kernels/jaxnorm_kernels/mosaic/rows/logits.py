@@ -82,7 +82,7 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows with fewer columns are not split into smaller units, because they were not timed.
+# Causal rows with fewer columns use the general schedule, because no other was timed.
 _LEAST_CAUSAL_COLS = 512
 # Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
@@ -168,7 +168,10 @@ class Place:
         return [functools.reduce(jnp.logical_and, of_fragment) for of_fragment in zip(*masks)]
 
     def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
-        """Apply a function to each fragment. The results of fragments above the diagonal are 0."""
+        """Apply a function to each fragment (column range) of the rows.
+
+        The results of fragments above the diagonal are 0.
+        """
         if not self.spec.softmax.causal:
             return each_fragment(function, values)
 
@@ -192,7 +195,7 @@ class Place:
         ]
 
     def _is_reached(self, fragment: Fragment) -> jax.Array:
-        """Return True if a fragment has an element on or below the diagonal."""
+        """Return True if a fragment (column range) has an element on or below the diagonal."""
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
@@ -289,7 +292,7 @@ def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
 
 
 def each_fragment(function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
-    """Apply a function to each fragment."""
+    """Apply a function to each fragment (column range) of a row."""
     return [function(v) for v in values]
 
 
@@ -298,7 +301,10 @@ def _load(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _expanded(value: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Broadcast a scalar, a value per row (axis 0) or a value per column (axis 1) to a fragment."""
+    """Broadcast `value` to `shape`, the shape of a fragment (column range) of the rows.
+
+    `value` is a scalar, or has a value per row (axis 0) or per column (axis 1).
+    """
     if not value.ndim:
         return lax.broadcast(value, shape)
     return lax.broadcast_in_dim(value, shape, (axis,))

@@ -49,7 +49,7 @@ class Fragment:
         return pl.ds(self.start, self.width)
 
     def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
-        """Store the fragment's values in a row of `ref`."""
+        """Store the values of these columns in a row of `ref`."""
         store_global(ref.at[row, self.columns()], value, layout)
 
     def is_stale(self) -> jax.Array | None:
@@ -82,7 +82,10 @@ class Partition:
 
     @functools.cached_property
     def units(self) -> int:
-        """Number of units in the body. Raises ValueError if the row is too short for one unit."""
+        """Number of complete units (one vector per thread) in the partition.
+
+        Raises ValueError if the row is too short for one unit per partition.
+        """
         units = self.cols // (self.slices * self.unit)
         if not units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
@@ -90,27 +93,30 @@ class Partition:
 
     @functools.cached_property
     def body_width(self) -> int:
-        """Number of columns in the body, which consists of complete units."""
+        """Number of columns in the body, which are the complete units of the partition."""
         return self.units * self.unit
 
     @functools.cached_property
     def has_tail(self) -> bool:
-        """True if the bodies of all partitions do not cover the row."""
+        """True if the complete units of all partitions do not cover the row."""
         return self.cols % (self.slices * self.unit) != 0
 
     @property
     def width(self) -> int:
-        """Number of columns in this partition, including the tail."""
+        """Number of columns in this partition, including the tail, which may overlap others."""
         return self.body_width + self.has_tail * self.unit
 
     def body(self) -> Fragment:
-        """Return the body. The bodies of all partitions are adjacent."""
+        """Return the body: the columns of the complete units.
+
+        The bodies of all partitions are adjacent.
+        """
         return Fragment(self.index * self.body_width, self.body_width)
 
     def tail(self) -> list[Fragment]:
-        """Return a list with the tail, or an empty list if the bodies cover the row.
+        """Return a list with the tail, or an empty list if the complete units cover the row.
 
-        The tails of all partitions together contain the columns that are not in a body.
+        The tails of all partitions together contain the columns that no complete unit contains.
         """
         if not self.has_tail:
             return []
@@ -120,10 +126,10 @@ class Partition:
         return [Fragment(start, self.unit, self.body_width, fresh)]
 
     def fragments(self) -> list[Fragment]:
-        """Return the body and the tail, if there is one. Each copy loads one of these fragments."""
+        """Return the partition as column ranges: the body, and the tail if there is one."""
         return [self.body(), *self.tail()]
 
     def cut(self, body: Fragment) -> list[Fragment]:
-        """Split a body into fragments of one unit each."""
+        """Split a column range into fragments of one unit (a vector per thread) each."""
         starts = range(0, body.width, self.unit)
         return [Fragment(body.start + at, self.unit, at) for at in starts]

@@ -81,14 +81,14 @@ class Pipelined(Tile):
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Return (source, target) of each copy that loads a row (or group of rows) into its slot.
+        """Return (source, target) of each copy that loads a row (or group) into its buffers.
 
         Each copy moves consecutive bytes.
         """
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """Load the fragments of a row from its slot, in the dtype of x."""
+        """Load a row from its buffers in shared memory, in the dtype of x, as fragments."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -106,7 +106,7 @@ class Pipelined(Tile):
         parts = len(self.slot_shapes())
         arrays = scratch[-1 - len(operands) * parts : -1]
         in_plain_order(*arrays)
-        # For each operand, the buffers of its fragments; each has room for all slots.
+        # For each operand, the buffers of its fragments (column ranges), with room for all slots.
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]
         self.open(scratch)
         first = self.first(rows)
@@ -182,8 +182,8 @@ class PipelinedRow(Pipelined, SplitRow):
         return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        # Each fragment has its own buffer, because Mosaic can load a slice of a buffer's columns
-        # only if the slice's width divides the buffer's.
+        # Each fragment (column range) has its own buffer, because Mosaic can load a slice of a
+        # buffer's columns only if the slice's width divides the buffer's.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]

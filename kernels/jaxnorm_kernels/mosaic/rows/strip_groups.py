@@ -117,7 +117,10 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the address of the value of each group that overlaps this thread's vector."""
+    """Return the addresses of the values of some groups.
+
+    These are the groups that overlap this thread's vector.
+    """
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -164,7 +167,7 @@ def load_of_any(ref: Ref, span: Span) -> jax.Array:
 def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
     """Store the values of the groups that this strip owns in an ``(inner / group,)`` global ref.
 
-    A strip owns the groups in ``[span.first, span.end)``.
+    A strip owns the groups of inner elements in the index range ``[span.first, span.end)``.
     """
     group = jnp.int32(span.group)
     if is_interpreted():

@@ -129,7 +129,7 @@ class Strips:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of a unit in registers. A unit consists of one vector per thread."""
+        """Shape in registers of a unit, which consists of one vector per thread."""
         return WARPS, WARP // self.threads, self.width
 
     @property
@@ -184,7 +184,7 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) of each copy that loads a fragment."""
+    """Return (first column, number of columns) of each copy that loads a column range."""
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
@@ -264,14 +264,14 @@ class Strip:
         return self.full.at[lax.axis_index(WARPGROUP) * self.strips.parts + part]
 
     def read(self, which: int, fragment: Fragment) -> jax.Array:
-        """Load a fragment of array number `which` from shared memory, in float32."""
+        """Load a fragment (column range) of array number `which` from shared memory, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
         staged = ref.at[pl.ds(fragment.stage_start, fragment.width)]
         return widen(load(staged, layout, self.strips.shape), layout)
 
     def broadcast(self, stat: Stat) -> jax.Array:
-        """Broadcast a statistic to the shape of a fragment."""
+        """Broadcast a statistic of the inner elements to a unit of columns."""
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
@@ -397,7 +397,11 @@ class Strip:
         return sizes
 
     def each_fragment(self, step: Callable[[Fragment], None]) -> None:
-        """Run `step` on each unit of the warpgroup's columns. The copies must have arrived."""
+        """Run `step` on each unit of the warpgroup's columns.
+
+        A unit consists of one vector per thread. The copies that load the columns must have
+        arrived.
+        """
 
         def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
             step(fragment)
@@ -441,7 +445,7 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """Run `step` on `units` consecutive units.
+        """Run `step` on `units` consecutive units, each of which consists of one vector per thread.
 
         The first of them begins `first` units after column `start`.
         """
@@ -463,14 +467,14 @@ class Strip:
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
     def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
-        """Return `term` with 0 in stale columns, which another fragment also has."""
+        """Return `term` with 0 in columns that another unit also contains."""
         if fragment.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
         return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
 
     def _all(self, value: float) -> jax.Array:
-        """Return an array with the shape of a unit whose elements all equal `value`."""
+        """Return an array with the shape of `Strips.shape` whose elements all equal `value`."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
@@ -500,7 +504,7 @@ class Parts:
     stats: Sequence[Callable[[Any], Stat] | float]
 
     def sum(self, term: Callable[..., Stat]) -> Stat:
-        """Return the sum over all parts of ``term(*statistics of the part)``.
+        """Return the sum over all parts of the columns of ``term(*statistics of the part)``.
 
         This is a loop, because otherwise the compiler would load the statistics of all parts into
         registers at once.
@@ -512,7 +516,7 @@ class Parts:
         return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
 
     def total(self, which: int) -> Stat | float:
-        """Return the sum over all parts of statistic number `which`."""
+        """Return the sum over all parts of the columns of statistic number `which`."""
         stat = self.stats[which]
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 

@@ -66,7 +66,7 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """Return, for each fragment, one of the arrays that `Steps.load` has returned."""
+        """Return, for each fragment (column range), one array of those that `load` returns."""
         return [loaded[which] for loaded in self.load()]
 
 
@@ -110,7 +110,7 @@ class Tile:
     )
 
     def placed(self) -> Self:
-        """Return this tile with precomputed column indices, which its fragments share."""
+        """Return this tile with precomputed column indices."""
         if not self.apart:
             return self  # Nothing to share: there are at most two fragments.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
@@ -123,11 +123,11 @@ class Tile:
 
     @property
     def layout(self) -> Layout:
-        """Register layout of a fragment."""
+        """Register layout of a fragment, which is a range of a row's columns."""
         raise NotImplementedError
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Return the shape in registers of a fragment of `width` columns."""
+        """Return the shape in registers of a fragment with `width` columns of the block's rows."""
         raise NotImplementedError
 
     @property
@@ -211,7 +211,7 @@ class Tile:
         return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
-        """Return the columns of a row that this warpgroup processes, as fragments."""
+        """Return the column ranges (fragments) of a row that this warpgroup processes."""
         part = self.partition(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
@@ -230,7 +230,7 @@ class Tile:
         ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
-        """Store the fragments of a row in `ref`.
+        """Store a row in `ref`, given as an array for each fragment (column range).
 
         Elements that are in two fragments are stored twice, with equal values.
         """
@@ -246,20 +246,21 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Broadcast a value per row to every element of a fragment."""
+        """Broadcast a value per row to all columns of `like`, an array with columns of rows."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """Broadcast `stat` to each shape of a fragment, once for all fragments of that shape.
+        """Broadcast a value per row to each shape of a fragment (column range).
 
-        Return a function from a fragment to the broadcast array.
+        Return a function from a fragment to the broadcast array, which all fragments of a shape
+        share.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Return the column index of each element, relative to the start of its fragment."""
+        """Return the column index of each element, relative to its fragment's first column."""
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
@@ -329,21 +330,21 @@ class RowTile(Tile):
 
     @property
     def widths(self) -> list[int]:
-        """Number of columns in each fragment."""
+        """Number of columns in each fragment (column range)."""
         return [p.width for p in self.fragments()]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Register layout of each fragment, for an array of rows."""
+        """Register layout of each fragment (column range), for an array of rows."""
         return [self.layout for _ in self.fragments()]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Register layout of each fragment, for a ``(cols,)`` operand that all rows share."""
+        """Register layout of each fragment (column range), for a ``(cols,)`` operand."""
         return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
-        """Store the fragments of a ``(cols,)`` operand that all rows share."""
+        """Store a ``(cols,)`` operand, given as an array for each fragment (column range)."""
         for p, value in zip(self.fragments(), values):
             store(ref.at[p.columns()], value)
 
@@ -375,8 +376,8 @@ class WarpgroupRow(Tile):
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        # A reduction over the warpgroup needs barriers, so add (or compare) the units elementwise
-        # first, and reduce the result once.
+        # A reduction over the warpgroup needs barriers. So add (or compare) the row's vectors
+        # elementwise first, and reduce the result once.
         if len(x) == 1:
             return within(x[0])
         if self.apart:
@@ -390,10 +391,10 @@ class WarpgroupRow(Tile):
 def _folded(
     units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Combine all units of equal shape elementwise, with `pairwise`.
+    """Combine all arrays of equal shape elementwise, with `pairwise`.
 
-    The result is a list with one array for the units of the body, and another one for the tail if
-    its shape is different.
+    The result has one array for each shape: one for the complete units, and another one for the
+    tail of the row if its shape is different.
     """
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
@@ -464,6 +465,6 @@ class SplitRow(Tile):
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Count each warp's columns that are not stale, from a ``(4, n)`` mask of these columns."""
+    """Count the elements of each warp that are True in ``(4, n)`` `is_fresh`, as float32."""
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

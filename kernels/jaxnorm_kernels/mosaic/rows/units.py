@@ -58,12 +58,12 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the unit in registers."""
+        """Shape in registers of an array with the unit's elements."""
         return (WARPS, WARP * self.vector)
 
     @property
     def layout(self) -> Layout:
-        """Register layout of the unit."""
+        """Register layout of an array with the unit's elements."""
         return warps_layout(self.vector)
 
     def has(self, column: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ class Unit:
 
 
 def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
-    """Load units from a row of a ``(rows, cols)`` ref, in its dtype. All have the same `vector`."""
+    """Load units with equal `vector` from a row of a ``(rows, cols)`` ref, in its dtype."""
     shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
     return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
 
@@ -124,7 +124,7 @@ class Units:
 
     @property
     def width(self) -> int:
-        """Number of columns in a unit."""
+        """Number of columns in a unit (one vector per thread)."""
         return WARPGROUP_THREADS * self.vector
 
     @property
@@ -140,12 +140,15 @@ class Units:
 
     @functools.cached_property
     def count(self) -> int:
-        """Number of units in the body. The last one may overlap the one before it."""
+        """Number of units (one vector per thread) in the body of a row.
+
+        The last one may overlap the one before it.
+        """
         return -(-self.body // self.width)
 
     @functools.cached_property
     def whole(self) -> int:
-        """Number of leading units without stale columns, in any row.
+        """Number of leading units (one vector per thread) without stale columns, in any row.
 
         They overlap neither an earlier unit nor the padding.
         """
@@ -173,7 +176,7 @@ class Units:
         return Unit(start, self.vector, (first + at, self._fresh(first + self.body)))
 
     def edges(self, row: Any) -> list[Unit]:
-        """Return the two edges: the units before and after the body. Aligned rows have none."""
+        """Return the two units before and after the body of a row. Aligned rows have none."""
         if not self.has_edges:
             return []
         first, last = self.first(row), self.cols - WARPGROUP_THREADS

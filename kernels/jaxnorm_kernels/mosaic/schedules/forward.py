@@ -204,7 +204,7 @@ _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # fewer blocks per SM. There are at least two slots even if they take more; in a cluster, whose
 # blocks wait for each other, at least three. `_MOST_SLOTS` is the maximum.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
-# Shared memory of a block besides its slots, for barriers and exchanged values.
+# Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
 # If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
 # But with two parameters and more than `_REREAD_VALUES` columns, it stays in registers: the
@@ -263,7 +263,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
         # they must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
-    # `rows` is 0 if no tile fits in a group or run. Then a warpgroup processes a single row.
+    # `rows` is 0 if a group of rows is smaller than any tile. Then a warpgroup processes one row.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
     return ForwardSchedule(

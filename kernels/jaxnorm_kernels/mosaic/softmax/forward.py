@@ -87,8 +87,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             elif not isinstance(tile, SplitRow):
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
-                # exp(z - m) = exp(z - m_p) exp(m_p - m), so the exponentials e of this part need
-                # only a factor.
+                # exp(z - m) = exp(z - m_p) exp(m_p - m), so the exponentials e of this part of the
+                # row need only a factor.
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
