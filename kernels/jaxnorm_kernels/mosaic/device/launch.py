@@ -75,9 +75,9 @@ def launch(
       outputs: shape and dtype of each output.
       overwritten: number of leading operands that the body overwrites in place. They are returned
         before the outputs and need no additional memory, unless the program uses an operand again:
-        XLA then copies it first. Inside `jax.shard_map`, Pallas cannot overwrite operands (jax
-        0.11.2 and 0.12.0). There, the body gets separate output refs for these results, before the
-        refs of `outputs`.
+        XLA then copies it first. Pallas cannot overwrite operands that vary over the mesh axes of
+        `jax.shard_map` (jax 0.11.2 and 0.12.0). For such operands, the body gets separate output
+        refs, before the refs of `outputs`.
       blocks: number of blocks, or of clusters if `cluster` is above 1.
       cluster: number of blocks per cluster. The blocks of a cluster run at the same time and can
         access each other's shared memory.

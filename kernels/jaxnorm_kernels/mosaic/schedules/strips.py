@@ -75,7 +75,7 @@ TABLE = (
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# Number of KiB of one array for each warpgroup of a block.
+# A block has one warpgroup per this many KiB that it loads of one array.
 _WARPGROUP_KIB = 64
 # Maximum number of warpgroups per block, by the number of elements in a thread's vector. Each warp
 # stores a statistic for each inner element in shared memory.
