@@ -30,7 +30,8 @@ from jaxnorm_kernels.mosaic.support import (
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
-# The kernel of each family, and of the operations that do not use their family's kernel.
+# Kernel functions by family of operations. If an operation has an entry of its own, it does not use
+# its family's kernel.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,
@@ -51,7 +52,10 @@ _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
-    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
+    """Run the forward pass of a call; see `Implementation.forward`.
+
+    ``schedule=...`` replaces the default schedule (numbers of threads, rows per block and so on).
+    """
     if spec.inner > 1:
         return norm_strided_fwd(operands, spec)
     kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
@@ -59,7 +63,10 @@ def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
-    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
+    """Run the backward pass of a call; see `Implementation.backward`.
+
+    ``schedule=...`` replaces the default schedule (numbers of threads, rows per block and so on).
+    """
     if spec.inner > 1:
         return norm_strided_bwd(residuals, cotangents, spec)
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]

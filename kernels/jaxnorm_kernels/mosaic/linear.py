@@ -1,31 +1,33 @@
-"""RMSNorm and the matmul after it, with Hopper's matrix instructions (wgmma).
+"""RMSNorm and a following matmul in one kernel, with Hopper's matrix instructions (wgmma).
 
 With G = scale + scale_offset, row by row::
 
-    w = G weight                         rounded to the matmul's dtype, beforehand
+    w = G weight                         rounded to the matmul's dtype, before the kernel
     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
-The sum of squares is computed from the tiles of x that the matmul reads, so it is complete when the
-matmul is. The normalised array is never stored. In float16, w is c G weight, where c is a power of
-2 that makes c G at most 1, and rstd / c compensates for it.
+The kernel computes the sum of squares from the tiles of x that it multiplies, so rstd is available
+when the matmul is finished. The normalised array is never stored. In float16, w is c G weight,
+where the factor c is a power of 2 with c |G| <= 1, which prevents an overflow; the result is
+multiplied by 1 / c.
 
-A block computes one tile of y after the other. Its third warpgroup copies tiles of x and weight to
-a ring in shared memory. The two others each multiply half of a tile's rows, two steps at a time,
-and add the squares of x in between.
+Each block computes several tiles of y, one after the other. Its third warpgroup copies tiles of x
+and weight to a ring of buffers in shared memory. The first two warpgroups multiply half of a tile's
+rows each. They have up to two matmul instructions in flight, and meanwhile add the squares of x.
 
-Multiplying by G inside the kernel costs more than a separate pass over weight. Times for 8192 rows
-of bfloat16 on an H100, relative to cuBLAS' matmul alone::
+Multiplying x by G inside the kernel takes more time than a separate pass over weight. Times for
+8192 rows of bfloat16 on an H100, relative to a matmul with cuBLAS without the norm::
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
-    with the pass that gives weight G        1.12           1.13           1.16
-    instead, G to x in registers             1.16           1.17           1.27
-    or G to x in shared memory               1.30           1.32           1.39
-    XLA's norm, and cuBLAS                   1.18           1.09           1.05
+    with a pass that computes G weight       1.12           1.13           1.16
+    x multiplied by G in registers           1.16           1.17           1.27
+    x multiplied by G in shared memory       1.30           1.32           1.39
+    XLA's norm, then cuBLAS                  1.18           1.09           1.05
 
-With x in registers, no matmul may be in flight while x is written to them, or ptxas serialises all
-of them. In shared memory, reads and writes of x compete with those of the matrix instructions.
+If x is multiplied in registers, no matmul may be in flight while x is written to them; otherwise,
+ptxas serialises all matmuls. If x is multiplied in shared memory, its reads and writes compete with
+those of the matrix instructions.
 """
 
 import dataclasses
@@ -55,32 +57,34 @@ from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
 from jaxnorm_kernels.specs import LinearActivation
 
 # -------------------------------------------------------------------------------------------------
-# How the kernel runs: the tiles of y, and what a block holds.
+# The schedule: sizes of the tiles of y, and of the buffers of a block.
 #
-# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten matmuls).
+# Measured on an H100 with the sweep `benchmarks/sweeps/linear.py` (tiles, stages and groups of ten
+# matmuls).
 
 
-#: The number of warpgroups that multiply. One more warpgroup copies.
+#: Number of warpgroups that multiply. Another warpgroup copies.
 MULTIPLY = 2
-#: The number of rows of a tile of y that a warpgroup multiplies at a time: the size of a wgmma.
+#: Number of rows that a warpgroup multiplies at the same time: those of a wgmma instruction.
 ROWS = 64
-#: The number of columns in a tile of x. With 16 bits each, they fill a row of the widest swizzle.
+#: Number of columns of a tile of x. With 16 bits each, they fill a row of the widest swizzle, 128
+#: bytes.
 DEPTH = 64
-#: The number of bytes that each store writes in a row of y, and the number of stores that a
-#: warpgroup may have in flight.
+#: Number of bytes in a row of y that each store writes, and number of stores that a warpgroup may
+#: have in flight.
 STORED_BYTES, STORES = 64, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductSchedule:
-    """One way to run the kernel.
+    """Schedule of the kernel.
 
     Attributes:
-      features: the number of columns in a tile of y, which has 128 rows.
-      stages: the number of tiles of x, and of weight, in shared memory.
-      group: the number of adjacent tiles, along the columns of y, that are computed before the next
-        rows. These tiles read the same rows of x. The next rows then read the same columns of
-        weight, while both are in the L2 cache.
+      features: number of columns of a tile of y. A tile has 128 rows.
+      stages: number of buffers for tiles of x and weight in shared memory.
+      group: number of neighbouring tiles along a row of y that are computed before the tiles of the
+        next rows. They read the same rows of x. The next rows then read the same columns of weight,
+        which are still in the L2 cache.
     """
 
     features: int
@@ -89,44 +93,46 @@ class ProductSchedule:
 
     @property
     def rows(self) -> int:
-        """The number of rows in a tile."""
+        """Number of rows of a tile of y."""
         return MULTIPLY * ROWS
 
     def tiles(self, rows: int, features: int) -> tuple[int, int]:
-        """Return the number of tiles along the rows of y, and along its columns."""
+        """Return the number of tiles of y along its rows and along its columns."""
         return -(-rows // self.rows), -(-features // self.features)
 
 
-# The larger a tile, the less is loaded per matmul. A wgmma has at most 256 columns; 192 take 1.09
-# times as long. Groups of 4, 16 or 32 take up to 1.11 times as long if weight exceeds the L2 cache.
+# Larger tiles load less per matmul. A wgmma instruction has at most 256 columns; with 192, the
+# kernel takes 1.09 times as long. With groups of 4, 16 or 32 tiles, it takes up to 1.11 times as
+# long if weight exceeds the L2 cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
-# Narrow tiles have half the size. They are used if y has fewer wide tiles than the GPU has SMs.
+# A narrow tile has half the size. It is used if y has fewer wide tiles than the GPU has SMs.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
 def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
-    """Return the schedule for a y of this shape."""
+    """Choose the schedule for an array y of this shape."""
     return _WIDE if math.prod(_WIDE.tiles(rows, features)) >= (gpu or local_gpu()).sms else _NARROW
 
 
 _F32 = np.dtype(np.float32)
 
-# The number of columns in a row of the narrowest swizzle. Arrays are padded with zeros to a
-# multiple of it.
+# Number of 16-bit columns in a row of the narrowest swizzle, 32 bytes. Arrays are padded with zeros
+# to a multiple of it.
 _SWIZZLED = 16
 
-# Registers per thread, out of 65536: as many as possible for the two warpgroups that multiply, and
-# few for the one that copies.
+# Number of registers per thread: as many as possible for the warpgroups that multiply, few for the
+# one that copies. The three warpgroups share 65536 registers.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
-# A copy moves rows of 16 bytes, in tiles of 8 rows.
+# Asynchronous copies of tiles need numbers of rows and columns that are multiples of 8.
 _MULTIPLE = 8
-# Rows are indexed in int32, and the last tile may start up to a tile beyond the last row.
+# Row indices are int32. The last tile may start up to one tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 
-# 16-bit matmuls satisfy a precision such as "float32" anyway, since they multiply 16-bit numbers
-# exactly and add the results in float32. A name in upper case requests a particular algorithm.
+# ``jax.default_matmul_precision`` may name an algorithm, in upper case. These are the algorithms
+# that the kernel implements. Other settings, such as "float32", are satisfied anyway, because
+# products of 16-bit numbers are exact in float32, in which they are added.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -136,13 +142,13 @@ def why_unsupported(
     dtypes: Mapping[str, np.dtype],
     precision: str | None = None,
 ) -> str | None:
-    """Return why the kernel cannot run a call, or None.
+    """Return the reason why the kernel cannot run a call, or None if it can.
 
     Args:
-      sizes: rows and columns of x, and columns of weight.
+      sizes: number of rows of x, columns of x, and columns of weight.
       dtype: dtype of the matmul's operands.
-      dtypes: dtypes of x, weight, y and, if present, scale and bias.
-      precision: as ``jax.default_matmul_precision``.
+      dtypes: dtypes of x, weight and y, and of scale and bias if they are given, by name.
+      precision: the value of ``jax.default_matmul_precision``.
     """
     if local_capability() not in (90, None):
         return (
@@ -186,10 +192,10 @@ def rms_norm_linear_fwd(
     activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """Return y in `dtype`; `schedule` replaces the default schedule.
+    """Return activation(rms_norm(x) @ weight + bias) in `dtype`.
 
-    x is ``(rows, cols)`` in the dtype of the matmul, weight ``(cols, features)``, scale ``(cols,)``
-    and bias ``(features,)``.
+    x is ``(rows, cols)`` in the dtype of the matmul, weight is ``(cols, features)``, scale
+    ``(cols,)`` and bias ``(features,)``. `schedule` replaces the default schedule.
     """
     sizes = *x.shape, weight.shape[1]
     rows, _, features = sizes
@@ -223,9 +229,10 @@ def rms_norm_linear_fwd(
 def _scaled_weight(
     weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return c G weight in `dtype` and, unless c is 1, 1 / c as ``(1,)``.
+    """Return c G weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
 
-    1 / c is a power of 2 above the largest |G|, because G weight may overflow float16.
+    In float16, G weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
+    bfloat16, c is 1.
     """
     if scale is None:
         return weight.astype(dtype), None
@@ -237,7 +244,10 @@ def _scaled_weight(
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
-    """Pad an array with zeros until its columns are a multiple of the narrowest swizzle's."""
+    """Pad an array with zeros, so that the sizes of its axes are multiples of 16.
+
+    The rows of x are not padded.
+    """
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
         widths[0] = (0, 0)
@@ -247,7 +257,7 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 def _shared(
     schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return the shared memory and the barriers of a block."""
+    """Return the shared memory and the barriers of a block, by name."""
     stages = schedule.stages
     shared = {
         # The matrix instructions require the same swizzle for x and weight.
@@ -265,22 +275,30 @@ def _shared(
 
 
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
-    """Return shared memory of `shape` for tiles of the first array, as matrix instructions read it.
+    """Return shared memory for tiles of the first array, in the layout of matrix instructions.
 
-    It has the widest swizzle that divides the rows of all arrays.
+    The layout has the widest swizzle (at most 128 bytes) that divides the rows of all arrays.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
         128, *(n * dtype.itemsize for n in (shape[-1], *(a.shape[-1] for a in arrays)))
     )
-    transforms: Any = plgpu  # mypy takes the transforms' classes for abstract ones.
+    transforms: Any = plgpu  # mypy considers these classes abstract
     tiled = transforms.TilingTransform((8, swizzle // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiled, transforms.SwizzleTransform(swizzle)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """The program of a block. `arrays` maps names to refs in global memory, `shared` in shared."""
+    """The program of a block.
+
+    Attributes:
+      sizes: number of rows of x, columns of x, and columns of weight.
+      epsilon, activation: as in `rms_norm_linear_fwd`.
+      schedule: the schedule.
+      arrays: refs of the operands and of y in global memory, by name.
+      shared: shared memory and barriers, by name.
+    """
 
     sizes: tuple[int, int, int]
     epsilon: float
@@ -291,11 +309,14 @@ class _ProductKernel:
 
     @property
     def steps(self) -> int:
-        """The number of steps, each with one tile of x, for a tile of y."""
+        """Number of steps for a tile of y. A step multiplies a tile of x with a tile of weight."""
         return -(-self.sizes[1] // DEPTH)
 
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
-        """Call ``body(t, row, column)`` for each of the block's tiles, which begins there in y."""
+        """Call ``body(t, row, column)`` for each of the block's tiles of y.
+
+        t counts the tiles; row and column are the indices in y of the tile's first element.
+        """
         rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
         mine = lax.div(rows * columns - first + blocks - 1, blocks)
@@ -309,7 +330,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- copies
 
     def copy(self) -> None:
-        """Fill the ring of stages."""
+        """Copy tiles of x and weight to the ring of buffers, for all of the block's tiles of y."""
         plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
         self.each_tile(self._copy_tile)
 
@@ -332,8 +353,8 @@ class _ProductKernel:
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
         if "bias" in shared:
-            # Load the bias last: the previous tile must be finished before its bias can be
-            # overwritten.
+            # Load the bias last: this waits until the previous tile, whose bias is overwritten, is
+            # finished.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -344,7 +365,7 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- product
 
     def multiply(self) -> None:
-        """Compute the rows of each tile of y that belong to this warpgroup."""
+        """Compute this warpgroup's half of the rows of each of the block's tiles of y."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -374,27 +395,28 @@ class _ProductKernel:
         return lax.rem(step, self.schedule.stages)
 
     def _product(self, step: Any, sums: Ref) -> None:
-        """Start the matmul of a step. Its result is added to `sums`."""
+        """Start the matmul of a step, whose result is added to `sums`."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         weight = self.shared["weight"].at[self._stage(step)]
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Square the warpgroup's rows in a tile of x, and add them up to 8 columns: ``(64, 8)``.
+        """Square this warpgroup's rows of a tile of x, and add up groups of columns: ``(64, 8)``.
 
-        The 8 columns are added once, at the end.
+        Each of the 8 results per row is a sum of 8 columns. They are added only once, when the tile
+        of y is complete.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """Return the part of a tile of x with the rows that this warpgroup multiplies."""
+        """Return the rows of a step's tile of x that this warpgroup multiplies."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the stage of a step whose matmul is finished."""
+        """Release the buffers of x and weight of a step whose matmul is finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
@@ -402,7 +424,7 @@ class _ProductKernel:
     # ------------------------------------------------------------------------------------- results
 
     def _finish(self, row: Any, column: Any, rstd: jax.Array, sums: jax.Array) -> None:
-        """Compute y from the tile's sums, and store it."""
+        """Compute y from the sums of the matmul and rstd, and store it."""
         shared, index = self.shared, lax.axis_index(WARPGROUP)
         rows = pl.ds(row + index * ROWS, ROWS)
         if "bias" in shared:
@@ -417,7 +439,8 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # The store before the last one has then read the buffer that is overwritten here.
+            # At most one store may still be reading its buffer: the previous one, which uses the
+            # other buffer.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

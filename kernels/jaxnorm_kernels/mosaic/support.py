@@ -1,4 +1,4 @@
-"""Calls that the kernels cannot run, or that the default leaves to XLA: tables of sentences."""
+"""Reasons why the kernels cannot run a call, or why the default implementation leaves it to XLA."""
 
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
@@ -12,7 +12,8 @@ from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Rows are indexed in int32. The last block may start up to a tile beyond the last row.
+# Row indices are int32. The limit is below 2^31, because the last block may start up to one tile
+# beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 
@@ -91,13 +92,14 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities for which these kernels are the default although they were never timed there.
-# All kernels compile for them with few spilled words (`tests/mosaic/test_blackwell.py`). 100 is the
-# B200.
+# Compute capabilities for which these kernels are the default although they were never timed there;
+# 100 stands for 10.0, the B200. All kernels compile for it with little register spilling
+# (`tests/mosaic/test_blackwell.py`).
 _NOT_TIMED = (100,)
 
-# Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
-# committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
+# Calls for which XLA's code is faster than the kernels, or for which nothing was timed. The times
+# were measured on one H200 with jax 0.11.2 (`python -m benchmarks.run`; results in
+# benchmarks/results/nvidia_h200). Forward kernels were never slower than XLA.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
@@ -129,32 +131,32 @@ _LEFT_TO_XLA: Table = (
 
 
 def platforms() -> tuple[str, ...]:
-    """Return the platforms on which the kernels can run."""
+    """Return the names of the platforms on which the kernels can run."""
     return ("cuda", "cpu") if is_interpreted() else ("cuda",)
 
 
 def takes_inner(spec: Spec) -> bool:
     """Return True if the kernels for an axis other than the last can run this call.
 
-    These kernels need no transpose.
+    Such a call needs no transpose of its operands.
     """
     return strip_schedule.refusal(spec) is None
 
 
 def why_unsupported(spec: Spec) -> str | None:
-    """Return the reason why this call cannot run on this GPU, or None if it can."""
+    """Return the reason why the kernels cannot run this call on this GPU, or None if they can."""
     if spec.inner > 1:
         return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why the default runs XLA for this call, or None if it runs the kernels."""
+    """Return the reason why the default implementation uses XLA for this call, or None."""
     return first(_LEFT_TO_XLA, spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence on what is unverified about these kernels on the local GPU, or None."""
+    """Return a sentence about what was not tested with these kernels on the local GPU, or None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -162,25 +164,25 @@ def caveat(spec: Spec) -> str | None:
 
 
 def _is_held(spec: Spec) -> bool:
-    """Return True if a block's registers and shared memory have room for the rows of a call."""
+    """Return True if the rows of this call fit in the registers and shared memory of a block."""
     if spec.is_loss:
-        return True  # A loss loops over parts of a row, so rows of any length fit.
+        return True  # A loss kernel loops over parts of a row, so rows of any length fit.
     if spec.norm.rotated:
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
-        return True  # If the fused kernel does not fit, each norm has its own kernel.
+        return True  # Rows too long for the fused kernel: each norm runs in its own kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Return True for a backward pass of a norm with the rows that `norm_schedule` assumes.
+    """Return True for a backward pass of a norm to which the limits of `norm_schedule` apply.
 
-    These are the backward passes of single norms and of scaled sums. A norm with a plain residual
-    addition is excluded: each of its norms is checked separately. A norm with a rotation has
-    kernels of its own.
+    These are the backward passes of single norms and of scaled sums. A norm with an unscaled
+    residual addition is excluded, because each of its norms is checked separately. A norm with a
+    rotation is excluded, because it has other kernels.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

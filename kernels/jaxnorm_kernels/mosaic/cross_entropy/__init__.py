@@ -1,1 +1,1 @@
-"""Cross-entropy with integer labels, and log-probability and entropy."""
+"""Loss kernels: cross-entropy with integer labels, log-probability and entropy, KL divergence."""

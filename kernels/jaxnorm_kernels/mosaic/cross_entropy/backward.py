@@ -1,19 +1,22 @@
 """Backward pass of cross-entropy, and of log-probability and entropy, from the logits.
 
-With d = dloss, and p = exp(x - m - log(s)):
+l is the label, j the index of a column, V the number of classes; [j = l] is 1 if j equals l, else
+0. m = max(x) and log(s) are the statistics that the forward pass saves. p = exp(x - m - log(s)) are
+the probabilities. a is the label smoothing and b the factor of the z-loss. With d, the cotangent of
+the loss:
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 
-With d = dlog_prob, e = dentropy and the entropy H:
+With d, the cotangent of the log-probability, e, that of the entropy, and the entropy H:
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-With a scale or a cap, the logits are f g(x), as in `logits`. The equations then give the gradient
-of f g(x), and x - m stands for f (g(x) - m).
+With a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`. The
+equations then give the gradient of f g(x), and x - m stands for f (g(x) - m).
 
-The elements do not depend on each other: each block processes a part of a row, and may store dx
-over x. If a row has no entries, log(s) = -inf and dx is 0. If its label is not a class, log(s) and
-dx are NaN.
+No element depends on another one, so each block processes a part of a row, and may store dx over x.
+If the row's position is masked, the forward pass saves log(s) = -inf, and dx is 0. If the label is
+not a class, log(s) and dx are NaN.
 """
 
 import dataclasses
@@ -37,12 +40,13 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class LossBackwardSchedule:
-    """How rows are split into blocks, which have one warpgroup each.
+    """How the rows of a loss's backward pass are split into blocks of one warpgroup (128 threads).
 
     Attributes:
-      units: the number of units per block. Over 32768 columns of bfloat16, four units reach 0.98 of
-        a copy's bandwidth and two 0.97; with a cap of the logits, 0.90 and 0.86 (H200). More units
-        per block take registers that other blocks of the SM need.
+      units: number of units per block. A unit consists of one vector of at most 16 bytes per thread
+        (`Unit`). Over 32768 columns of bfloat16, four units reach 0.98 of a copy's bandwidth and
+        two reach 0.97; with a softcap, 0.90 and 0.86 (H200). With more units, a block takes so many
+        registers that fewer blocks run on an SM.
     """
 
     units: int = 4
@@ -59,7 +63,7 @@ def cross_entropy_bwd(
     *,
     schedule: LossBackwardSchedule | None = None,
 ) -> Operands:
-    """Return the gradient of x. `schedule` overrides the default."""
+    """Return the gradient of the logits x. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or LossBackwardSchedule()
     of_rows = units_of(spec, padded=True)
@@ -74,8 +78,8 @@ def cross_entropy_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Load the logits first. The row's few other numbers (statistics, cotangents) then
-            # arrive at the same time.
+            # Start the loads of the logits first. The row's statistics and cotangents arrive at the
+            # same time.
             raw = load_units(of_block, x, row)
             label = read_label(labels, row)
             numbers = [load(ref.at[row], None) for ref in of_row]
@@ -83,7 +87,7 @@ def cross_entropy_bwd(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # of a unit's elements, from its start on
+            columns = flat_index(shape, layout)  # columns, from 0 at a unit's start
             have_label = [unit.has(label) for unit in of_block]
             for unit, value, has_label in zip(of_block, raw, have_label):
                 of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
@@ -114,7 +118,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """Return dx of a unit in float32, for a row that has entries."""
+    """Return dx in float32 for one unit (vector per thread) of a row that is not masked."""
     top, log_sum, d, *of_entropy = numbers
     g_x = g(x, spec)
     p, log_p, base = probability(g_x - top, log_sum, spec)
@@ -134,7 +138,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Only a few units contain the label, so the other units' columns are not compared with it.
+    # Few units (vectors per thread) contain the label's column. Others need no comparison with it.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

@@ -1,26 +1,28 @@
-"""Cross-entropy of a row x with the label l; or the label's log-probability, and the entropy.
+"""Forward pass of cross-entropy, and of the label's log-probability with the entropy.
 
-With a = label_smoothing and b = z_loss::
+For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
     log_prob = -(D + log(s))      entropy = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
-r is x_l, or 0 if x_l is infinite. It is close to the mean, so the sum of x - r loses little
-accuracy. With a scale or a cap, x stands for g(x), differences are multiplied by f, and columns
-that are not classes are -inf. Both terms of the entropy are nonnegative.
+r is x_l, or 0 if x_l is infinite. It is close to the mean of the logits, so the sum of x - r loses
+little accuracy. Both terms of the entropy are nonnegative. With a logits scale or a softcap, the
+logits are f g(x), as defined in the module `logits`: x then stands for g(x), and differences are
+multiplied by f. Padding columns, which are not classes, count as -inf.
 
-A row is read once, in a loop. Each thread holds the maximum of what it has read so far, and the
-sums relative to it, which it rescales when the maximum grows::
+A row is read once, in a loop. Each thread keeps the maximum of the elements that it has read so
+far, and sums relative to this maximum. When the maximum grows to m', the sums are rescaled::
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-Parts of a row are merged in the same way. The label's own term is not in the sum s_o of the others,
-because log(1 + s_o) of a small s_o is accurate, but the log of the rounded sum is not::
+The sums of threads, warps and warpgroups are merged in the same way. The loop leaves out the
+label's own term, and computes s_o, the sum of the other terms. If s_o is small, log(1 + s_o) is
+accurate, while the logarithm of the rounded sum is not::
 
-    log(s) = log1p(s_o)                 where D = 0
-             log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
+    log(s) = log1p(s_o)                 if D = 0: the label has the maximum, and its term is 1
+             log1p(s_o - 1 + exp(-D))   otherwise: s_o contains the maximum's term, which is 1
 """
 
 import dataclasses
@@ -61,43 +63,46 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: m and s, as the module's docstring defines them, of the columns read so far. If there is a third
-#: element, it is the sum of x - r (with label smoothing), or T / f (for the entropy).
+#: m and s of the columns read so far, as the module's docstring defines them. With label smoothing,
+#: a third array is the sum of x - r; for the entropy, a third array is T / f.
 Sums = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LossForwardSchedule:
-    """How a row is read.
+    """How the forward pass of a loss reads a row.
 
     Attributes:
-      units: the number of units that a thread loads at a time, while it adds up as many others.
-      warpgroups: the number of warpgroups in a block; they share a row.
+      units: number of units per step. A unit consists of one vector of at most 16 bytes per thread
+        (`Unit`). A warpgroup loads the units of the next step while it adds up those of the current
+        step.
+      warpgroups: number of warpgroups (of 128 threads) in a block. They read different units of the
+        same row.
     """
 
     units: int
     warpgroups: int = 1
 
 
-# The bytes of a row for each warpgroup of a block. With this much to load, the time to
-# start a block and to merge its sums does not matter. Small blocks are better, because some start
-# while others load: over 32768 columns of bfloat16, one warpgroup reaches 1.01 of a copy's
-# bandwidth and two reach 0.94 (H200). The second number is for calls with few rows, where smaller
-# parts are better. The third is the maximum number of warpgroups.
+# Minimum number of bytes of a row per warpgroup, in general and for calls with fewer rows than the
+# GPU has SMs; then the maximum number of warpgroups per block. With 64 KiB per warpgroup, the time
+# to start a block and to merge its sums is negligible. Small blocks are better, because some start
+# while others load: over 32768 columns of bfloat16, one warpgroup per block reaches 1.01 of a
+# copy's bandwidth and two reach 0.94 (H200).
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
-# The number of columns that a thread adds up per step. 64 registers suffice for them, so that the
-# 1024 threads of an SM have 32 KiB in flight while they add.
+# Number of columns that a thread adds up per step. They fit in 64 registers per thread, so that an
+# SM runs 1024 threads, which have 32 KiB of loads in flight while they add.
 _COLUMNS = 16
 
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
-    """Return the schedule of a call."""
+    """Choose the schedule of a forward pass."""
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # With a third sum, or with tanh, a thread needs 80 registers: a block of 512 threads would then
-    # fill an SM.
+    # With a third sum or with tanh, a thread needs 80 registers. Then a block of 512 threads would
+    # leave no room for a second block on the SM.
     takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
@@ -107,7 +112,10 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Return the units of a row's classes; if `padded`, also of the columns after the classes."""
+    """Return the units (vectors per thread) that cover a row's classes.
+
+    If `padded`, they also cover the padding columns behind the classes.
+    """
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
@@ -115,9 +123,9 @@ def units_of(spec: Spec, *, padded: bool = False) -> Units:
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
-    """Return the loss, or log_prob and entropy, and the statistics.
+    """Return the loss, or log_prob and entropy, and, if requested, the statistics m and log(s).
 
-    `schedule` overrides `choose`.
+    `schedule` replaces the default schedule.
     """
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
@@ -146,7 +154,7 @@ def cross_entropy_fwd(
 
 
 def _sums(spec: Spec) -> int:
-    """Return the number of arrays in `Sums`."""
+    """Return the number of arrays in a `Sums` tuple: two or three."""
     return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
 
@@ -161,10 +169,10 @@ def _row(
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
     share = _Share(spec, units_of(spec), schedule, row)
-    # Start the slowest loads first: the label's logit waits for the label.
+    # Start the slowest loads first. The load of the label's logit must wait for the label.
     label = read_label(labels, row)
     first = load_units(share.first(), x, row)
-    # An invalid label is clipped to a column, so that nothing outside the row is read.
+    # An invalid label is clipped to a valid column, so that no load is outside the row.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
 
     def write(*values: Any) -> None:
@@ -179,7 +187,7 @@ def _row(
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
         parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
-        # Without smoothing, the label's logit is needed only here, not before the row.
+        # Use the label's logit as late as possible, because using it waits for its load.
         sums = _merge(parts, spec)
         write(*_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
 
@@ -194,20 +202,24 @@ def _row(
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
-    """Load a label as int32. A label out of int32's range becomes -1, which is not a class."""
+    """Load the label of a row as int32.
+
+    A label outside the range of int32 becomes -1, which is not a class.
+    """
     label = load(labels.at[row], None)
     if label.dtype.itemsize < 8:
         return label.astype(jnp.int32)
-    # Kernels are traced without 64-bit types, so compare in float32.
+    # Kernels are traced without 64-bit types, so the comparison is in float32.
     fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The units of a row that belong to one warpgroup, grouped into steps.
+    """The units of a row that one warpgroup reads, grouped into steps of ``schedule.units`` units.
 
-    Warpgroups that share a row take turns: each reads every n-th unit.
+    A unit consists of one vector per thread (`Unit`). If n warpgroups share the row, each reads
+    every n-th unit.
     """
 
     spec: Spec
@@ -217,15 +229,15 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """The number of steps that consist of whole units."""
+        """Number of steps in which all vectors of the row are complete and overlap no others."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return the units of the step with this index, one of the whole steps."""
+        """Return this warpgroup's columns in step `index` (below `whole_steps`), as units."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return the units that follow the whole steps, if there are any."""
+        """Return this warpgroup's columns after the last whole step as units, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -234,7 +246,11 @@ class _Share:
         return self.step(0) if self.whole_steps else self.rest()
 
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
-        """Return each thread's sums over its units. `raw` has the elements of the `first` units."""
+        """Return the thread's sums over this warpgroup's units of the row, as `Sums`.
+
+        `raw` contains the elements of the units in `first()`, which the caller has already loaded.
+        `label` is the label, and `r` the number subtracted for label smoothing.
+        """
         sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
@@ -264,7 +280,11 @@ class _Share:
         r: jax.Array | None,
         mine: Any = None,
     ) -> Sums:
-        """Add the elements of `units` to each thread's sums; with `mine`, only if that is True."""
+        """Add the loaded elements `raw` of `units` to the thread's sums, and return the new sums.
+
+        If `mine` is given and False, nothing is added, because another warpgroup adds these
+        elements.
+        """
         m, s, *t = sums
         v, layout = units[0].vector, units[0].layout
         x = [g(widen(value, layout), self.spec) for value in raw]
@@ -275,7 +295,8 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Only a few units contain the label, so the other units' columns are not compared with it.
+        # Few units (vectors per thread) contain the label's column. Others need no comparison with
+        # it.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -299,8 +320,8 @@ class _Share:
 def _without(
     label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
-    """Replace the label's column by -inf."""
-    columns = flat_index(x[0].shape, layout)  # of a unit's elements, from its start on
+    """Replace x by -inf in the label's column."""
+    columns = flat_index(x[0].shape, layout)  # columns, from 0 at a unit's start
     return [
         jnp.where(columns == label - unit.start, -jnp.inf, value) for unit, value in zip(units, x)
     ]
@@ -319,7 +340,7 @@ def _of_warps(sums: Sums, spec: Spec) -> Sums:
 
 
 def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
-    """Merge the parts of a row."""
+    """Merge the sums of all warps that share a row."""
     m, s, *t = parts
     top = jnp.max(m)
     rescaled = _rescaled(s, t, m - top, _exp(f_times(m - top, spec)), spec)
@@ -331,7 +352,8 @@ def _rescaled(
 ) -> list[jax.Array]:
     """Rescale sums from an old maximum to a new one.
 
-    `depth` is the old maximum minus the new one, and `exp` is exp(f depth).
+    `depth` is the old maximum minus the new one, and `exp` is exp(f depth), where f is the factor
+    of the logits f g(x).
     """
     if spec.returns_entropy:
         t = [(t[0] + s * finite(depth)) * exp]
@@ -341,14 +363,14 @@ def _rescaled(
 def _finish(
     sums: Sums, x_l: jax.Array, r: jax.Array | None, label: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """Return the results, m and log(s)."""
+    """Return the results of a row: (loss, m, log(s)) or (log_prob, entropy, m, log(s))."""
     m_o, s_o, *t = sums
     a, b = spec.loss.label_smoothing, spec.loss.z_loss
     m = jnp.maximum(m_o, x_l)
     d = f_times(m - x_l, spec)
     others, *t = _rescaled(s_o, t, m_o - m, _exp(f_times(m_o - m, spec)), spec)
     log_s = numerics.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
-    # All logits are -inf, or the label is not a class.
+    # The result is NaN if all logits are -inf, or if the label is not a class.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
     is_column = jnp.logical_and(label >= 0, label < spec.classes)
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
@@ -367,6 +389,6 @@ def _finish(
     return [loss, m, log_s]
 
 
-#: An exponential of numbers <= 0 for the terms of a sum. A term such as exp(-80) need not be as
-#: accurate as a term of 1.
+#: A cheap exp for arguments <= 0. Its relative error grows with the argument's magnitude, so it is
+#: used for terms of sums only: an inaccurate exp(-80) is negligible next to the largest term, 1.
 _exp: Callable[[jax.Array], jax.Array] = numerics.exp(is_wide=False)

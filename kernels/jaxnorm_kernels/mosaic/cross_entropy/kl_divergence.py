@@ -1,26 +1,29 @@
-"""The divergence of a teacher's and a student's logits, and its gradient.
+"""KL divergence of a teacher's and a student's distribution, forward and backward pass.
 
-Of KL(P || Q), P is the teacher's distribution, or the student's if ``reverse``. Depths are d = z -
-max(z), with z = f g(x) as in `logits`, and
+The forward pass computes KL(P || Q). P is the teacher's distribution and Q the student's; if
+``reverse``, P is the student's and Q the teacher's. With logits z = f g(x) as defined in the module
+`logits`, and d = z - max(z) for each of P and Q:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 
-    KL = a / s_P + log(s_Q / s_P)      log(s_Q / s_P) = log1p(b / s_P) of nearly equal sums
+    KL = a / s_P + log(s_Q / s_P)
+    log(s_Q / s_P) = log1p(b / s_P), which is used if the sums are nearly equal
 
-Both rows are read once, in one loop. Each thread keeps the maxima of the elements that it has read,
-and sums relative to them. When a maximum grows from m to m', the thread rescales its sums by the
-factors r = exp(m - m'):
+Both rows are read once, in one loop. Each thread keeps the two maxima of the elements that it has
+read so far, and sums relative to these maxima. When a maximum grows from m to m', the thread
+rescales its sums by r = exp(m - m'):
 
     s' = r s      a' = r_P (a + s_P (log(r_P) - log(r_Q)))      b' = r_P b + s_Q (r_Q - r_P)
 
-Parts of a row merge in the same way. Equal logits have u = 0 and equal factors r, so a and b are
-exactly 0. For a small u, e_Q - e_P is computed as e_P times a polynomial of u, without
-cancellation.
+The sums of threads, warps and warpgroups are merged in the same way. For equal logits, u is 0 and
+the factors r are equal, so a and b are exactly 0. If u is small, e_Q - e_P is computed without
+cancellation, as e_P times a polynomial of u.
 
-The backward pass needs no sum:
+The backward pass needs no sum over a row. p and q are the teacher's and the student's
+probabilities, and d is the cotangent of the divergence:
 
     dz = d (q - p)                                         for KL(p || q)
-    dz = d q (log(q) - log(p) - KL)                        for KL(q || p)
+    dz = d q (log(q) - log(p) - KL)                        for KL(q || p), if ``reverse``
 """
 
 import functools
@@ -54,22 +57,23 @@ from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
-# The bytes of both rows for each warpgroup of a block, as in `forward`, and the maximum number of
-# warpgroups. With more than two, an SM's registers would not suffice for two blocks, because each
-# thread has six sums.
+# Minimum number of bytes of both rows per warpgroup, in general and for calls with fewer rows than
+# the GPU has SMs; then the maximum number of warpgroups per block. With more than two, an SM's
+# registers would not suffice for two blocks, because each thread has six sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
-# The number of columns that a thread processes in a step, in each of the two rows.
+# Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
-# Up to this |u|, a polynomial of five terms has an error below one unit in the last place.
+# For |u| up to this limit, a polynomial of five terms computes exp(-u) - 1 with an error below one
+# ulp. u is the difference of a teacher's and a student's logit, each relative to its row's maximum.
 _SMALL = 0.125
 
 
 class _Sums(NamedTuple):
-    """The maxima and sums of a thread, a warp or a row.
+    """The maxima and sums over the columns that a thread, a warp or a block has read so far.
 
     Attributes:
-      m_p, m_q: the maxima of g for P and for Q.
-      s_p, s_q, a, b: the sums that the module's docstring defines.
+      m_p, m_q: maxima of g(x) over the columns of P and of Q.
+      s_p, s_q, a, b: sums that the module's docstring defines.
     """
 
     m_p: jax.Array
@@ -81,7 +85,7 @@ class _Sums(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """The specs of P's logits and of Q's, which may differ in dtype and cap."""
+    """The specs of P's and Q's logits, which may differ in dtype and softcap."""
 
     p: Spec
     q: Spec
@@ -92,7 +96,10 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two z, given their g: exactly 0 for equal logits and caps."""
+        """Return the difference of two logits z = f g(x), from their values of g.
+
+        The result is exactly 0 for equal logits with equal softcaps.
+        """
         if self.p.logit_factor == self.q.logit_factor:
             return f_times(p - q, self.p)
         return f_times(p, self.p) - f_times(q, self.q)
@@ -108,7 +115,7 @@ def _of_teacher(spec: Spec) -> Spec:
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
-    """Return the schedule of a forward pass."""
+    """Choose the schedule of a forward pass."""
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     row = spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
@@ -120,7 +127,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 def kl_divergence_fwd(
     operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
-    """Return the divergence and the statistics; `schedule` replaces the default schedule."""
+    """Return the divergence and the statistics. `schedule` replaces the default schedule."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + len(spec.statistics) * spec.has_stats
@@ -177,14 +184,15 @@ def _row(
     pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf, 0.0, 0.0))
 
 
-#: The elements of P's row and of Q's row that a thread has loaded.
+#: Loaded elements of P's row and of Q's row: for each row, an array per unit (vector per thread).
 _Raw = tuple[list[jax.Array], list[jax.Array]]
 
 
 class _Share(NamedTuple):
-    """The units of both rows that belong to one warpgroup, grouped into steps.
+    """The units of both rows that one warpgroup reads, in steps of ``schedule.units`` units.
 
-    Warpgroups that share a row take turns: each reads every n-th unit.
+    A unit consists of one vector per thread (`Unit`). If n warpgroups share the rows, each reads
+    every n-th unit.
     """
 
     pair: _Pair
@@ -194,15 +202,15 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """The number of steps that consist of whole units."""
+        """Number of steps in which all vectors of the rows are complete and overlap no others."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return the units of the step with this index, one of the whole steps."""
+        """Return this warpgroup's columns in step `index` (below `whole_steps`), as units."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return the units that follow the whole steps, if there are any."""
+        """Return this warpgroup's columns after the last whole step as units, if there are any."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -215,7 +223,11 @@ class _Share(NamedTuple):
         return p, q
 
     def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
-        """Return each thread's sums over its units; `raw` has the elements of the first step."""
+        """Return the thread's sums over this warpgroup's columns of the two rows.
+
+        `raw` contains the elements of the first columns, those of ``first()``, which the caller has
+        already loaded.
+        """
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         sums = _Sums(lowest, lowest, zero, zero, zero, zero)
 
@@ -238,7 +250,11 @@ class _Share(NamedTuple):
         return sums
 
     def add(self, sums: _Sums, units: Sequence[Unit], raw: _Raw, mine: Any = None) -> _Sums:
-        """Add the elements of `units` to each thread's sums; with `mine`, only if that is True."""
+        """Add the loaded elements `raw` of `units` to the thread's sums, and return the new sums.
+
+        If `mine` is given and False, nothing is added, because another warpgroup adds these
+        elements.
+        """
         v, layout = units[0].vector, units[0].layout
         fresh = [unit.is_fresh() for unit in units]
         if mine is not None:
@@ -274,11 +290,12 @@ def _where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
 def _terms(
     depth_p: jax.Array, depth_q: jax.Array, pair: _Pair
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return e_P, e_Q, e_P u and e_Q - e_P."""
+    """Return the terms of s_P, s_Q, a and b: e_P, e_Q, e_P u and e_Q - e_P, elementwise."""
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # A class with P = 0 adds nothing. But if P has underflowed and Q is 0, u is infinite.
+    # A column with e_P = 0 contributes 0. But if u is infinite, then Q is 0 and P is not: e_P has
+    # only underflowed, and the divergence is infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
@@ -287,19 +304,19 @@ def _terms(
 
 
 def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums:
-    """Return the sums relative to new maxima, which must not be smaller than the old ones."""
+    """Return the sums relative to new maxima, which must be at least as large as the old ones."""
     below_p, below_q = finite(sums.m_p - m_p), finite(sums.m_q - m_q)
     r_p = numerics.exp_of_term(below_p, times=pair.p.logit_factor)
     r_q = numerics.exp_of_term(below_q, times=pair.q.logit_factor)
     a = (sums.a + sums.s_p * pair.difference(below_p, below_q)) * r_p
-    # An infinite sum stays infinite, even if r_p is 0.
+    # An infinite sum must stay infinite, even if the factor r_p is 0.
     a = jnp.where(sums.a == jnp.inf, jnp.inf, a)
     b = sums.b * r_p + sums.s_q * (r_q - r_p)
     return _Sums(m_p, m_q, sums.s_p * r_p, sums.s_q * r_q, a, b)
 
 
 def _of_warps(sums: _Sums, pair: _Pair) -> _Sums:
-    """Return the sums of each warp, from the sums of its threads."""
+    """Return the sums of each of the four warps, from the sums of their threads."""
     tops = [jnp.max(m, axis=1) for m in (sums.m_p, sums.m_q)]
     of_threads_of = (lax.broadcast_in_dim(top, OF_THREADS, (0,)) for top in tops)
     rescaled = _rescaled(sums, *of_threads_of, pair)
@@ -307,14 +324,14 @@ def _of_warps(sums: _Sums, pair: _Pair) -> _Sums:
 
 
 def _merge(parts: _Sums, pair: _Pair) -> _Sums:
-    """Return the sums of a row from the sums of its parts."""
+    """Return the sums of the row, from the sums of all warps that share it."""
     tops = [jnp.max(parts.m_p), jnp.max(parts.m_q)]
     rescaled = _rescaled(parts, *tops, pair)
     return _Sums(*tops, *[jnp.sum(v) for v in rescaled[2:]])
 
 
 def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
-    """Return the divergence, and the student's and the teacher's maxima and log(s)."""
+    """Return the divergence, and then m and log(s) of the student and of the teacher."""
     share = sums.b / sums.s_p
     is_close = jnp.abs(share) < 0.5
     near = numerics.log1p(jnp.where(is_close, share, 0.0))
@@ -322,8 +339,8 @@ def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
     y = jnp.maximum(sums.a / sums.s_p + log_share, 0.0)
     log_p = jnp.log(sums.s_p)
     log_q = jnp.where(is_close, log_p + log_share, jnp.log(sums.s_q))
-    # All logits of the row are -inf. log(s) becomes NaN, because -inf would mean that no class
-    # takes part.
+    # If all logits of a row are -inf, log(s) must be NaN: a saved log(s) of -inf means that the
+    # position is masked.
     log_p, log_q = (
         jnp.where(s == 0, jnp.nan, log) for s, log in ((sums.s_p, log_p), (sums.s_q, log_q))
     )
@@ -338,7 +355,7 @@ def kl_divergence_bwd(
     *,
     schedule: LossBackwardSchedule | None = None,
 ) -> Operands:
-    """Return the gradient of the student's logits; `schedule` replaces the default."""
+    """Return the gradient of the student's logits. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or LossBackwardSchedule(units=2)
     of_rows = units_of(spec, padded=True)
@@ -353,8 +370,8 @@ def kl_divergence_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Load the logits first; the row's other numbers are loaded while the logits are in
-            # flight.
+            # Start the loads of the logits first. The statistics and cotangents arrive at the same
+            # time.
             raw = [load_units(of_block, ref, row) for ref in (x, teacher)]
             numbers = [load(ref.at[row], None) for ref in of_row]
             has_entry = numbers[1] != -jnp.inf
@@ -389,7 +406,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """Return dx of a unit in float32, for a row that has an entry."""
+    """Return dx in float32 for one unit (vector per thread) of a row that is not masked."""
     m_q, log_s_q, m_p, log_s_p, d, *of_reverse = numbers
     of_teacher, g_x = _of_teacher(spec), g(x, spec)
     below_q, below_p = g_x - m_q, g(teacher, of_teacher) - m_p
@@ -399,7 +416,7 @@ def _gradient(
         ratio = pair.difference(below_q, below_p) + (log_s_p - log_s_q)
         dz = d * jnp.where(q == 0, 0.0, q * (ratio - of_reverse[0]))
     else:
-        # Compute p with the arithmetic of q, so that equal logits have a gradient of 0.
+        # Compute p in the same precision as q, so that equal logits have a gradient of exactly 0.
         alike = of_teacher.replaced(gradient_dtype=spec.dx_dtype)
         p, _, _ = probability(below_p, log_s_p, alike)
         dz = d * (q - p)

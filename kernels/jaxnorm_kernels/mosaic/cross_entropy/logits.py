@@ -1,10 +1,12 @@
-"""The logits of a loss, z = f g(x), with a = logits_scale and c = logit_softcap.
+"""Logits of a loss, z = f g(x): a scaled and optionally capped input x.
 
-    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
-    g = x                f = a    dz / dx = a                else
+With a = logits_scale and c = logit_softcap:
 
-Maxima and differences are computed from g, and multiplied by f in exponents, as in the XLA
-implementation.
+    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a softcap
+    g = x                f = a    dz / dx = a                without
+
+Kernels compute maxima and differences from g. They multiply by f only in exponents and results, as
+the XLA implementation does.
 """
 
 import math
@@ -15,16 +17,17 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# The exponential of this is 0. A lower exponent, such as -inf or float32's lowest number in masks,
-# could become infinite when multiplied by a sum or a cotangent, and 0 times infinity is NaN.
+# exp of this number is 0. It replaces lower exponents, such as -inf or the lowest float32 in masks:
+# multiplied by a sum or a cotangent, these could become infinite, and 0 times infinity is NaN.
 _FAR = -1e20
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """Return g of float32 x: elements held by threads, or the label's logit as a scalar.
+    """Compute g, the (capped) logits before the factor f, in float32.
 
-    With float32 logits, tanh is accurate to 2 units in the last place of 1. 16-bit logits use a
-    faster tanh: with the accurate one, the forward pass reached 0.47 of a copy's bandwidth (H200).
+    x is an array of logits, or the scalar logit of the label. For float32 logits, tanh is accurate
+    to 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the accurate one the
+    forward pass reached only 0.47 of a copy's bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -35,22 +38,22 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
-    """Return the difference of two z, given the difference of their g: f times the latter."""
+    """Multiply a difference of two values of g by f: the result is a difference of logits z."""
     return difference if spec.logit_factor == 1 else jnp.float32(spec.logit_factor) * difference
 
 
 def finite(exponent: jax.Array) -> jax.Array:
-    """Raise an exponent to at least `_FAR`, so that its products stay finite."""
+    """Limit an exponent to at least `_FAR`, so that its products stay finite."""
     return jnp.maximum(exponent, _FAR)
 
 
 def probability(
     depth: jax.Array, log_sum: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, float]:
-    """Return p, log_b(p) and log_e(b), where b is the base of the logarithm.
+    """Return the probability p, its logarithm to a base b, and the natural logarithm of b.
 
-    `depth` is g(x) - m. If dx has 16 bits, b is 2: p then takes a multiplication, an addition and
-    one instruction for the exponential.
+    `depth` is g(x) - m, and `log_sum` is log(s). The base is 2 if dx has 16 bits: p then takes a
+    multiplication, an addition and one instruction for the exponential. Otherwise, the base is e.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum
@@ -61,7 +64,7 @@ def probability(
 
 
 def times_slope(dz: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
-    """Return the gradient of x, given the gradient dz of the logits z."""
+    """Return the gradient of x, given the gradient `dz` of the logits z = f g(x)."""
     if spec.loss.logit_softcap is not None:
         dz = dz * ((1 - g) * (1 + g))
     return dz if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * dz

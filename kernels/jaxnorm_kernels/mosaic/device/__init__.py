@@ -1,1 +1,1 @@
-"""Functions close to the device: launches, register layouts, barriers and clusters."""
+"""Low-level helpers of the kernels: launches, register layouts, barriers and PTX instructions."""

@@ -1,4 +1,4 @@
-"""Properties of the local GPU that schedules depend on. Without a GPU, those of an H100."""
+"""Properties of the local GPU that the choice of a schedule depends on."""
 
 import ctypes
 import dataclasses
@@ -12,33 +12,35 @@ import jax
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-#: Numbers of blocks in a cluster. Not every GPU with clusters supports 16; Hopper and B200 do.
+#: Possible sizes of a thread block cluster, in blocks. Every GPU with clusters supports sizes up to
+#: 8. Hopper and B200 also support 16.
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: The maximum number of schedules in the cache of each function that chooses them.
+#: Maximum size of each cache of schedules (`kept` makes one cache for each `choose` function).
 SCHEDULES_KEPT = 1024
 
-# Limits of all GPUs with clusters:
+# Hardware limits of all GPUs with clusters:
 REGISTERS = 65536  # per multiprocessor
 MOST_REGISTERS = 255  # per thread
-# Limits of Hopper and B200:
+# Hardware limits of Hopper and B200:
 SHARED_BYTES = 228 * 1024  # per multiprocessor
-RESERVED_BYTES = 1024  # of shared memory, per block
+RESERVED_BYTES = 1024  # shared memory that the system reserves per block
 MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES  # per block
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU that schedules depend on.
+    """Properties of a GPU that the choice of a schedule depends on.
 
     Attributes:
-      sms: the number of multiprocessors.
-      smem: bytes of shared memory available to a block.
-      clusters: for each cluster size, the number of clusters that run at the same time with one
-        block per multiprocessor. A cluster must fit in one group of multiprocessors (GPC), and the
-        number of working multiprocessors per group varies between chips of the same model. One
-        cluster more than this number costs a second round.
+      sms: number of streaming multiprocessors (SMs).
+      smem: maximum shared memory of one block, in bytes.
+      clusters: maps each cluster size (in blocks) to the maximum number of clusters that run at the
+        same time if each SM runs one block. The numbers must be measured: the SMs of a cluster
+        belong to one GPC (a group of SMs), and chips of the same model have different numbers of
+        working SMs per GPC. If a launch has one cluster more than this maximum, that cluster starts
+        only when another has finished.
     """
 
     sms: int
@@ -47,51 +49,51 @@ class Gpu:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a multiprocessor in bytes, including the part reserved per block."""
+        """Shared memory of a multiprocessor in bytes, including the system's reserved part."""
         return self.smem + RESERVED_BYTES
 
     @property
     def portable_cluster(self) -> int:
-        """The largest cluster size that every GPU with clusters supports."""
+        """The largest cluster size that this GPU and every other GPU with clusters supports."""
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
     def at_a_time(self, cluster: int) -> int:
-        """Return how many clusters of this many blocks run at the same time.
+        """Return the maximum number of clusters that run at the same time, one block per SM.
 
-        Each multiprocessor runs one block. A `cluster` of 1 stands for single blocks.
+        `cluster` is the number of blocks in a cluster; 1 means blocks without clusters.
         """
         return self.clusters[cluster] if cluster > 1 else self.sms
 
 
-#: The numbers of clusters were measured on one H200. On another chip, one more or one less may run
-#: at the same time.
+#: The numbers of clusters were measured on one H200. Other H100 and H200 chips may differ by one.
 HOPPER = Gpu(sms=132, smem=MOST_SHARED_BYTES, clusters={2: 66, 4: 30, 8: 15, 16: 7})
 INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 
 
 def _of_size(sms: int, like: Gpu) -> Gpu:
-    """Return `like` with `sms` multiprocessors and its numbers of clusters scaled in proportion."""
+    """Return a copy of `like` with `sms` multiprocessors and proportionally scaled `clusters`."""
     clusters = {size: max(1, sms * n // like.sms) for size, n in like.clusters.items()}
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: Not measured: the numbers of clusters are scaled from an H200's. If there is a CUDA driver, it
-#: gives the true numbers.
+#: These numbers of clusters were not measured but scaled from an H200's. They are used only if the
+#: CUDA driver cannot report the true numbers.
 B200 = _of_size(148, HOPPER)
-#: This GPU was not measured either. Clusters of 16 blocks are left out, because not every GPU
-#: supports them.
+#: These numbers of clusters were not measured either. Clusters of 16 blocks are left out, because
+#: Hopper and B200 support them but other GPUs may not.
 RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )
 
-#: The GPUs, by compute capability times ten.
+#: Default properties by compute capability, written as an integer: 90 is 9.0.
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
 def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
-    """Cache `choose`, which returns the schedule of a call on a GPU; the default is the local GPU.
+    """Cache `choose`, a function from a call's spec and a GPU to a schedule.
 
-    A schedule is needed at least twice: to check that the call is supported, and to run it.
+    The returned function uses the local GPU by default. The cache saves time because each schedule
+    is needed at least twice: to check that the call is supported, and to run it.
     """
     once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
 
@@ -103,9 +105,10 @@ def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
 
 
 def local_gpu() -> Gpu:
-    """Return the properties common to all local GPUs, or `HOPPER` without a GPU.
+    """Return properties that all local GPUs have, or `HOPPER` without a GPU.
 
-    A program may run on any of the local GPUs.
+    These are the minima over the local GPUs, because a program may run on any of them. The
+    interpreter is treated as a GPU without clusters.
     """
     return INTERPRETER if is_interpreted() else _local_gpu()
 
@@ -121,17 +124,19 @@ def _local_gpu() -> Gpu:
     try:
         each = [active_clusters(device.local_hardware_id, smem) for device in devices]
     except (OSError, RuntimeError):
-        # The CUDA driver cannot report the GPU's clusters: scale the table's numbers.
+        # The driver cannot report the numbers of clusters, so scale those of a known GPU.
         each = [dict(_of_size(sms, like).clusters)]
     common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
     return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})
 
 
 def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
-    """Return `Gpu.clusters` as the driver reports it for a CUDA device and blocks of `smem` bytes.
+    """Ask the CUDA driver for `Gpu.clusters` of a device, given the blocks' shared memory in bytes.
+
+    `ordinal` is the index of the CUDA device.
 
     Raises:
-      OSError: there is no CUDA driver.
+      OSError: the CUDA driver is not installed.
       RuntimeError: a call of the driver failed.
     """
     driver = _Driver()
@@ -156,7 +161,7 @@ def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
     return {size: n for size, n in found.items() if n}
 
 
-# From cuda.h of the CUDA driver API: CUfunction_attribute and CUlaunchAttributeID.
+# Values of the enums CUfunction_attribute and CUlaunchAttributeID, from the driver's header cuda.h.
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 _CLUSTER_DIMENSION = 4
@@ -170,7 +175,10 @@ _EMPTY_KERNEL = b"""
 
 
 class _Driver:
-    """The CUDA driver that JAX has loaded. Each call raises RuntimeError if it fails."""
+    """Access to the functions of the CUDA driver, as methods.
+
+    A method raises RuntimeError if the driver's function is missing or returns an error.
+    """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -187,10 +195,10 @@ class _Driver:
 
 
 def _launch(cluster: int, shared_bytes: int) -> tuple[Any, Any]:
-    """Return a CUlaunchConfig for clusters of this size, and the attribute that it points to.
+    """Return a CUlaunchConfig for clusters of `cluster` blocks, and its CUlaunchAttribute.
 
-    The attribute is a CUlaunchAttribute: its id, and the first 3 words of a union. The caller must
-    keep a reference to it.
+    Both are packed C structs. The config contains a pointer to the attribute, so the caller must
+    keep a reference to the attribute while it uses the config.
     """
     attribute = ctypes.create_string_buffer(
         struct.pack("i4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)

@@ -1,6 +1,6 @@
-"""Launches a kernel body with a given grid, warpgroups and output types.
+"""Launches a Pallas kernel body on a grid of blocks, or runs it in the interpreter on the CPU.
 
-On the CPU, the body runs in the interpreter.
+Also has the barriers that kernel bodies use.
 """
 
 import contextlib
@@ -16,26 +16,28 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.specs import Spec
 
-#: Names of the axes of a grid, for ``lax.axis_index`` in a kernel body. If blocks form clusters,
-#: `BLOCK` numbers the clusters and `CLUSTER` the blocks of one; otherwise `CLUSTER` does not exist.
+#: Axis names of the grid, for ``lax.axis_index`` in a kernel body. If the launch uses clusters,
+#: `BLOCK` is the axis of clusters and `CLUSTER` the axis of the blocks in a cluster. Without
+#: clusters, the axis `CLUSTER` does not exist. `WARPGROUP` is the axis of the warpgroups (128
+#: threads each) of a block.
 BLOCK, CLUSTER, WARPGROUP = "block", "cluster", "warpgroup"
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
-#: Return True while a kernel is traced for the interpreter.
+#: Call this to find out whether kernels are currently traced for the interpreter.
 is_interpreted = _interpreted.get
 
 
 @contextlib.contextmanager
 def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None]:
-    """Run every kernel that is traced in this context on the CPU, in Pallas' interpreter.
+    """Run every kernel that is traced in this context in Pallas' interpreter, on the CPU.
 
-    The interpreter checks values, barriers and races, but neither layouts nor alignment. It takes
-    about 10 ms for each warpgroup and row.
+    The interpreter checks values, barriers and races, but not register layouts or alignment. It
+    takes about 10 ms for each row that one warpgroup processes.
     """
     token = _interpreted.set(True)
     try:
-        # Use JAX's own setting: it is part of `jax.jit`'s cache key, so no trace for the GPU is
-        # reused.
+        # This JAX setting is part of `jax.jit`'s cache key. A function that was traced for a GPU
+        # before is therefore traced again.
         with plgpu.force_gpu_interpret_mode(params or plgpu.InterpretGPUParams()):
             yield
     finally:
@@ -43,7 +45,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """Return the schedule of a call. Raise ValueError if `why_unsupported` refuses the call."""
+    """Return `schedule`, or raise ValueError if it is None: no schedule fits the call."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule
@@ -64,20 +66,26 @@ def launch(
     """Run ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
 
     Pallas' automatic barriers are off, because Pallas would put a barrier around each vector store.
-    Where one thread reads what another has written, the body has its own barrier.
+    If one thread reads what another has written, the body itself must contain a barrier.
 
     Args:
-      cluster: if above 1, launch `blocks` clusters of this many blocks. The blocks of a cluster run
-        at the same time and can access each other's shared memory.
+      body: the kernel body.
+      operands: the input arrays.
+      name: the kernel's name, which profilers show.
       outputs: shape and dtype of each output.
-      overwritten: the number of leading operands that the body overwrites. These operands are also
-        the first results and take no additional memory; XLA copies an operand that is still needed.
-        Pallas cannot overwrite arrays that vary over mesh axes (jax 0.11.2 and 0.12.0). Such
-        operands get separate output refs before those of `outputs`.
-      warpgroups: warpgroups (of 128 threads) per block; all of them run the body.
-      scratch: shared memory and barriers of a block.
+      overwritten: number of leading operands that the body overwrites in place. They are returned
+        before the outputs and need no additional memory, unless the program uses an operand again:
+        XLA then copies it first. Pallas cannot overwrite operands that vary over the mesh axes of
+        `jax.shard_map` (jax 0.11.2 and 0.12.0). For such operands, the body gets separate output
+        refs, before the refs of `outputs`.
+      blocks: number of blocks, or of clusters if `cluster` is above 1.
+      cluster: number of blocks per cluster. The blocks of a cluster run at the same time and can
+        access each other's shared memory.
+      warpgroups: number of warpgroups (of 128 threads) per block. All of them run the body.
+      scratch: shared memory and barriers that a block allocates.
     """
-    # Inside `jax.shard_map`, an output varies over the same mesh axes as the input.
+    # Inside `jax.shard_map`, each output must be declared to vary over the same mesh axes as the
+    # inputs.
     axes = jax.typeof(operands[0]).manual_axis_type
     if axes.varying:
         outputs = [*((a.shape, a.dtype) for a in operands[:overwritten]), *outputs]
@@ -103,7 +111,7 @@ def launch(
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
-    """Return consecutive parts of `refs` with these sizes, and then the refs that are left."""
+    """Split `refs` into consecutive groups of these sizes, and a group of the remaining refs."""
     parts = []
     for size in sizes:
         parts.append(refs[:size])
@@ -115,9 +123,12 @@ def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
 
 
 def warpgroup_barrier() -> None:
-    """Wait for all warps of the warpgroup; Pallas' automatic barriers are off in these kernels."""
+    """Make each warp of the warpgroup wait until all four have arrived.
+
+    Pallas' automatic barriers are off in these kernels.
+    """
     if is_interpreted():
-        return  # The interpreter runs a warpgroup as one thread.
+        return  # The interpreter runs a warpgroup as a single thread.
 
     @plgpu.inline_mgpu()
     def barrier(context: Any) -> None:
@@ -127,20 +138,22 @@ def warpgroup_barrier() -> None:
 
 
 def release_read() -> None:
-    """Wait until every warp has loaded a stage of shared memory, so that copies may overwrite it.
+    """Wait until every warp has finished its loads from a pipeline stage.
 
-    This needs a fence. With a barrier alone, a warp continues while its loads are in flight, and a
-    copy from the L2 cache can overtake them (seen on an H200: wrong first bytes in a few of 30000
-    rows, LayerNorm over 3000 columns).
+    A pipeline stage is a buffer in shared memory. After this call, an asynchronous copy may
+    overwrite it. A barrier without a fence is not enough: a warp passes the barrier while its loads
+    are in flight, and a copy from the L2 cache can overtake them. (Seen on an H200: wrong first
+    bytes in a few of 30000 rows, LayerNorm over 3000 columns.)
     """
     plgpu.commit_smem()
 
 
 def release_used() -> None:
-    """Wait until every warp has stored all results computed from a stage of shared memory.
+    """Wait until every warp has stored the results that it computed from a pipeline stage.
 
-    No loads of the stage are then in flight, so a barrier is enough on a GPU. The interpreter
-    requires a fence, as if the stage had been written.
+    A pipeline stage is a buffer in shared memory. Once the results are stored, no loads from the
+    buffer are in flight, so a barrier is enough on a GPU. The interpreter also requires a fence
+    before an asynchronous copy overwrites the buffer.
     """
     if is_interpreted():
         plgpu.commit_smem()
@@ -149,10 +162,10 @@ def release_used() -> None:
 
 
 def in_plain_order(*refs: Any) -> None:
-    """Prevent Mosaic from choosing a swizzle for these refs, because bulk copies do not swizzle.
+    """Prevent Mosaic from swizzling these refs in shared memory.
 
-    Without this, Mosaic's search for a swizzle also fails on some shapes (jax 0.11.2: an
-    IndexError).
+    Bulk copies write rows in their plain order, so loads must not expect swizzled rows. Without
+    this call, Mosaic's search for a swizzle also fails on some shapes (jax 0.11.2: an IndexError).
     """
     if is_interpreted():
         return

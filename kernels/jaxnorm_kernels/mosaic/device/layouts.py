@@ -1,4 +1,4 @@
-"""Register layouts (which thread holds which elements), and loads and stores in them."""
+"""Register layouts (which thread has which elements of an array); loads and stores in them."""
 
 import functools
 import math
@@ -19,11 +19,11 @@ from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
 
 WARPGROUP_THREADS = WARP * WARPS
-VECTOR_BYTES = 16  # the widest load or store of a thread
-COPY_BYTES = 16  # size and start of an asynchronous copy are multiples of this
-LEAST_VECTOR = 4  # the smaller vector of 16-bit elements; the larger is 8
+VECTOR_BYTES = 16  # maximum size of one thread's load or store
+COPY_BYTES = 16  # start and size of an asynchronous copy must be multiples of this
+LEAST_VECTOR = 4  # for 16-bit elements, a thread loads vectors of 4 or of 8 elements
 
-# Pallas has no public types for layouts and refs.
+# Pallas has no public types for register layouts and refs.
 Layout = Any
 Ref = Any
 
@@ -34,10 +34,10 @@ def power_of_2(n: int) -> int:
 
 
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
-    """Return how many elements one thread loads at once: at most `VECTOR_BYTES`, dividing a row.
+    """Return the number of elements that one thread loads at once, at most `VECTOR_BYTES`.
 
-    The width must divide the row, because otherwise rows would not start at aligned addresses. At
-    least two threads share a row: a layout with one thread per row has no canonical form in Mosaic.
+    The number divides `cols`, because otherwise rows would not start at aligned addresses. It is
+    less than `cols`: Mosaic has no canonical form for a layout with one thread per row.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
     while cols % width or cols == width:
@@ -46,10 +46,12 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
 
 
 def fitting_vector(cols: int, vector: int, threads: int) -> int:
-    """Return `vector`. Halve it if vectors of 8 elements leave threads idle or load data twice.
+    """Return `vector`, or half of it if a shorter vector fits the row better.
 
-    Half is better if more than a tenth of a row would be read twice. Softmax over 1152 columns of
-    bfloat16: 0.94 -> 1.00 of copy bandwidth (H100).
+    `vector` is the number of elements per thread and load, and `threads` the number of threads per
+    row. Half is better if 8 elements per thread exceed the row, or if more than a tenth of the row
+    would be read twice. Softmax over 1152 columns of bfloat16: half raises the bandwidth from 0.94
+    to 1.00 of a copy's (H100).
     """
     if vector <= LEAST_VECTOR:
         return vector
@@ -59,10 +61,10 @@ def fitting_vector(cols: int, vector: int, threads: int) -> int:
 
 @functools.cache
 def warpgroup_layout(vector: int) -> Layout:
-    """Layout of ``(n,)``: neighbouring threads of the warpgroup hold neighbouring vectors.
+    """Layout of an ``(n,)`` array: neighbouring threads of the warpgroup have neighbouring vectors.
 
-    It equals ``WG_STRIDED`` with this vector size, but arrays in it can be reduced in parts and
-    sliced.
+    It assigns the same elements to each thread as ``WG_STRIDED`` with this vector size. Unlike in
+    ``WG_STRIDED``, arrays in this layout can be sliced and reduced in parts.
     """
     unit = WARP * vector
     return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
@@ -70,15 +72,15 @@ def warpgroup_layout(vector: int) -> Layout:
 
 @functools.cache
 def warps_layout(vector: int) -> Layout:
-    """Layout of ``(4, n)``: each warp holds a row, and neighbouring lanes neighbouring vectors."""
+    """Layout of a ``(4, n)`` array: a row per warp, neighbouring vectors in neighbouring lanes."""
     return _tiled((WARPS, WARP * vector), (vector,), warps=(-3,), lanes=(-2,))
 
 
 @functools.cache
 def rows_layout(vector: int, threads: int, height: int) -> Layout:
-    """Layout of ``(height, n)``: `threads` neighbouring threads of a warp share a row.
+    """Layout of a ``(height, n)`` array: `threads` neighbouring threads of a warp share a row.
 
-    With height 1, every group of `threads` threads in every warp holds the same row.
+    With a height of 1, the row is replicated: every group of `threads` threads has a copy of it.
     """
     unit = threads * vector
     if height == 1:
@@ -91,20 +93,23 @@ def rows_layout(vector: int, threads: int, height: int) -> Layout:
 
 @functools.cache
 def strip_layout(vector: int, threads: int) -> Layout:
-    """Layout of ``(4, m, n)``: each warp holds m rows, and `threads` lanes share a row."""
+    """Layout of a ``(4, m, n)`` array: each warp has m rows, and `threads` lanes share each row."""
     tile = (WARPS, WARP // threads, threads * vector)
     return _tiled(tile, (vector,), warps=(-4,), lanes=(-3, -2))
 
 
 @functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
-    """Layout of ``(n,)`` for column parameters, matching the columns of `rows_layout`."""
+    """Layout of an ``(n,)`` array such as a scale, with its columns placed as in `rows_layout`."""
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
-    """Return the flat index of each element, counted over the first `axes` axes (default: all)."""
+    """Return an int32 array in which each element is its own flat index.
+
+    Only the first `axes` axes count (all by default); along the others, the index is repeated.
+    """
     counted = shape if axes is None else shape[:axes]
     if is_interpreted():
         numbers = lax.iota(jnp.int32, math.prod(counted)).reshape(counted)
@@ -120,19 +125,20 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
 
 
 def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Load the elements of `ref` as an array of `shape`, by default the shape of `ref`.
+    """Load all elements of `ref` as an array of `shape` (the ref's own shape by default).
 
-    Without a layout, Mosaic infers it from the operations that use the array. This search dominates
-    the compile time of kernels with dozens of loads.
+    If `layout` is None, Mosaic infers a layout from the operations that use the array. In kernels
+    with dozens of loads, this inference takes most of the compile time.
     """
     shape = ref.shape if shape is None else shape
-    # The interpreter does not support reshaped refs; Mosaic cannot reshape registers in these
-    # layouts.
+    # The interpreter cannot reshape refs, and Mosaic cannot reshape arrays in these layouts. So
+    # reshape the loaded array in the interpreter, and the ref on a GPU.
     if is_interpreted():
         return plgpu.load(ref, layout=layout, optimized=False).reshape(shape)
     if shape != ref.shape:
         ref = ref.reshape(*shape)
-    # If one register holds the whole array, Mosaic's inline operations lose the layout.
+    # Mosaic's inline operations lose the layout of an array that fits in one register of a thread.
+    # Such arrays use Pallas' load.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
         return plgpu.load(ref, layout=layout, optimized=False)
     signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True
@@ -148,10 +154,10 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
 
 
 def widen(value: jax.Array, layout: Layout) -> jax.Array:
-    """Convert `value` to float32.
+    """Convert `value` to float32, with fewer instructions for bfloat16 than `astype`.
 
-    A bfloat16 is the upper half of its float32, so one element of a pair needs a shift and the
-    other a mask. For a plain conversion, the compiler emits three instructions for two elements.
+    A bfloat16 is the upper half of a float32. For two bfloat16 values in one 32-bit register, one
+    shift and one mask suffice; the compiler emits three instructions for `astype`.
     """
     if value.dtype != jnp.bfloat16 or is_interpreted():
         return value.astype(jnp.float32)
@@ -167,7 +173,7 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
 
 
 def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Load each ref as a float32 array of `shape`."""
+    """Load all elements of each ref as a float32 array of `shape`."""
     if is_interpreted():
         return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
     refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
@@ -177,9 +183,10 @@ def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> li
 def load_wide_columns(
     refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
 ) -> list[jax.Array]:
-    """Load `width` columns from each start of each ``(rows, cols)`` ref, in float32.
+    """Load several column ranges from each ``(rows, cols)`` ref, as float32 arrays.
 
-    The result lists all starts of the first ref, then those of the next.
+    Each range has `width` columns and begins at one of `starts`. The returned list has the arrays
+    of the first ref in the order of `starts`, then those of the next ref.
     """
     if not refs:
         return []
@@ -192,9 +199,9 @@ def load_wide_columns(
 def _load_wide(
     refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
 ) -> list[jax.Array]:
-    """Load the arrays of all refs in one inline function.
+    """Load all arrays in one inline MLIR function, which compiles faster than several.
 
-    Mosaic spends more time on lowering such a function than on the operations in it.
+    Mosaic spends more time on lowering an inline function than on the operations inside it.
     """
     count = len(refs) * len(starts)
 
@@ -210,7 +217,7 @@ def _load_wide(
 
 
 def store(ref: Ref, value: jax.Array) -> None:
-    """Store `value`, rounded to the dtype of `ref`."""
+    """Store `value` in `ref`, rounded to the dtype of `ref`."""
     value = value.astype(ref.dtype)
     if value.shape != ref.shape and is_interpreted():
         value = value.reshape(ref.shape)
@@ -224,7 +231,7 @@ def store(ref: Ref, value: jax.Array) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """Convert a Mosaic array (`FragmentedArray`) to float32, as `widen` does for a JAX array."""
+    """Convert a Mosaic array (`FragmentedArray`) to float32, as `widen` does with a JAX array."""
     if isinstance(value.mlir_dtype, ir.BF16Type):
         return with_registers(value, [_widen_register(r) for r in value.registers.flat])
     return value.astype(ir.F32Type.get())
@@ -246,7 +253,7 @@ def _widen_register(register: Any) -> Any:
 
 
 def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
-    """Return an array in the layout of `value` that consists of `registers`, in the same order."""
+    """Wrap `registers` as a Mosaic array with the layout and shape of `value`."""
     placed = value.registers.copy()
     for at, register in enumerate(registers):
         placed.flat[at] = register
@@ -254,7 +261,7 @@ def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = N
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """Return a float array that has one register per thread, namely `register`."""
+    """Wrap `register`, of which each thread has one, as a Mosaic array of floats."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     registers.flat[0] = register
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -1,14 +1,15 @@
-"""All uses of JAX's private API by the kernels: MLIR operations, registers and addresses.
+"""The only module of the kernels that imports JAX's private API: MLIR operations and helpers.
 
-Pallas has no operations for single registers, for PTX or for another block's shared memory. Some
-functions here, in `registers` and in `rows` therefore write MLIR inside ``plgpu.inline_mgpu``.
-Pallas has no faster exp2 for single uses either; `numerics` registers a lowering rule for one. All
-of them import MLIR from this module only.
+Pallas has no operations for single registers, for PTX instructions or for the shared memory of
+another block. Functions here, in `registers` and in `rows` therefore emit MLIR inside
+``plgpu.inline_mgpu``. Pallas' exp2 takes four instructions; `numerics` registers a lowering rule
+for a faster one. All these modules import MLIR from here.
 
-Tested with jax 0.11.2 and 0.12.0.1. A JAX release may move any of it. If a module or class is gone,
-importing the kernels fails with the error below: ``implementation="mosaic"`` raises it, and the
-default runs XLA's code after a warning (`jaxnorm.calls.backends`). If a function is gone or has
-changed, lowering a kernel fails. So run ``tests/mosaic`` first on a new version of JAX.
+Tested with jax 0.11.2 and 0.12.0.1. Any JAX release may change the private API. If a module or
+class has been removed, importing the kernels fails with the ImportError below. Then
+``implementation="mosaic"`` raises this error, and the default implementation warns and runs XLA's
+code (`jaxnorm.calls.backends`). If a function has been removed or changed, lowering a kernel fails.
+So run ``tests/mosaic`` first on a new version of JAX.
 """
 
 import dataclasses
@@ -40,11 +41,11 @@ except ImportError as error:
 
 WARP = 32  # threads per warp
 WARPS = 4  # warps per warpgroup
-_GLOBAL, _SHARED = 1, 3  # LLVM's address spaces of global and of shared memory
+_GLOBAL, _SHARED = 1, 3  # numbers of LLVM's address spaces for global and shared memory
 
 
 def i32(value: int) -> Any:
-    """Return a constant of 32 bits."""
+    """Return an MLIR constant of type i32."""
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
@@ -58,7 +59,7 @@ def _operator(operation: Callable[[Any, Any], Any]) -> Callable[["Word", "Word |
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """An integer of 32 bits with Python's operators; division and remainder are unsigned."""
+    """A 32-bit MLIR integer with Python's operators. Division and remainder are unsigned."""
 
     value: Any
 
@@ -69,21 +70,24 @@ class Word:
     __mod__ = _operator(arith.remui)
 
     def is_below(self, limit: int) -> Any:
-        """Return whether ``0 <= self < limit``; the comparison is unsigned."""
+        """Return an MLIR condition: ``0 <= self < limit`` (an unsigned comparison)."""
         return arith.cmpi(arith.CmpIPredicate.ult, self.value, i32(limit))
 
     def is_zero(self) -> Any:
-        """Return whether the number is 0."""
+        """Return an MLIR condition: the integer is 0."""
         return arith.cmpi(arith.CmpIPredicate.eq, self.value, i32(0))
 
 
 def thread() -> Word:
-    """Return the index of the thread in its block."""
+    """Return the index of the current thread in its block."""
     return Word(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
 
 
 def load_floats(address: Word, count: int) -> list[Any]:
-    """Load `count` float32 values from shared memory, at an address aligned to their total size."""
+    """Load `count` float32 values from shared memory.
+
+    The address must be a multiple of their total size.
+    """
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     return elements_of(llvm.load(kind, in_shared(address), alignment=4 * count))
 
@@ -94,7 +98,7 @@ def is_signed(kind: Any) -> bool | None:
 
 
 def elements_of(register: Any) -> list[Any]:
-    """Return the elements of a register, which holds a vector of one thread."""
+    """Return the elements of a vector register as a list of scalars."""
     (count,) = ir.VectorType(register.type).shape
     return [
         vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
@@ -103,39 +107,41 @@ def elements_of(register: Any) -> list[Any]:
 
 
 def in_global(address: Any) -> Any:
-    """Mark an address as global memory, so that the compiler uses global loads and stores."""
+    """Convert a generic pointer to a pointer to global memory, whose accesses are faster."""
     return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
 
 
 def address_of(ref: Any) -> Word:
-    """Return the address of a ref in shared memory as a 32-bit integer, the form that PTX takes."""
+    """Return the address of a ref in shared memory as a 32-bit integer, the form used in PTX."""
     return Word(llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref)))
 
 
 def in_shared(address: Word) -> Any:
-    """Return a pointer made from a 32-bit address in shared memory."""
+    """Return an LLVM pointer to a 32-bit address in shared memory."""
     return llvm.inttoptr(llvm.PointerType.get(_SHARED), address.value)
 
 
 # -------------------------------------------------------------------------------------------------
-# The addresses that a thread loads and stores, in few operations.
+# Computation of the addresses that a thread loads and stores, in few MLIR operations.
 #
-# Mosaic's own loads and stores are more general. Each of them computes a thread's number and its
-# place in the layout, in about 30 operations. The compiler merges repeated operations, but lowering
-# is Python and takes time for each of them. Here, a load takes about 12 operations, and several
-# loads in one inline function share the thread's place.
+# Mosaic's own loads and stores are more general: each of them computes the thread's index and the
+# position of its elements, in about 30 operations. The compiler merges repeated operations, but
+# emitting each one is Python code and takes time. Here, a load takes about 12 operations, and
+# several loads in one inline function compute the thread's position once.
 
 
 class Places(NamedTuple):
-    """The positions of the array elements that a thread holds, in elements from the array's start.
+    """Positions of the elements of an array that each thread has in its registers.
+
+    A position is counted in elements from the start of the array.
 
     Attributes:
-      terms: tuples ``(divisor, size, stride)``. A thread's first element is at the sum of
-        ``thread // divisor % size * stride``.
-      registers: for each register of a thread, the distance of its first element from the thread's
-        first element.
-      step: the distance between neighbouring elements of a register.
-      elements: the number of elements of a register.
+      terms: tuples ``(divisor, size, stride)``. The position of a thread's first element is the sum
+        over ``thread // divisor % size * stride``.
+      registers: for each register of a thread, the distance from the thread's first element to the
+        register's first element.
+      step: distance between neighbouring elements of a register.
+      elements: number of elements per register.
     """
 
     terms: tuple[tuple[int, int, int], ...]
@@ -144,7 +150,7 @@ class Places(NamedTuple):
     elements: int
 
     def of_thread(self) -> Word:
-        """Return the position of this thread's first element."""
+        """Return the position of the current thread's first element, as an MLIR integer."""
         own, total = thread(), None
         for divisor, size, stride in self.terms:
             index = (own // divisor if divisor > 1 else own) % size
@@ -155,7 +161,7 @@ class Places(NamedTuple):
 
 @functools.cache
 def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
-    """Return the `Places` of an array with these strides in one of Mosaic's tiled layouts."""
+    """Return the `Places` of an array of `shape` with these strides, in a tiled Mosaic layout."""
     dims = list(zip(shape, strides))
     for tile in layout.tiling.tiles:
         split = len(dims) - len(tile)
@@ -182,7 +188,7 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
 
 
 def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return, for each register of an array of `shape`, its address in `ref` (global memory)."""
+    """Return the address in `ref` (global memory) of each register of an array of `shape`."""
     where = places(layout, shape, _strides(ref))
     return _from(in_global(utils.memref_ptr(ref)), where.of_thread(), where.registers, ref)
 
@@ -195,7 +201,10 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Load an array of `shape`, in a tiled layout, from each of `starts` in each ref."""
+    """Load arrays of `shape` in a tiled layout: one from each ref and each of `starts`.
+
+    A start is a distance from the beginning of the ref, in elements.
+    """
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:
         where = places(layout, shape, _strides(ref))
@@ -211,7 +220,10 @@ def load_arrays(
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """Return the position of each element of an array, in elements from its start, as int32."""
+    """Return an int32 array that contains the position of each of its own elements.
+
+    A position is the sum of the element's indices times `strides`.
+    """
     where = places(layout, shape, strides)
     register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))
     first = vector.broadcast(register, where.of_thread().value)
@@ -229,7 +241,7 @@ def _strides(ref: Any) -> tuple[int, ...]:
 
 
 def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
-    """Return the addresses at `distances` (in elements) from this thread's first element."""
+    """Return the addresses that are `distances` elements away from this thread's first element."""
     kind = ir.MemRefType(ref.type).element_type
     first = utils.getelementptr(base, [of_thread.value], kind)
     return [utils.getelementptr(first, [k], kind) if k else first for k in distances]

@@ -1,4 +1,4 @@
-"""Elementwise functions that are more precise, or faster, than XLA's or the hardware's."""
+"""Elementwise functions that are faster or more accurate than those of Mosaic."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from jax.extend.core import Primitive
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-# A part of a row may contain only -inf, so its maximum is raised to this lower limit. Relative to
-# this limit, the exponentials of such a part are 0. Relative to -inf, they would be NaN. A row that
-# is -inf throughout still gives 0 / 0.
+# Lower limit of the maxima that are computed for parts of a row. If a part contains only -inf, its
+# exponentials relative to this limit are 0; relative to a maximum of -inf they would be NaN. If the
+# entire row is -inf, the softmax is still NaN, from 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
 
 def log1p(x: jax.Array) -> jax.Array:
     """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses
+    With u = 1 + x, rounded, log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses
     `jnp.log1p`, because XLA may simplify u - 1 to x.
     """
     if is_interpreted():
@@ -32,26 +32,29 @@ def log1p(x: jax.Array) -> jax.Array:
 
 
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
-    """Return an exp for numbers <= 0: within 2 ulp if `is_wide` (float32), or cheaper for 16 bits.
+    """Return an exp function for arguments <= 0: accurate to 2 ulp if `is_wide`, else cheaper.
 
-    The cheaper function, exp2(x log2(e)), takes a multiplication and one more instruction. The
-    rounding of x log2(e) causes a relative error that grows with |x|: at x = -88, where float32
-    ends, 2^-17. This error vanishes in the rounding to 16 bits; a float32 result would be 60 ulp
-    off.
+    The cheaper function is for results that are rounded to 16 bits. It computes exp2(x log2(e)): a
+    multiplication and one more instruction. The rounding of x log2(e) causes a relative error that
+    grows with |x|, up to 2^-17 at x = -88, where float32 results underflow. This is negligible in
+    16 bits, but 60 ulp of a float32.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
 
 
 def exp2(x: jax.Array) -> jax.Array:
-    """Return 2^x in one instruction that flushes results below 2^-126 to 0 (`jnp.exp2`: four)."""
+    """Return 2^x in one instruction, with results below 2^-126 flushed to 0.
+
+    `jnp.exp2` takes four instructions.
+    """
     return jnp.exp2(x) if is_interpreted() else _exp2.bind(x)
 
 
 def exp_of_term(x: jax.Array, times: float = 1.0) -> jax.Array:
-    """Return exp(times x) for numbers <= 0, in one multiplication and one instruction.
+    """Return exp(times x) for arguments <= 0, in one multiplication and one more instruction.
 
-    Use it only for terms of a sum that contains a term of 1: the relative error of a term grows as
-    the term gets small.
+    Use it only for the terms of a sum whose largest term is 1. The relative error is larger for
+    small terms, which matter less in that sum.
     """
     return exp2(x * (times * math.log2(math.e)))
 

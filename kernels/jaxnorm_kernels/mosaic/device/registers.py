@@ -1,8 +1,8 @@
-"""Loads, stores and conversions that are written register by register.
+"""Loads, stores and conversions that are written register by register in MLIR.
 
-They replace operations of Mosaic that take more instructions or time, or do not exist: loads of
-columns and masks, stores to global memory, elements at the edges of rows, pairs of columns, and
-rows of a table. The interpreter has no registers and uses JAX's operations instead.
+They replace Mosaic operations that are slow or do not exist: loads of columns, masks and table
+rows, stores to global memory and at the unaligned ends of rows, and splitting and joining of pairs
+of columns. In the interpreter, which has no registers, JAX operations take their place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,9 +38,9 @@ from jaxnorm_kernels.specs import Shared
 
 
 def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
-    """Load columns ``[start, start + width)`` of a ``(rows, cols)`` ref, in its dtype.
+    """Load columns ``[start, start + width)`` of a ``(rows, cols)`` ref, in the ref's dtype.
 
-    Mosaic's own load of columns from shared memory requires a width that divides the row.
+    Mosaic's own load of columns from shared memory requires that `width` divides `cols`.
     """
     if width == ref.shape[1]:
         return load(ref, layout)
@@ -61,8 +61,8 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
     """Load a boolean ref in global memory as an int8 array of `shape`.
 
-    Each element takes a byte. Mosaic's own vector load treats the elements as single bits (jax
-    0.11.2 and 0.12.0).
+    In memory, a boolean takes one byte. Mosaic's own vector load reads one bit per boolean instead
+    (jax 0.11.2 and 0.12.0).
     """
     if is_interpreted():
         return load(ref, layout, shape).astype(jnp.int8)
@@ -88,27 +88,28 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Round `value` to `dtype`, in a way that XLA does not optimise away in the interpreter.
+    """Round `value` to `dtype`, so that XLA does not remove the rounding in the interpreter.
 
-    XLA on a CPU removes a rounding that is followed by the inverse conversion.
+    Without a barrier, XLA on a CPU removes a rounding that is followed by the inverse conversion.
     """
     value = value.astype(dtype)
     return lax.optimization_barrier(value) if is_interpreted() else value
 
 
 def opaque(value: jax.Array) -> jax.Array:
-    """Return an int32 scalar whose value the compiler cannot deduce.
+    """Return an int32 scalar unchanged, but hide its value from the compiler.
 
-    Conditions on it remain branches, and the compiler does not move instructions across them.
+    The compiler then keeps conditions on it as branches, and does not move instructions across
+    these branches.
     """
     return _through(value, "mov.b32 $0, $1;")
 
 
 def renewed(value: jax.Array) -> jax.Array:
-    """Return an int32 scalar unchanged, as a value that even the assembler treats as new.
+    """Return an int32 scalar unchanged, as a value that even the assembler (ptxas) treats as new.
 
-    This is a warp shuffle. Values that depend on the result are recomputed instead of being held in
-    registers.
+    The scalar passes through a warp shuffle. Values computed from the result cannot be reused from
+    earlier code, so they are recomputed and occupy no registers in the meantime.
     """
     return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
@@ -134,10 +135,10 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
 
 
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
-    """Store `value`, rounded to the dtype of `ref`, in global memory.
+    """Store `value` in a ref in global memory, rounded to the dtype of `ref`.
 
-    Mosaic's own stores do not say that the address is in global memory, so later loads from shared
-    memory wait for them.
+    Mosaic's own stores use generic addresses. Because these might be in shared memory, later loads
+    from shared memory wait for the stores.
     """
     if is_interpreted():
         store(ref, value)
@@ -153,9 +154,9 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the registers of all `values` at one position, and the address there in a global ref.
+    """Yield, for each register position, the registers of all `values` and the address in `ref`.
 
-    The values have equal layouts.
+    The values have equal layouts, and `ref` is in global memory.
     """
     first, *_ = values
     at = mgpu.addresses(ref, first.layout, first.shape)
@@ -165,16 +166,15 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 # -------------------------------------------------------------------------------------------------
 # Loads and stores of consecutive elements whose start or end is not aligned to a thread's vectors.
 #
-# A register holds one vector. `first` is the index of the first element, and `places` contains the
-# offsets of all elements from it, as given by `flat_index`. Computing `places` takes about 40
-# operations, so many loads and stores share it. The interpreter has no registers and uses JAX's
-# operations instead.
+# `first` is the index of the first element in the ref, and `places` an int32 array with each
+# element's offset from it (see `flat_index`). Computing `places` takes about 40 operations, so
+# several loads and stores use the same `places`.
 
 
 def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
-    """Load elements of a ``(n,)`` ref in global memory, one element at a time.
+    """Load elements ``first + places`` of an ``(n,)`` ref in global memory, one element at a time.
 
-    Indices outside the ref are clamped to it, so those elements have arbitrary values.
+    Indices outside the ref are clamped, so the elements at these indices have arbitrary values.
     """
     (size,) = ref.shape
     index = jnp.clip(first + places, 0, size - 1)
@@ -202,7 +202,10 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
 
 
 def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
-    """Store `value` in a ``(n,)`` global ref by single elements; skip indices outside the ref."""
+    """Store `value` at ``first + places`` of an ``(n,)`` global ref, one element at a time.
+
+    Elements whose index is outside the ref are not stored.
+    """
     (size,) = ref.shape
     if is_interpreted():
         store_some(ref, first, value, first, size)
@@ -222,9 +225,10 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store `value` from index `start` on in a ``(n,)`` global ref, only in the range [first, end).
+    """Store the part of `value` that falls in the range [first, end) of an ``(n,)`` global ref.
 
-    Each thread's vector must be either entirely inside the range or entirely outside.
+    `start` is the index of the first element of `value`. Each thread's vector must be either
+    entirely inside the range or entirely outside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
@@ -235,7 +239,7 @@ def store_vectors(
 
 
 def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
-    """Store each thread's vector if `inside` is true for the vector's first element."""
+    """Store each thread's vector of `value` if `inside` is True for the vector's first element."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
@@ -247,10 +251,11 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """Store the columns i of `value` for which ``0 <= first + i < size``, in the interpreter.
+    """Store, in the interpreter, the columns i of `value` for which ``0 <= first + i < size``.
 
-    They are stored as few slices, whose sizes are powers of 2. The other columns must not be
-    written, because another block or warpgroup may be storing there.
+    `start` is the column of `ref` for column 0 of `value`. The columns are stored in a few slices
+    whose sizes are powers of 2. The other columns must not be written, because another block or
+    warpgroup may be storing there.
     """
     value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
     whole = value.shape[-1]
@@ -281,12 +286,13 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
 
 # -------------------------------------------------------------------------------------------------
 # Splitting and joining of neighbouring columns, and loads of table rows, register by register.
-#
-# The interpreter has no registers and uses JAX's operations instead.
 
 
 def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]:
-    """Return the even and the odd columns of the last axis; each thread splits its own vectors."""
+    """Return the even columns and the odd columns of the last axis, as two arrays.
+
+    `wide` is the layout of `value` and `half` that of the results. No data moves between threads.
+    """
     shape = (*value.shape[:-1], value.shape[-1] // 2)
     if is_interpreted():
         pairs = value.reshape(*shape, 2)
@@ -309,7 +315,10 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
 
 
 def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) -> jax.Array:
-    """Interleave even and odd columns: the inverse of `split_pairs`."""
+    """Interleave the even columns `first` and the odd columns `second`.
+
+    This is the inverse of `split_pairs`.
+    """
     shape = (*first.shape[:-1], 2 * first.shape[-1])
     if is_interpreted():
         return jnp.stack([first, second], axis=-1).reshape(shape)
@@ -337,10 +346,19 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """For each row of x from `first` on, load the row of each operand that belongs to it.
+    """For each row of x in a tile, load the row of each operand that belongs to it.
 
-    `row_of(shared, row)` maps a row of x to the row of the operands, ``(n, cols)`` refs in global
-    memory. The results are float32, and have the shape ``(rows, cols)``.
+    The operands are ``(n, cols)`` refs in global memory, for example tables of rotations that
+    several rows of x share. ``row_of(shared, row)`` maps the index of a row of x to the index of
+    the operands' row.
+
+    Args:
+      refs: the operands.
+      row_of: the mapping.
+      shared: its first argument, which describes how x's rows share the operands' rows.
+      first: index of the tile's first row in x.
+      layout: layout of the results.
+      shape: ``(rows, cols)``, the shape of the results, which are float32.
     """
     if is_interpreted():
         rows = row_of(shared, first + lax.iota(jnp.int32, shape[0]))
@@ -373,7 +391,10 @@ def load_each_row(
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:
-    """Return a float array whose registers are `function` of the corresponding ones of `values`."""
+    """Apply `function` to the corresponding registers of `values`; return the results as an array.
+
+    `layout` is the layout of the returned array, whose elements are floats.
+    """
     held = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
     first, *_ = values
     registers = np.empty_like(first.registers)

@@ -1,7 +1,8 @@
-"""Operations that each thread performs on its own vector of a ``(4, 32 v)`` array.
+"""Operations in which each thread works on its own elements of a ``(4, 32 v)`` array.
 
-The arrays have `warps_layout`; one value per thread is a ``(4, 32)`` array. Pallas has no such
-reductions. The interpreter, which has no threads, treats v neighbouring elements as one thread's.
+The array has `warps_layout`: 4 warps of 32 threads, and v neighbouring elements per thread. One
+value per thread forms a ``(4, 32)`` array. Pallas has no such per-thread reductions. The
+interpreter has no threads, and reduces groups of v neighbouring elements instead.
 """
 
 import functools
@@ -28,28 +29,28 @@ from jaxnorm_kernels.mosaic.device.numerics import exp2
 
 OF_THREADS = (WARPS, WARP)
 
-# The number of elements that share one reciprocal: an SM computes 16 reciprocals per clock, but 128
-# multiplications.
+# Number of elements that are inverted with one reciprocal instruction. Per clock, an SM computes
+# only 16 reciprocals, but 128 multiplications.
 _SHARING = 4
 
 
 def of_threads(value: float) -> jax.Array:
-    """Return an array with `value` in each thread."""
+    """Return a ``(4, 32)`` array, one element per thread, filled with `value`."""
     return plgpu.layout_cast(jnp.full(OF_THREADS, value, jnp.float32), warps_layout(1))
 
 
 def thread_max(unit: jax.Array) -> jax.Array:
-    """Return the maximum of each thread's elements, in float32."""
+    """Return the maximum of each thread's elements, as a ``(4, 32)`` float32 array."""
     return _fold(unit, arith.maximumf, jnp.max)
 
 
 def thread_sum(unit: jax.Array) -> jax.Array:
-    """Return the sum of each thread's elements, in float32."""
+    """Return the sum of each thread's elements, as a ``(4, 32)`` float32 array."""
     return _fold(unit, arith.addf, jnp.sum)
 
 
 def spread(value: jax.Array, v: int) -> jax.Array:
-    """Repeat each thread's value for its v elements."""
+    """Repeat each thread's value v times: ``(4, 32)`` to ``(4, 32 v)``."""
     shape = (WARPS, WARP * v)
     if v == 1:
         return value
@@ -70,18 +71,22 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 
 
 def tanh(unit: jax.Array, times: float) -> jax.Array:
-    """Compute ``tanh(times unit)`` as 1 - 2 / (1 + exp(2 times unit)), with an error of 8 ulp of 1.
+    """Compute ``tanh(times unit)`` with an absolute error of at most 8 ulp of 1.
 
-    Results beyond 1 - 2^-28 become 1, so that the product of `_SHARING` denominators is finite. The
-    reciprocal has an error of 3 units in its last place, one of which is due to the instruction.
-    The error of the exponential is at most a quarter of such a unit, and counts twice.
+    The formula is 1 - 2 / (1 + exp(2 times unit)). The exponent is limited, so that results within
+    2^-28 of 1 become 1. The product of `_SHARING` denominators, which `_reciprocals` inverts, is
+    then finite. The reciprocal has an error of 3 ulp, one of which is due to the instruction. The
+    exponential has an error of at most a quarter ulp, which counts twice.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)
 
 
 def _reciprocals(unit: jax.Array) -> jax.Array:
-    """Return 1 / unit. `_SHARING` elements share one reciprocal instruction: 1 / a = b / (a b)."""
+    """Return 1 / unit elementwise, with one reciprocal instruction per `_SHARING` elements.
+
+    The instruction inverts the product of these elements: 1 / a = b / (a b).
+    """
     if is_interpreted():
         return 1 / unit
     layout = warps_layout(unit.shape[1] // WARP)

@@ -1,1 +1,1 @@
-"""Loops over rows, forward and backward, which run the formulas of an operation."""
+"""Loops over the rows of an array, in forward and backward kernels."""

@@ -1,7 +1,7 @@
-"""The interface between a backward kernel and the formulas of an operation.
+"""The interface between backward kernels and the formulas that they compute.
 
-The kernel loops over rows. It depends only on the number and dtypes of operands and results; the
-formula gives them meaning.
+A backward kernel loops over rows. It depends on the number and dtypes of its operands and results,
+but not on their meaning. The meaning is in a `Formula`, which computes one row.
 """
 
 import dataclasses
@@ -22,11 +22,13 @@ class RowOperands:
     """The operands of a backward kernel.
 
     Attributes:
-      rows: arrays ``(rows, cols)``, each in its own dtype.
-      stats: float32 arrays ``(rows,)``, one value per row.
-      params: arrays ``(cols,)``, or ``(groups, cols)`` for groups of rows.
-      groups: the number of groups of ``rows / groups`` consecutive rows. Each group has its own
-        column sums.
+      rows: arrays ``(rows, cols)`` such as y and dy, each in its own dtype.
+      stats: float32 arrays ``(rows,)`` with a statistic per row, such as the reciprocal standard
+        deviation.
+      params: parameters such as a norm's scale, ``(cols,)``. If each group of rows has its own
+        parameters, ``(groups, cols)``.
+      groups: number of groups. A group consists of ``rows / groups`` consecutive rows, and has its
+        own column sums, such as the gradient of its scale.
     """
 
     rows: Arrays
@@ -47,17 +49,19 @@ class RowOperands:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of arrays of each kind, as arguments of `split`."""
+        """Numbers of row arrays, statistics and parameters, as arguments of `split`."""
         return len(self.rows), len(self.stats), len(self.params)
 
 
 class BackwardRefs(NamedTuple):
-    """The arguments of a backward kernel's body: operands, results and scratch memory.
+    """The refs that a backward kernel's body gets: operands, results and scratch memory.
 
     Attributes:
-      rows, stats, params: see `RowOperands`.
-      results: the results that have rows, ``(rows, cols)``, such as dx.
-      partials: for each column sum, an array ``(blocks, cols)`` with the sums of each block.
+      rows, stats, params: operands, as in `RowOperands`.
+      results: results with a value per element, ``(rows, cols)``, such as dx.
+      partials: an array ``(blocks, cols)`` for each column sum (such as the gradient of a scale).
+        Each block stores its own sums in one row, and XLA adds the rows.
+      scratch: shared memory and barriers.
     """
 
     rows: Sequence[Ref]
@@ -71,39 +75,49 @@ class BackwardRefs(NamedTuple):
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
     ) -> "BackwardRefs":
-        """Split a body's arguments by kind. `sizes` is `RowOperands.sizes`; the rest are counts."""
+        """Split the arguments of a kernel's body by kind.
+
+        `sizes` is `RowOperands.sizes`; `results` and `partials` are numbers of arrays.
+        """
         return cls(*split(refs, *sizes, results, partials))
 
 
 class Formula(Protocol):
-    """A backward pass as functions of the elements of one row. All arrays are float32.
+    """A backward pass, as functions of the elements of one row. All arrays are float32.
 
-    `elements` has an array for each row operand. `columns` has values that depend on the column
-    only; `stats` and `totals` have values that depend on the row only.
+    In the arguments of its methods, `elements` has an array for each row operand, `columns` has
+    values that depend only on the column, and `stats` and `totals` have values that depend only on
+    the row.
     """
 
-    #: the number of leading row operands from which `terms` computes the terms of the row sums.
+    #: Number of leading row operands that `terms` reads.
     summed: int
-    #: the number of sums along a row that `finish` needs.
+    #: Number of sums along a row that `finish` needs.
     row_sums: int
-    #: the number of results that are sums over the rows, one for each column.
+    #: Number of results that are sums over all rows, with a value per column.
     column_sums: int
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Compute the values per column that `terms` and `finish` need from the parameters."""
+        """Compute the values per column that `terms` and `finish` use, from the parameters."""
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        """Return the terms of each row sum. `elements` has the first `summed` operands only."""
+        """Return one array for each sum along the row: its terms, which the kernel adds up.
+
+        `elements` contains the first `summed` operands only.
+        """
         ...
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the row results (dx), and the terms of each column sum."""
+        """Return the results per element (such as dx), and this row's terms of each column sum.
+
+        `totals` are the sums along the row.
+        """
         ...
 
 
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
-    """Return ``formula.columns(params)``, with the parameters converted to float32."""
+    """Return ``formula.columns(params)``, after converting the parameters to float32."""
     return formula.columns([p.astype(jnp.float32) for p in params])

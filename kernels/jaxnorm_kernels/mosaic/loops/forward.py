@@ -1,4 +1,4 @@
-"""The common part of forward kernels: operands, results, and the launch."""
+"""The common part of all forward kernels: how operands and results are passed, and the launch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ _F32 = np.dtype(np.float32)
 
 
 class ForwardRefs(NamedTuple):
-    """The arguments of a forward kernel's body.
+    """The refs that a forward kernel's body gets.
 
     Attributes:
-      operands, results: ``(rows, cols)`` each.
-      params: ``(cols,)``, or ``(groups, cols)`` for groups of rows.
-      stats: ``(rows,)`` in float32.
-      scratch: the scratch memory of a block.
+      operands, results: arrays ``(rows, cols)``.
+      params: parameters ``(cols,)``. If each group of rows has its own parameters, ``(groups,
+        cols)``.
+      stats: float32 arrays ``(rows,)``, statistics that the kernel stores.
+      scratch: shared memory and barriers of the block.
     """
 
     operands: Sequence[Ref]
@@ -48,16 +49,27 @@ def run(
     scratch: Sequence[Any] | None = None,
     blocks: int | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Run a forward kernel. Return its results, with dtypes `results`, and its row statistics.
+    """Run a forward kernel.
+
+    Returns two lists: the ``(rows, cols)`` results, and the ``(rows,)`` statistics, followed by the
+    outputs in `others`.
 
     Args:
-      exchanged: the largest number of values that the parts of a row exchange at a time.
-      name: the kernel's name without the prefix ``jaxnorm_``.
-      others: shape and dtype of further outputs, whose refs come before those of `scratch`.
-      scratch, blocks: override the scratch memory and the number of blocks of the tile.
+      body: the kernel's body.
+      tile: how a block distributes its rows over threads.
+      rows: number of rows.
+      operands: arrays ``(rows, cols)``.
+      results: dtypes of the results.
+      params: parameters of columns (see `ForwardRefs`).
+      stats: number of statistics per row.
+      exchanged: maximum number of values per row that warps exchange at a time.
+      name: the kernel's name, without the prefix ``jaxnorm_``.
+      others: shapes and dtypes of further outputs. The body gets their refs at the beginning of
+        `ForwardRefs.scratch`.
+      scratch: shared memory and barriers, in place of those that the tile requests.
+      blocks: number of blocks, in place of the tile's.
     """
-    # The traced body is cached, so it must not hold traced arrays: it uses the numbers of arrays
-    # only.
+    # JAX caches the traced body, so it must not refer to traced arrays; it uses only their number.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
@@ -80,7 +92,11 @@ def run(
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
-    """Return the ``(cols,)`` part of a parameter that belongs to a row, or to a tile's rows."""
+    """Return the ``(cols,)`` part of a parameter for the group of rows that a row belongs to.
+
+    A ``(cols,)`` parameter is returned as it is. `rows` is the number of rows of the array;
+    ``index()`` returns the index of the row, or of a tile of rows within one group.
+    """
     if len(param.shape) == 1:
         return param
     row = index()
@@ -89,7 +105,7 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
 
 
 def store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Store row statistics from the first warpgroup; every warpgroup has all of them."""
+    """Store row statistics from the first warpgroup only, because all have the same values."""
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:

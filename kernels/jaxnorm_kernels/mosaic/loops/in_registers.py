@@ -1,8 +1,8 @@
-"""Backward passes of softmaxes, with rows in registers, in the tiles of the forward pass.
+"""Backward passes of softmax kernels that have their rows in registers.
 
-All inputs of a row are loaded at once. A block processes the rows that it holds and ends, unless it
-sums the gradient of a bias (`BiasSums`). Passes with sums over all rows run in `pipelined` and
-`narrow_rows`.
+All inputs of a row are loaded at once, in the same tiles as in the forward pass. A block processes
+one tile of rows and ends, unless it computes the gradient of a bias (`BiasSums`). Backward passes
+that sum over all rows, such as those of norms, are in `pipelined` and `narrow_rows`.
 """
 
 import dataclasses
@@ -25,22 +25,24 @@ from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile
 from jaxnorm_kernels.specs import Shared
 
 # -------------------------------------------------------------------------------------------------
-# The gradient of a softmax's bias: the sum of dz over the rows of x that share a row of the bias.
+# The gradient of a softmax's bias: the sum of dz (the gradient of the logits) over all rows of x
+# that use the same row of the bias.
 #
-# A block processes those rows one after the other, holds the sum in registers and stores it once.
-# If many rows of x share few rows of the bias, several blocks share the work of one row. Their sums
-# are float32, and XLA adds them. XLA also adds the rows of such a sum if all rows of a tile share
-# one row of the bias.
+# A block processes these rows one after the other, accumulates the sum in registers and stores it
+# once. If many rows of x use the same row of the bias, several blocks split the work; each stores a
+# float32 sum, and XLA adds these. If all rows of a tile use the same row of the bias, the block
+# stores a sum for each row of the tile, and XLA adds these, too.
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How blocks share the rows of x, and the sums that they store.
+    """How blocks compute the gradient of a bias, each row of which is a sum over rows of x.
 
     Attributes:
-      shared: how the bias, which has all columns, is broadcast over the rows.
-      dtype: the dtype of the bias's gradient.
-      splits: the number of blocks that share the rows of x with one row of the bias.
+      tile: how a block distributes its rows over threads.
+      shared: how the bias is broadcast over the rows of x. The bias has all columns.
+      dtype: dtype of the bias's gradient.
+      splits: number of blocks that share the work for one row of the gradient.
     """
 
     tile: Tile
@@ -50,18 +52,22 @@ class BiasSums:
 
     @property
     def blocks(self) -> int:
-        """The blocks of the grid."""
+        """Number of blocks of the grid."""
         return self.splits * self._tiles.rows
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the sums that blocks store: a row for each row of a block's tile."""
+        """Shape and dtype of the blocks' sums. A block stores a row for each row of its tile."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
 
     def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
-        """Add ``step(row, number of earlier tiles)`` over the block's tiles, and store the sum."""
+        """Sum ``step(row, k)`` over the block's tiles, and store the sum in `target`.
+
+        `row` is the index of the tile's rows in x, and k the number of tiles that were processed
+        before.
+        """
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)
         row, split = lax.rem(block, tiles.rows), lax.div(block, tiles.rows)
@@ -82,38 +88,42 @@ class BiasSums:
         self.tile.store(target, self.tile.row_index(rows), total)
 
     def gradient(self, sums: jax.Array) -> jax.Array:
-        """Return the gradient of the bias, ``(n, cols)``, from the sums of the blocks."""
+        """Return the gradient of the bias, ``(n, cols)``, by adding the sums of the blocks."""
         if len(sums) > self.shared.rows:
             sums = sums.reshape(self.splits, self.shared.rows, -1, self.tile.cols).sum((0, 2))
         return sums.astype(self.dtype)
 
     @property
     def _tiles(self) -> Shared:
-        """`shared` for tiles instead of rows. All rows of a tile are in one run."""
+        """How tiles of x, instead of single rows, use the rows of the bias."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
 
 
-#: Loads the elements of a block's rows, in float32. For each fragment of a row, the result has one
-#: array per row operand of the formula.
+#: A function that loads the elements of a block's rows, in float32. For each fragment (a range of
+#: the row's columns), it returns one array per row operand of the formula.
 Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class InRegisters:
-    """Parameters of `in_registers_backward`.
+    """Schedule of `in_registers_backward`.
 
     Attributes:
-      vector: the number of neighbouring elements that one thread loads and stores at once.
-      warpgroups: the number of warpgroups per block; they share a row.
-      threads: the number of threads that share a row: some of a warp, or all 128 of each warpgroup.
-      rows: the number of rows per block; above one only if threads of a single warp share a row.
-      cluster: the number of blocks that share a row.
-      splits: the number of blocks, or clusters, that share the rows of x with one row of a bias
-        (`BiasSums`).
-      apart: True if each unit of a row is a separate fragment (`Tile`).
+      vector: number of neighbouring elements that one thread loads and stores at once.
+      warpgroups: number of warpgroups (of 128 threads) per block. If there are several, they share
+        one row.
+      threads: number of threads that share a row: at most 32 threads of one warp, or all 128
+        threads of each warpgroup.
+      rows: number of rows per block. It can be above 1 only if the threads of a row are in one
+        warp.
+      cluster: number of blocks that share a row.
+      splits: number of blocks (or clusters) that share the work for one row of a bias's gradient,
+        which is a sum over rows of x (`BiasSums`).
+      apart: True if each unit of a row (one vector per thread) is a fragment of its own, see
+        `Tile`.
     """
 
     vector: int
@@ -125,7 +135,7 @@ class InRegisters:
     apart: bool = False
 
     def tile(self, cols: int) -> Tile:
-        """Return how a block holds rows of this many columns."""
+        """Return the tile: how a block distributes rows of `cols` columns over its threads."""
         vector = self.vector
         apart: dict[str, Any] = {"apart": self.apart}
         if self.warpgroups * self.cluster > 1:
@@ -147,12 +157,21 @@ def in_registers_backward(
     row_values: int = 0,
     sums: BiasSums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Run a formula that has no parameters and statistics. Return its row results and its sums.
+    """Run a backward kernel whose formula has no parameters and statistics.
+
+    Returns the results per element, then the `row_values` row sums, then the bias's sums, if any.
 
     Args:
-      row_values: the number of the formula's row sums that are also results, ``(rows,)`` in
-        float32.
-      sums: how to compute the formula's column sum, which is then the last result.
+      formula: the equations of the backward pass.
+      operands: arrays ``(rows, cols)``.
+      read: loads the formula's row operands.
+      tile: how a block distributes its rows over threads.
+      rows: number of rows.
+      results: dtypes of the results per element.
+      name: the kernel's name.
+      row_values: number of the formula's row sums that are also results: float32 arrays
+        ``(rows,)``.
+      sums: how blocks compute the formula's column sum, or None if it has none.
     """
     exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
@@ -161,7 +180,11 @@ def in_registers_backward(
         sum_refs, scratch = split(refs.scratch, int(sums is not None))
 
         def step(row: Any, k: Any = 0) -> Fragments:
-            """Store the results for a tile's rows, and return the terms of the column sum."""
+            """Process a tile of rows: store its results, and return the terms of the column sum.
+
+            `row` is the index of the tile's rows in the array, and `k` the number of tiles that the
+            block has processed before.
+            """
             elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
             totals = [placed.sum(term) for term in zip(*terms)]

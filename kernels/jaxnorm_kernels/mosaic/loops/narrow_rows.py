@@ -1,12 +1,14 @@
-"""Pipelined backward passes over narrow rows: a warp holds whole rows, a stage many of them.
+"""Pipelined backward passes over narrow rows, in which each warp has entire rows.
 
-As in `pipelined`, a persistent block accumulates its column sums in registers while asynchronous
-copies (TMA) fill stages of shared memory. Rows are adjacent in memory, so a stage is filled with
-one copy per input. Each sum over a row stays within a warp. At the end, the column sums of all
-warps are added in shared memory.
+As in `pipelined`, a persistent block (one that processes many rows) accumulates its column sums in
+registers, while asynchronous copies (TMA) fill a ring of stages in shared memory. Here, a stage
+contains many rows. They are adjacent in memory, so one copy per input fills a stage. Sums along a
+row need no exchange between warps. At the end, the column sums of all warps are added in shared
+memory.
 
-If the number of rows is not a multiple of the rows of a stage, the last stage overlaps the previous
-one. The rows in both are *stale* in the last stage: they are stored twice, and count once in sums.
+If the number of rows is not a multiple of the rows per stage, the last stage overlaps the previous
+one. The rows that are in both are called *stale* in the last stage. Their results are stored twice,
+but they are left out of the column sums the second time.
 """
 
 import dataclasses
@@ -49,22 +51,28 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# The number of rows of column sums that are loaded at the same time at the end of a block.
+# Number of rows of column sums that a thread loads at once when it adds them, at the end of a
+# block.
 _ADDED_AT_A_TIME = 8
 
-#: The values of a tile's rows: an array for each part (`HeadTile`) or fragment (`RowTile`).
+#: Values of a tile's rows, as a list of arrays: one for each fragment (`RowTile`), or one for each
+#: part of a rotated head (`HeadTile`).
 Parts = Sequence[jax.Array]
 
 
 class TileWork(NamedTuple):
-    """The functions that a kernel runs on a tile of neighbouring rows.
+    """The functions that a kernel calls for each tile.
+
+    A tile consists of neighbouring rows that a warpgroup processes at the same time.
 
     Attributes:
-      finish: ``finish(held, top, statistics, early)`` returns the parts of each result and the
-        terms of the column sums, for the tile at row `top` of a stage.
-      statistics: loads the row statistics of the tile that begins at a given row. It is called one
-        step before they are used.
-      early: loads other data of that tile from global memory, before its stage has arrived.
+      finish: ``finish(held, top, statistics, early)`` computes one tile. `held` are the operands'
+        buffers in shared memory, and `top` is the tile's first row in them. It returns the values
+        of each result, and the terms of the column sums.
+      statistics: ``statistics(first)`` loads the statistics of a tile from global memory, one step
+        ahead. `first` is the index of the tile's first row in the array.
+      early: ``early(first)`` loads other data of the tile from global memory, before its stage has
+        arrived in shared memory.
     """
 
     finish: Callable[[Sequence[Ref], int, Any, Any], tuple[Sequence[Parts], Parts]]
@@ -74,12 +82,17 @@ class TileWork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _NarrowRowsKernel:
-    """The loop over the rows of a block, which consists of one warpgroup.
+    """The loop over the rows of a block, which consists of one warpgroup (128 threads).
 
     Attributes:
-      tops: for each tile of a stage, its first row within the stage.
-      stages, held: the pipeline, and its buffers ``(stages, rows, columns)`` for each row operand.
-      shared: a buffer ``(height, columns)`` for each part, in which column sums are added.
+      work: the functions that are called for each tile.
+      tile: how the warpgroup distributes the rows of a tile over its threads.
+      tops: for each tile of a stage, the index of its first row within the stage.
+      refs: the kernel's operands and results.
+      stages: the ring of stages.
+      held: the ring's memory for each row operand, ``(stages, rows, cols)``.
+      share: which rows the block processes.
+      shared: memory in which column sums are added: ``(height, cols)`` for each fragment of a row.
     """
 
     work: TileWork
@@ -92,7 +105,7 @@ class _NarrowRowsKernel:
     shared: Sequence[Ref]
 
     def run(self, block: Any) -> None:
-        """Process all steps, then store the column sums of the block."""
+        """Process all steps of the block, then add up and store its column sums."""
         tile, partials = self.tile, self.refs.partials
         zeros = [
             plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), layout)
@@ -110,9 +123,9 @@ class _NarrowRowsKernel:
             warpgroup_barrier()
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Store the row results of step `k`, add to the column sums, and refill the stage."""
+        """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         statistics, carried = carry
-        # The statistics of the next rows can arrive while this stage is processed.
+        # Load the statistics of the next step now, so that they arrive during this one.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
         first = self.share.first_row(k)
         early = [self.work.early(first + top) for top in self.tops]
@@ -128,12 +141,12 @@ class _NarrowRowsKernel:
         return following, carried
 
     def statistics(self, k: Any) -> list[Any]:
-        """Load the statistics of step `k`, for each tile."""
+        """Load the statistics of the rows of step `k`, for each tile."""
         first = self.share.first_row(k)
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term`, with 0 in rows of step `k` that also belong to an earlier step."""
+        """Return `term` with 0 in the rows of step `k` that also belong to the previous step."""
         if not self.share.has_stale_rows:
             return term
         row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
@@ -166,17 +179,26 @@ def narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Return the row results, and then for each column sum an array with one row per block.
+    """Run a pipelined kernel over narrow rows.
+
+    Returns the results per element, and for each column sum a float32 array with one row per block.
 
     Args:
-      start: returns the `TileWork` of a block; called after the first copies have been started.
-      rows, stages: the number of rows of a stage, and the number of stages.
-      blocks: the number of blocks for each group of rows.
+      start: returns the `TileWork` of a block. It is called after the block has started its first
+        copies, so that both take place at the same time.
+      operands: the arrays.
+      tile: how a warpgroup distributes rows over its threads.
+      rows: number of rows per stage.
+      stages: number of stages.
+      column_sums: number of column sums.
+      blocks: number of blocks for each group of rows.
+      results: dtypes of the results per element.
+      name: the kernel's name.
     """
     (all_rows, cols), groups = operands.shape, operands.groups
     if rows % tile.rows or all_rows // groups < rows:
         raise ValueError(f"{tile} needs stages of k * {tile.rows} rows, not {rows}")
-    sizes = operands.sizes  # The traced body is cached: it must not hold traced arrays.
+    sizes = operands.sizes  # JAX caches the traced body, which must not hold traced arrays.
     widths = tile.widths if column_sums else []
 
     def body(*arguments: Ref) -> None:
@@ -214,14 +236,14 @@ def narrow_rows_backward(
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedNarrowRows:
-    """Parameters of the kernel for a `Formula`.
+    """Schedule of `pipelined_narrow_rows_backward`.
 
     Attributes:
-      vector: the number of neighbouring elements that one thread loads and stores at once.
-      threads: the number of threads of a warp that share a row.
-      rows: the number of rows of a stage, a multiple of `height`.
-      stages: the number of stages of the pipeline.
-      blocks_per_sm: the number of blocks that fit on a multiprocessor at the same time.
+      vector: number of neighbouring elements that one thread loads and stores at once.
+      threads: number of threads that share a row, at most the 32 threads of a warp.
+      rows: number of rows per stage, a multiple of `height`.
+      stages: number of stages (buffers in shared memory that copies fill in turn).
+      blocks_per_sm: number of blocks that fit on an SM at the same time.
     """
 
     vector: int
@@ -232,11 +254,11 @@ class PipelinedNarrowRows:
 
     @property
     def height(self) -> int:
-        """The number of rows that the warpgroup holds at a time."""
+        """Number of rows that a warpgroup processes at the same time."""
         return WARPGROUP_THREADS // self.threads
 
     def tile(self, cols: int) -> RowTile:
-        """Return how the warpgroup holds its rows."""
+        """Return the tile: how a warpgroup distributes `height` rows over its threads."""
         return RowTile(cols, self.vector, threads=self.threads, height=self.height)
 
 
@@ -249,12 +271,12 @@ def pipelined_narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Run `narrow_rows_backward` with a formula."""
+    """Run `narrow_rows_backward` with a formula; see there for the results."""
     tile = schedule.tile(operands.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Load all operands' elements, in float32, for each fragment of the tile at `top`."""
+        """Load a tile's rows in float32: for each range of columns, an array per operand."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
         return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 

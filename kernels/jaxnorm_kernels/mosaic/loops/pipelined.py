@@ -1,15 +1,17 @@
-"""Backward passes over rows that stream through a ring of shared memory.
+"""Backward passes over rows that stream through a ring of buffers in shared memory.
 
-A backward pass loads two arrays or more, reduces each row to a few sums, and uses the row again to
-store dx. Here a *persistent* block processes every n-th row (or step of a few short rows). Each of
-its warpgroups owns a partition of the columns and a ring of stages. Asynchronous copies (TMA) fill
-the ring with its partition of the next rows. Both uses of a row read shared memory, so few
-registers are live during the exchange of row sums. This leaves registers for the column sums
-(dscale, dbias), which a thread accumulates over all its rows. Step k is reduced before step k - 1
-is finished, which hides the exchange::
+A backward pass loads two or more arrays, reduces each row to a few sums, and needs the row again to
+compute dx. Here, a *persistent* block processes every n-th row, or every n-th group of a few short
+rows. Each warpgroup of the block has a partition of the columns, and a ring of buffers, called
+*stages*. Asynchronous copies (TMA) fill the stages with the warpgroup's columns of the next rows.
 
-    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce)
-                  read the sums of k-1    dx, column sums, refill its stage        (finish)
+A row is read from shared memory twice: for the sums, and for dx. So few registers are in use while
+warps exchange the sums of a row. The other registers hold the column sums (dscale, dbias), which
+each thread accumulates over all rows. The sums of step k are published before step k - 1 is
+finished, which hides the time of the exchange::
+
+    for step k:   wait for its stage      add up each warp's columns, publish the sums   (reduce)
+                  read the sums of k-1    store dx, add to column sums, refill the stage (finish)
 """
 
 import dataclasses
@@ -55,15 +57,17 @@ from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A ring of stages: step k uses stage ``k % count`` until step ``k + count`` reuses it.
+    """A ring of stages (buffers in shared memory): step k uses stage ``k % count``.
+
+    When step k is finished, its stage is refilled for step ``k + count``.
 
     Attributes:
-      count: the number of stages.
-      steps: the number of steps of the block.
-      full: for each stage, the barrier that its copies signal when they have arrived.
-      copies: maps a step and a stage to the (source, target) of each copy that fills the stage. A
+      count: number of stages.
+      steps: number of steps of the block.
+      full: a barrier per stage. The stage's copies signal it when they have arrived.
+      copies: ``copies(k, stage)`` returns (source, target) of each copy that loads step k. Each
         copy moves consecutive bytes.
-      ring: the index of this ring if each warpgroup has its own, or None.
+      ring: index of this ring if each warpgroup has its own, otherwise None.
     """
 
     count: int
@@ -73,23 +77,23 @@ class Stages:
     ring: Any = None
 
     def start(self) -> None:
-        """Start the copies that fill all stages for the first time."""
+        """Start the copies that fill all buffers of the ring for the first time."""
         pl.loop(0, jnp.minimum(self.count, self.steps))(self._fill)
 
     def at(self, k: Any) -> Any:
-        """Return the stage of step `k`."""
+        """Return the index of the buffer (stage) of step `k`."""
         if self.ring is None:
             return lax.rem(k, self.count)
         return self.ring * self.count + lax.rem(k, self.count)
 
     def wait(self, k: Any) -> Any:
-        """Wait until the stage of step `k` has arrived, and return it."""
+        """Wait until the data of step `k` have arrived, and return the index of their buffer."""
         at = self.at(k)
         plgpu.barrier_wait(self.full.at[at])
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to fill the stage of step `k` for a later step, once step `k` is finished."""
+        """Start to load step ``k + count`` into the buffer of step `k`, which is finished."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -100,23 +104,23 @@ class Stages:
                 source,
                 target,
                 self.full.at[at],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # rows of any length
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # allows rows of any length
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows that one block processes. If n blocks share a group, each takes every n-th step.
+    """The rows that one block processes: every n-th step, if n blocks share a group of rows.
 
-    If the number of rows is not a multiple of the rows of a step, the last step of the group
-    overlaps the previous one.
+    A group consists of consecutive rows with the same parameters, and a step of a few neighbouring
+    rows. If a group is not a multiple of a step, its last step overlaps the previous one.
 
     Attributes:
-      rows: the number of rows of a group.
-      height: the number of rows of a step.
-      blocks: the number of blocks that share a group.
-      place: the index of this block among them.
-      group: the index of this block's group, or None if there is only one group.
+      rows: number of rows of a group.
+      height: number of rows of a step.
+      blocks: number of blocks that share a group.
+      place: index of this block among the blocks of its group.
+      group: index of the group, or None if there is only one group.
     """
 
     rows: int
@@ -127,19 +131,23 @@ class Share:
 
     @classmethod
     def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
-        """Return the rows of this block; `rows` counts all groups, `blocks` is per group."""
+        """Return the rows that block number `block` processes.
+
+        `rows` is the total number of rows in all groups, and `blocks` the number of blocks per
+        group.
+        """
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
         return cls(rows // groups, height, blocks, place, group)
 
     def count(self) -> Any:
-        """Return the number of steps of this block."""
+        """Return the number of steps that this block processes."""
         steps = -(-self.rows // self.height)
         return lax.div(steps - self.place + self.blocks - 1, self.blocks)
 
     def first_row(self, k: Any) -> Any:
-        """Return the index of the first row of step `k` in the array."""
+        """Return the index in the array of the first row of step `k`."""
         start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
         return self._of_all(start)
 
@@ -149,7 +157,7 @@ class Share:
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Return whether a row of step `k` is in no earlier step."""
+        """Return True if a row of step `k` is not also in the previous step."""
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
@@ -157,25 +165,25 @@ class Share:
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Return the index of this block's step `k` within the group."""
+        """Return the index of this block's step `k` within its group of rows."""
         return self.place + k * self.blocks
 
     def _of_all(self, row: Any) -> Any:
-        """Convert a row's index in the group to its index in the array."""
+        """Convert the index of a row in its group of rows to its index in the array."""
         return row if self.group is None else self.group * self.rows + row
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedRows:
-    """Parameters of the kernel.
+    """Schedule of `pipelined_backward`.
 
     Attributes:
-      vector: the number of neighbouring elements that one thread loads and stores at once.
-      warpgroups: the number of warpgroups per block; they share a row.
-      stages: the number of stages in each warpgroup's ring; a stage holds the rows of one step.
-      rows: the number of rows of a step; they share an exchange of sums.
-      blocks_per_sm: the number of blocks that fit on a multiprocessor at the same time.
-      cluster: the number of blocks that share a row, each with its own ring.
+      vector: number of neighbouring elements that one thread loads and stores at once.
+      warpgroups: number of warpgroups (of 128 threads) per block. They share each row.
+      stages: number of stages in each warpgroup's ring. A stage contains the rows of one step.
+      rows: number of rows per step. Their sums are exchanged at the same time.
+      blocks_per_sm: number of blocks that fit on an SM at the same time.
+      cluster: number of blocks that share each row.
     """
 
     vector: int
@@ -187,29 +195,35 @@ class PipelinedRows:
 
     @property
     def layout(self) -> Layout:
-        """The layout of a unit."""
+        """Register layout of a unit, which consists of one vector per thread of a warpgroup."""
         return warps_layout(self.vector)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of a unit in registers."""
+        """Shape in registers of a unit (one vector per thread): one row per warp."""
         return WARPS, WARP * self.vector
 
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
-        """Return the columns of a warpgroup; `warpgroup` numbers all warpgroups of the cluster."""
+        """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
         unit = WARPGROUP_THREADS * self.vector
         return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PipelinedKernel:
-    """The loop of a warpgroup over the block's rows, of which it holds a partition of the columns.
+    """The loop over rows of one warpgroup, which processes a partition of the columns.
 
     Attributes:
-      stages, held: the ring, and its buffers ``(stages, rows, columns)`` for each row operand.
+      formula: what is computed for each row.
+      ring: the schedule.
+      refs: the kernel's operands and results.
+      stages: the ring of stages.
+      held: the ring's memory for each row operand, ``(stages, rows, columns)``.
+      share: which rows the block processes.
+      sums: the exchange of row sums.
       exchanged: the scratch memory of `sums`.
-      units: the partition, split into units.
-      columns: for each unit, the values that `Formula.columns` returns.
+      units: the columns of the partition, split into units of one vector per thread.
+      columns: for each unit, the values per column (`Formula.columns`).
     """
 
     formula: Formula
@@ -224,10 +238,10 @@ class _PipelinedKernel:
     columns: Sequence[Arrays]
 
     def run(self, block: Any) -> None:
-        """Process all steps, then store the column sums of the block.
+        """Process all steps, then store the block's column sums.
 
-        The first reduction is peeled off the loop. With a condition around `finish` instead, the
-        backward pass of RMSNorm over 4096 columns took 15 % more time (H100).
+        The first step is reduced before the loop. With a condition around `finish` in the loop
+        instead, the backward pass of RMSNorm over 4096 columns took 15 % longer (H100).
         """
         carried, steps = self.no_sums(), self.stages.steps
         first, second = (self.statistics(jnp.int32(k)) for k in range(2))
@@ -239,7 +253,11 @@ class _PipelinedKernel:
                 unit.store(ref, block, value, self.ring.layout)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduce step `k`, finish step ``k - 1``, and load the statistics of ``k + 1``."""
+        """Run one iteration of the loop over steps, each of which is one row or a few rows.
+
+        It reduces step `k`, stores the results of step ``k - 1``, and loads the statistics of step
+        ``k + 1``.
+        """
         before, now, carried = carry
         ahead = self.statistics(k + 1)
         pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
@@ -251,7 +269,7 @@ class _PipelinedKernel:
         return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
-        """Compute each warp's terms of the row sums of step `k`, and publish them."""
+        """Add up each warp's terms of the row sums of step `k`, and publish the results."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
@@ -262,14 +280,15 @@ class _PipelinedKernel:
                 if stale is not None:
                     terms = [jnp.where(stale, jnp.float32(0), term) for term in terms]
                 totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
-        # Annotate the layout on results only: annotating every load slows down layout inference.
+        # Annotate the layout of the results only. Annotations of all loads slow down layout
+        # inference.
         layout = self.ring.layout
         of_steps = [total for row in totals for total in row]
         parts = [jnp.sum(plgpu.layout_cast(total, layout), axis=1) for total in of_steps]
         self.sums.publish(self.exchanged, parts, k)
 
     def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-        """Store the row results of step `k`, add to the column sums, and release its stage."""
+        """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
         for row in range(self.ring.rows):
             of_row = totals[row * sums : (row + 1) * sums]
@@ -295,14 +314,18 @@ class _PipelinedKernel:
         return [a + b for a, b in zip(carried, added)]
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
-        """Read a unit of a row, in float32, from stage `at` of the first `count` operands."""
+        """Load one unit of a row from the stage with index `at`, in float32.
+
+        A unit consists of one vector per thread. The result has an array for each of the first
+        `count` operands.
+        """
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = self.ring.layout, self.ring.shape
         refs = [held.at[at, row, columns] for held in self.held[:count]]
         return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
-        """Return zeros: the initial column sums of each unit."""
+        """Return zeros, the initial column sums, for each unit (vector per thread) of a row."""
         zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
         return [zeros] * (len(self.units) * self.formula.column_sums)
 
@@ -316,9 +339,11 @@ def pipelined_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Return the row results, and then for each column sum an array with one row per block.
+    """Run a pipelined kernel with a formula.
 
-    `blocks` counts the blocks, or the clusters if there are any, for each group of rows.
+    Returns the results per element, and for each column sum a float32 array with one row per block.
+    `blocks` is the number of blocks (or of clusters, if `schedule.cluster` is above 1) for each
+    group of rows.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.stages < 2 or rows // groups < ring.rows:
@@ -337,13 +362,13 @@ def pipelined_backward(
         partition = ring.partition(cols, index)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, fragments = share.count(), partition.fragments()
-        if whole:  # A stage has all columns of the row, at the same indices.
+        if whole:  # A buffer contains entire rows: same column indices as in the array.
             fragments = [dataclasses.replace(f, stage_start=f.start) for f in fragments]
         places = [fragment.columns() for fragment in fragments]
 
         def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
             first = share.first_row(k)
-            if whole:  # The rows of a step are neighbours in memory.
+            if whole:  # The rows of a step are adjacent in memory, so one copy loads all of them.
                 for source, stages in zip(refs.rows, held):
                     yield source.at[pl.ds(first, ring.rows)], stages.at[at]
                 return
@@ -371,7 +396,7 @@ def pipelined_backward(
 
     part = ring.partition(cols)
     width = cols if whole else part.width
-    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))  # of a stage
+    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))  # per stage
     stages = ring.warpgroups * ring.stages
     return launch(
         body,

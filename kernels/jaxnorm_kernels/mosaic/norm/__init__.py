@@ -1,1 +1,1 @@
-"""LayerNorm and RMSNorm, with residual additions, a gate or a rotation."""
+"""Kernels of LayerNorm and RMSNorm, optionally with a residual addition, a gate or a rotation."""

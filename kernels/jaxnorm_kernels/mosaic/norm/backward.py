@@ -1,19 +1,21 @@
-"""Backward passes of LayerNorm and RMSNorm from the output or from the input.
+"""Backward passes of LayerNorm and RMSNorm, from the saved output or the saved input.
 
-For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (only LayerNorm has c1):
+For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (c1 is absent in
+RMSNorm):
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, the backward pass starts from the input. It recomputes n = xh G +
-bias, and d = dy activation'(n).
+xh is the normalised input. If an activation follows the norm, the backward pass starts from the
+saved input. It recomputes the activation's argument n = xh G + bias, and d is dy activation'(n).
 
-As in the forward pass, G is floored and the bias is rounded to y's dtype. |xh| is clipped to
-sqrt(N), its true bound, and |y| to the largest finite number (`Spec.y_limit`). dh, a further
-cotangent of the normalised row, is added to dx before dx is rounded. A block sums dscale and dbias
-over its own rows; the sums of the blocks are added outside the kernel in a fixed order.
+As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
+dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
+finite number (`Spec.y_limit`). If the normalised row has another cotangent dh, the kernel adds dh
+to dx before dx is rounded. Each block sums dscale and dbias over its own rows. The sums of the
+blocks are added outside the kernel, in a fixed order.
 """
 
 import dataclasses
@@ -48,9 +50,10 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above. The row operands are the saved array, dy and, if present, dh.
+    """The backward pass of a norm, by the equations of the module's docstring.
 
-    dx is returned `copies` times, so that it can be stored in several dtypes.
+    The row operands are the saved array, dy and, if present, dh. dx is returned `copies` times, so
+    that the kernel can store it in several dtypes.
     """
 
     spec: Spec
@@ -70,7 +73,10 @@ class NormFormula:
         return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return those of G, 1 / G and the bias that the equations need, in this order."""
+        """Return G = scale + scale_offset, 1 / G and the bias, in this order.
+
+        Values that the equations do not need are left out.
+        """
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -94,8 +100,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # Multiplying each term by r takes two fused multiply-adds; r (d G - c1 - xh c2) takes one
-        # of them and two other operations.
+        # In this form, dx takes two fused multiply-adds per element. In the form r (d G - c1 - xh
+        # c2), it takes one, and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -120,7 +126,10 @@ class NormFormula:
     def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return d, d G, z (or xh if the input is saved) and 1 / G (None if not needed)."""
+        """Return d, d G, z and 1 / G, as defined in the module's docstring.
+
+        If the input is saved, z is xh. 1 / G is None if it is not needed.
+        """
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
         if not self.from_output:
@@ -147,14 +156,18 @@ def norm_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """Backward pass of a norm of x, or of h = x + residual; see `Implementation.backward`.
+    """Compute the backward pass of a norm of x, or of h = x + residual.
 
-    If the residual is float32, its gradient is the kernel's float32 result, and dx is stored as a
-    second result in its own dtype. If the residual has 16 bits, its gradient is rounded, and dx is
-    converted from it. XLA does this conversion, and fuses it with the operations that follow.
+    See `Implementation.backward` for arguments and results.
+
+    If the residual is float32, the kernel stores the gradient twice: in float32 for the residual,
+    and in x's dtype as dx. If the residual has 16 bits, the kernel stores only the residual's
+    gradient, and dx is converted from it. XLA fuses this conversion with the operations that
+    follow.
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      spec: the call's spec.
       schedule: replaces the default schedule.
     """
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
@@ -164,8 +177,8 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # Nothing in the formula depends on `wrt` or on the operation: a norm with an extra cotangent
-    # and a norm of a sum share a kernel.
+    # The formula does not depend on `wrt` or on the operation. So a norm with an extra cotangent
+    # and a norm of a sum use the same kernel.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
@@ -184,7 +197,12 @@ def _run(
     names: Sequence[str] = ("scale", "bias"),
     op: str | None = None,
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
-    """Run a formula's kernel. Return (row results in these dtypes, parameter gradients by name)."""
+    """Run the kernel of a formula.
+
+    Returns the results per element, which have the dtypes in `results`, and a dict from the name of
+    each parameter to its gradient. `names` are the parameters' names, and `op` replaces the
+    operation's name in the kernel's name.
+    """
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
     outputs = _kernel(
         formula,
@@ -215,8 +233,9 @@ def _kernel(
 ) -> tuple[jax.Array, ...]:
     """Run the kernel of a formula.
 
-    This function is jitted so that a program lowers equal kernels once, even if they belong to
-    different operations: with an extra cotangent, `norm` and `add_norm` have the same kernel.
+    This function is jitted, so that a program lowers equal kernels only once, even if they belong
+    to different operations. For example, `norm` with an extra cotangent and `add_norm` have the
+    same kernel.
     """
     return _KERNELS[type(schedule)](
         formula,
@@ -229,10 +248,11 @@ def _kernel(
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward pass of RMSNorm with a gate, after it or before it, from x and the gate.
+# Backward pass of RMSNorm with a gate, which is applied after or before the norm. x and the gate
+# are saved.
 #
-# For a row of N elements, with G = scale + scale_offset, r = rstd, a = activation(gate) and e = dy
-# G. t is the input of the norm, x or x a:
+# For a row of N elements, let G = scale + scale_offset, r = rstd, a = activation(gate) and e = dy
+# G. t is the input of the norm: x, or x a if the gate comes first. dt is the gradient of t:
 #
 #     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
 #
@@ -241,12 +261,15 @@ def _kernel(
 #     norm(x a)     dg = e       dx = dt a     dgate = dt x activation'(gate)
 #                                dscale = sum_rows(dy xh)
 #
-# The activation is not saved: it is recomputed with its derivative.
+# The activation and its derivative are recomputed, not saved.
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedFormula:
-    """The equations above. The row operands are x, the gate and dy."""
+    """The backward pass of RMSNorm with a gate, by the equations above the class.
+
+    The row operands are x, the gate and dy.
+    """
 
     spec: Spec
     summed: int = 3
@@ -257,7 +280,7 @@ class GatedFormula:
         return int(self.spec.norm.scale_dtype is not None)
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G in a list, which is empty without a scale."""
+        """Return a list with G = scale + scale_offset, or an empty list if there is no scale."""
         return [gain(scale, self.spec) for scale in params]
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
@@ -280,7 +303,7 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return e, dg, t, a and the derivative of a with respect to the gate."""
+        """Return e, dg, t, a and a's derivative, as defined in the equations above the class."""
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
@@ -296,10 +319,11 @@ def norm_gated_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """Backward pass of RMSNorm with a gate; see `Implementation.backward`.
+    """Compute the backward pass of RMSNorm with a gate; see `Implementation.backward`.
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      spec: the call's spec.
       schedule: replaces the default schedule.
     """
     assert spec.norm.gate_dtype is not None
@@ -316,18 +340,21 @@ def norm_gated_bwd(
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward pass of a norm of h = residual + branch_scale x: LayerScale, or adaLN-zero's gate.
+# Backward pass of a norm of h = residual + branch_scale x, as in LayerScale, or with the gate of
+# adaLN-zero.
 #
-# t is the gradient of h from `norm.backward`, including h's own cotangent, before it is rounded:
+# t is the gradient of h as `NormFormula` computes it, including a cotangent of h itself, before
+# rounding:
 #
 #     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The equations above. The row operands are the saved array, d, x and, if present, dh.
+    """The backward pass of a norm of a scaled sum, by the equations above the class.
 
-    `norm` is the formula for the norm of h.
+    The row operands are the saved array, dy, x and, if present, dh. `norm` is the formula for the
+    norm of h.
     """
 
     norm: NormFormula
@@ -342,7 +369,7 @@ class ScaledSumFormula:
         return self.norm.column_sums + 1
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return branch_scale, and then what the formula of the norm returns."""
+        """Return branch_scale, followed by the values per column that the norm's formula uses."""
         branch_scale, *of_norm = params
         return [branch_scale, *self.norm.columns(of_norm)]
 
@@ -364,10 +391,11 @@ def scaled_sum_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """Backward pass of a norm after a scaled sum; see `Implementation.backward`.
+    """Compute the backward pass of a norm after a scaled sum; see `Implementation.backward`.
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      spec: the call's spec.
       schedule: replaces the default schedule.
     """
     bias = residuals.bias if spec.norm.saved == "output" else None
@@ -385,27 +413,31 @@ def scaled_sum_bwd(
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward pass of two RMSNorms with a residual between them: h = residual + norm(x), y = norm(h).
+# Backward pass of two RMSNorms with a residual addition between them: h = residual + norm(x), y =
+# norm(h).
 #
-# For a row of N elements, with G and r of the first norm, G' and r' of the second, d = dy, and dh
-# as h's own cotangent:
+# For a row of N elements, G and r belong to the first norm, G' and r' to the second. d is dy, and
+# dh the cotangent of h as a result:
 #
 #     first norm         xh = x r,               u = xh G
 #     second norm        from the output z = y,  xh' = y / G',    c' = mean(d z)
 #                        from the input          xh' = h r',      c' = mean(d G' xh')
-#     of h, in all       dresidual = dh + r' (d G' - xh' c')
-#     of x               dx = r (dresidual G - xh c),             c = mean(dresidual u)
+#     gradient of h      dresidual = dh + r' (d G' - xh' c')
+#     gradient of x      dx = r (dresidual G - xh c),             c = mean(dresidual u)
 #                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
 #
-# dresidual needs c', and c needs dresidual. To reduce a row only once, c is computed from sums that
-# need neither:
+# dresidual depends on c', and c on dresidual, which would take two reductions of a row, one after
+# the other. Instead, c is computed from sums that depend on neither:
 #
 #     c = mean(dh u) + r' (mean(d G' u) - c' mean(xh' u))
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoNormsFormula:
-    """The equations above. The row operands are x, the saved array, d and, if present, dh."""
+    """The backward pass of two norms, by the equations above the class.
+
+    The row operands are x, the saved array, dy and, if present, dh.
+    """
 
     spec: Spec
 
@@ -424,7 +456,11 @@ class TwoNormsFormula:
         )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G, G' and, if the output is saved, 1 / G', as far as there are scales."""
+        """Return G of the first norm, and G' and 1 / G' of the second.
+
+        G is scale + scale_offset. Entries of a norm without a scale are left out, and 1 / G' also
+        if the input is saved.
+        """
         params = list(params)
         columns = []
         if self.spec.norm.scale_dtype is not None:
@@ -463,7 +499,10 @@ class TwoNormsFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return xh, u, z (or xh' if the input is saved), xh' and d G'."""
+        """Return xh, u, z, xh' and d G', as defined in the equations above the class.
+
+        If the input is saved, z is xh'.
+        """
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd
         if self.spec.norm.scale_dtype is not None:
@@ -489,10 +528,11 @@ def two_norms_bwd(
     *,
     schedule: PipelinedRows | PipelinedNarrowRows | None = None,
 ) -> Operands:
-    """Backward pass of norm_add_norm: one kernel, or two if its rows do not fit in one.
+    """Compute the backward pass of `norm_add_norm`, in two kernels if rows are too long for one.
 
     Args:
       residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      spec: the call's spec.
       schedule: replaces the default schedule.
     """
     schedule = schedule or schedules.norm_schedule(spec)

@@ -1,4 +1,4 @@
-"""Elementwise terms of norms, in float32: activations and their derivatives, G, the bias and y."""
+"""Elementwise parts of norms, in float32: G, the bias, y, and activations with derivatives."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from jaxnorm_kernels.mosaic.device.numerics import exp2
 from jaxnorm_kernels.specs import Activation, Spec
 
 # -------------------------------------------------------------------------------------------------
-# Activations of a gate or a norm g, and their derivatives, in float32. A sigmoid s serves both.
+# Activations of a gate or a norm's output g, and their derivatives, in float32. The sigmoid s is
+# computed once for both.
 #
 #     sigmoid       s(g)              s (1 - s)
 #     silu          g s(g)            s (1 + g - g s)
@@ -19,8 +20,9 @@ from jaxnorm_kernels.specs import Activation, Spec
 #     relu          max(g, 0)         1 for g > 0, else 0
 #     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 #
-# gelu is the tanh approximation, since (1 + tanh(v)) / 2 = s(2 v). The rounding of an exponent
-# gives s a relative error of |g| u, which is large only where s is as small as exp(-|g|).
+# gelu is the tanh approximation; it can be written with the sigmoid because (1 + tanh(v)) / 2 = s(2
+# v). The rounding of the exponent causes a relative error of s of |g| 2^-24, which is large only
+# where s itself is as small as exp(-|g|).
 
 
 _LOG2_E = math.log2(math.e)
@@ -31,7 +33,7 @@ ValueAndSlope = tuple[jax.Array, jax.Array]
 
 
 def _logistic(g: jax.Array) -> jax.Array:
-    """Return 1 / (1 + exp(-g)) as the square of a reciprocal square root.
+    """Return 1 / (1 + exp(-g)), computed as the square of a reciprocal square root.
 
     This is faster than a division.
     """
@@ -65,8 +67,8 @@ def _leaky_relu(g: jax.Array) -> ValueAndSlope:
     return g * slope, slope
 
 
-#: Each function returns the activation and its derivative. The compiler removes the one that a
-#: kernel does not use.
+#: Activations by name. Each function returns the activation and its derivative; the compiler
+#: removes the one that a kernel does not use.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -77,18 +79,19 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
 
 
 def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
-    """Return the activation function of a call, which must have one."""
+    """Return the activation function of a call. The call must have an activation."""
     assert spec.norm.activation is not None
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Without a floor (float16), G may be arbitrarily small. If |G| is below this value, y cannot
-# represent x_hat G, so z is 0 and 1 / G may be infinite: x_hat is then taken as 0.
+# Lower limit of |G| for dividing by it. Without a `Spec.scale_floor` (in float16), G may be
+# arbitrarily small. Below this limit, y = xh G underflows to 0 and 1 / G may be infinite, so the
+# normalised input xh is taken to be 0.
 _NO_RECIPROCAL = 2.0**-100
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """Return G = scale + scale_offset, with a magnitude of at least `Spec.scale_floor`."""
+    """Return G = scale + scale_offset; its magnitude is raised to at least `Spec.scale_floor`."""
     g = scale.astype(jnp.float32)
     if spec.norm.scale_offset:
         g = g + spec.norm.scale_offset
@@ -97,7 +100,7 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 
 
 def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
-    """Return 1 / G, or 0 where G is so small that x_hat cannot be recovered."""
+    """Return 1 / G, or 0 where G is so small that xh = y / G cannot be recovered."""
     if spec.scale_floor is not None:
         return 1 / g
     none = jnp.abs(g) < _NO_RECIPROCAL
@@ -105,14 +108,14 @@ def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """Return the bias, rounded to y's dtype if the output is saved."""
+    """Return the bias in float32. If the output is saved, it is first rounded to y's dtype."""
     if spec.norm.saved == "output":
         bias = bias.astype(spec.y_dtype)
     return bias.astype(jnp.float32)
 
 
 def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
-    """Clip a saved y to the finite range; see `Spec.y_limit`."""
+    """Clip a saved y to finite numbers; see `Spec.y_limit`."""
     limit = spec.y_limit
     return y if limit is None else jnp.clip(y, -limit, limit)
 
@@ -120,7 +123,10 @@ def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
 def norm_output(
     x: jax.Array, rstd: jax.Array, mean: jax.Array | None, columns: Sequence[jax.Array], spec: Spec
 ) -> jax.Array:
-    """Return y; `columns` are the values of `norm_columns` for the columns of x."""
+    """Return the norm's output y, after the activation if there is one.
+
+    `columns` are the results of `norm_columns` for the columns of x.
+    """
     rest = list(columns)
     y = (x if mean is None else x - mean) * rstd
     if spec.norm.scale_dtype is not None:
@@ -131,7 +137,7 @@ def norm_output(
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Compute G and the bias, as far as the norm has them, from the scale and the bias."""
+    """Return G and the bias as `norm_output` uses them. A parameter that is absent is left out."""
     rest = list(params)
     columns = []
     if spec.norm.scale_dtype is not None:

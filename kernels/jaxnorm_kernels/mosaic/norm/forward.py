@@ -1,12 +1,12 @@
-"""LayerNorm and RMSNorm.
+"""Forward passes of LayerNorm and RMSNorm.
 
-LayerNorm subtracts the mean; RMSNorm has mean = 0::
+LayerNorm subtracts the mean; in RMSNorm, mean is 0::
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias       or the activation of that
+    y = (x - mean) r G + bias       or an activation of this
 
-With a residual, h and the y of norm_add have the residual's dtype. A second norm has a scale of its
-own::
+Operations with a residual add it before or after the norm. norm_add_norm has two norms with
+different scales. h, and the y of norm_add, have the residual's dtype::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
@@ -14,13 +14,14 @@ own::
     norm_add_norm    h = residual + norm(x)    y = norm(h)
     scaled_add_norm  h = residual + branch_scale x        y = norm(h)
 
-With a gate, y is rounded once::
+With a gate, y is rounded once, after the multiplication::
 
     norm_gated       y = norm(x) activation(gate)      or y = norm(x activation(gate))
 
-The variance is never computed as E[x^2] - E[x]^2, which cancels. Rows in registers are reduced
-twice. If parts of a row are reduced separately, part p of size n_p has its own mean and the sum of
-squares about it, M_p. They are merged by (Chan, Golub, LeVeque 1979)::
+The variance is never computed as E[x^2] - E[x]^2, which suffers from cancellation. Instead, a row
+in registers is reduced twice: for the mean, then for the sum of squares about it. If several warps
+each reduce a part of a row, part p of size n_p has its own mean_p and M_p, the sum of squares about
+mean_p. The parts are merged as by Chan, Golub and LeVeque (1979)::
 
     mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
 """
@@ -48,11 +49,12 @@ from jaxnorm_kernels.specs import Op, Spec
 
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None) -> Results:
-    """Run a norm's forward pass; see `Implementation.forward`. Statistics are float32.
+    """Run the forward pass of a norm; see `Implementation.forward`. Statistics are float32.
 
     Args:
       operands: arrays of 16 or 32 bits.
-      schedule: overrides `schedules.choose`.
+      spec: the call's spec.
+      schedule: replaces the default schedule.
     """
     schedule = required(schedule or schedules.choose(spec), spec)
     y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
@@ -77,16 +79,20 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.norm.residual_dtype
 
 
-#: For each fragment of a row, the parameters (G, bias or others) for the fragment's columns.
+#: For each fragment (range of columns) of a row, the parameters of these columns, such as G and the
+#: bias.
 Columns = list[list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """The parameters of a call: the parameters of each norm, then branch_scale if present.
+    """The parameters of a call: first those of each norm, then branch_scale, if present.
 
     Attributes:
+      tile: how a block distributes its rows over threads.
+      rows: number of rows of the call.
       norms: the norm to which each entry of `refs` belongs, or None for branch_scale.
+      refs: for each norm, the refs of its scale and bias; then a list with the ref of branch_scale.
     """
 
     tile: Tile
@@ -103,17 +109,17 @@ class _Params:
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
-        """Load entry `k` of the parameters, for the rows at `index`."""
+        """Load the parameters in ``refs[k]`` for the rows whose index ``index()`` returns."""
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
-        """Load all parameters, for all rows of the block."""
+        """Load all parameters for the rows of the block, which all use the same ones."""
         return [
             self.load(k, lambda: self.tile.first_row(self.rows)) for k in range(len(self.norms))
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k`, in float32, or branch_scale if entry `k` is that."""
+        """Return G and the bias of norm `k`, in float32; if ``norms[k]`` is None, branch_scale."""
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
@@ -121,18 +127,22 @@ class _Params:
         return columns or [[]] * len(self.tile.fragments())
 
     def prepare(self, loaded: Sequence[Columns]) -> list[Columns]:
-        """Return `columns` for all entries of the parameters."""
+        """Return the float32 parameters (see `columns`) for each entry of `refs`."""
         return [self.columns(params, k) for k, params in enumerate(loaded)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in registers, with the terms that the operations below combine.
+    """A row in registers, with methods from which the operations are composed.
 
     Attributes:
-      columns: maps k to the k-th result of `_Params.prepare`: the columns of norm k, or of
-        branch_scale.
-      stats: the statistics of the norms, appended as they are computed.
+      spec: the call's spec.
+      tile: how a block distributes its rows over threads.
+      loaded: the row.
+      scratch: shared memory for the exchange of statistics.
+      columns: ``columns(k)`` returns the parameters of norm k, or branch_scale (see
+        `_Params.columns`).
+      stats: statistics of the norms, appended as they are computed.
     """
 
     spec: Spec
@@ -143,15 +153,15 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return, in float32, the first result of `load`: x, or what is normalised in its place."""
+        """Return the elements to normalise, in float32: x, x + residual, or x activation(gate)."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:
-        """Return the second result of `load`, in its own dtype: h, the residual or the gate."""
+        """Return the other array that the operation needs (h, residual or gate), in its dtype."""
         return self.loaded.read(1)
 
     def norm(self, read: Callable[[], Fragments], k: int = 0) -> Fragments:
-        """Normalise the values that `read` returns, with norm `k` of the call."""
+        """Normalise the values that ``read()`` returns, with norm number `k` of the call."""
         spec, tile = self.spec.norms[k], self.tile
         rstd, mean = _row_statistics(tile, read, self.scratch, spec, self.loaded.step, k)
         self.stats.extend(_present(rstd, mean)[: 1 + spec.returns_mean])
@@ -161,22 +171,22 @@ class _Row:
         ]
 
     def sum(self, values: Fragments) -> Fragments:
-        """Return `values` plus the residual, rounded to the residual's dtype."""
+        """Return ``values + residual``, rounded to the residual's dtype."""
         sums = [_plus(self.tile, v, r) for v, r in zip(values, self.other())]
         return [rounded(v, _residual_dtype(self.spec)) for v in sums]
 
     def scaled_sum(self) -> Fragments:
-        """Return branch_scale x plus the residual, rounded to the residual's dtype."""
+        """Return ``branch_scale * x + residual``, rounded to the residual's dtype."""
         terms = zip(self.loaded.load(), self.columns(1))
         sums = [_plus(self.tile, x * scale, r) for (x, r), (scale,) in terms]
         return [rounded(v, _residual_dtype(self.spec)) for v in sums]
 
     def wide(self, h: Fragments) -> Fragments:
-        """Return h in float32."""
+        """Convert h to float32."""
         return [_wide(self.tile, v) for v in h]
 
 
-#: The name and the values of each result of an operation, in the order in which they are stored.
+#: The results of an operation as pairs (name, values), in the order in which they are stored.
 NamedResults = Iterator[tuple[str, Fragments]]
 
 
@@ -203,8 +213,8 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 def _scaled_add_norm(row: _Row) -> NamedResults:
     h = row.scaled_sum()
     yield "h", h
-    # If rows are read again for each use, h is recomputed, so that it takes no registers in
-    # between.
+    # If the tile reads rows again for each use, recompute h for each use, too, so that it occupies
+    # no registers in between.
     yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
@@ -226,10 +236,10 @@ _OPERATIONS: dict[Op, Callable[[_Row], NamedResults]] = {
 
 
 def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs) -> None:
-    """Run the body of the kernel."""
+    """The kernel's body: load, normalise and store each row of the block."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return what is normalised first. Then return h, or the residual or gate used later."""
+        """Return the elements to normalise; then h, the residual or the gate, if needed later."""
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)
@@ -275,7 +285,7 @@ def _row_statistics(
     step: Any,
     nth: int,
 ) -> tuple[Stat, Stat | None]:
-    """Return r and the mean of a row in registers, for norm number `nth` of the call."""
+    """Return r (rstd) and the mean of a row, for norm number `nth` of the call."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
     mean = tile.sum(read()) / size if spec.norm.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
@@ -293,10 +303,11 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Merge the parts of a row: return its mean, and the sum of squares about the mean.
+    """Return the mean of a row, and the sum of squares of x - mean, from those of its parts.
 
-    `mean` and `square` are the same statistics of this warp's part, which has `size` columns.
-    `gather` gives every warp the values of all parts; see `rows.exchange.Gather`.
+    `mean` and `square` are these statistics of this warp's part, which has `size` columns. `gather`
+    exchanges values between the warps, so that every warp has the values of all parts
+    (`rows.exchange.Gather`).
     """
     if mean is None:
         (part_square,) = gather(square)

@@ -1,4 +1,4 @@
-"""RMSNorm of attention heads and the rotation after it (RoPE): forward and backward."""
+"""Forward and backward pass of RMSNorm of attention heads, followed by a rotation (RoPE)."""
 
 import dataclasses
 import math
@@ -26,21 +26,24 @@ from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.specs import Spec
 
 # -------------------------------------------------------------------------------------------------
-# RMSNorm of heads, then the rotation of their pairs (a, b) of columns.
+# RMSNorm of heads, followed by the rotation of the pairs (na, nb) of columns of n:
 #
-# n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
-# y = (na cos - nb sin, nb cos + na sin), and n in the columns that are not rotated
+#     n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
+#     y = (na cos - nb sin, nb cos + na sin), and y = n in columns that are not rotated
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
-    """Run a forward pass; see `Implementation.forward`. Statistics are float32."""
+    """Run the forward pass of RMSNorm with a rotation; see `Implementation.forward`.
+
+    Statistics are float32.
+    """
     schedule = required(schedule or heads.forward(spec), spec)
     tile, shared = schedule.tile(spec), spec.norm.table_rows
     assert shared is not None
     layouts = tile.row_layouts
     params = [a for a in (operands.scale,) if a is not None]
     arrays = [operands.x, operands.cos, operands.sin, *params]
-    count = len(arrays)  # The traced body is cached: it must not hold traced arrays.
+    count = len(arrays)  # JAX caches the traced body, which must not hold arrays.
 
     def body(*refs: Any) -> None:
         (x, cos, sin, *scale), (y, *rstd) = split(refs, count)
@@ -71,27 +74,34 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward pass of RMSNorm and the rotation after it, from the output or from the input.
+# Backward pass of RMSNorm followed by a rotation, from the saved output or the saved input.
 #
-# For a row of N elements, with G = scale + scale_offset, r = rstd, d = dy, and R' as the rotation's
-# transpose:
+# For a row of N elements, let G = scale + scale_offset, r = rstd, d = dy, and R' the transpose of
+# the rotation:
 #
 #     from the output    n = R' y / (cos^2 + sin^2),     xh = n / G,     c2 = mean(d' n)
 #     from the input     xh = x r,                                       c2 = mean(d' G xh)
 #     both               d' = R' d,                      dx = r (d' G - xh c2)
 #                        dscale = sum_rows(d' xh)
 #
-# |xh| is clipped to sqrt(N), its true bound: in a column with a small scale, the part of n that
-# comes from its partner's rounding error may be any multiple of it. The loop is
+# |xh| is clipped to sqrt(N), which it cannot exceed mathematically. This matters for a column with
+# a small scale whose partner in the pair has a large one: the partner's rounding error in y,
+# rotated back, may be much larger than the column's n. The loop over rows is in
 # `loops.narrow_rows`.
 
 
 @dataclasses.dataclass(frozen=True)
 class _RotatedRows:
-    """The equations above, in float32. A row is held as the parts of a `HeadTile`.
+    """The backward pass of a tile of rows, in float32, by the equations above the class.
+
+    A row is a list of arrays, one for each part of the row (see `HeadTile`).
 
     Attributes:
-      gains: G of each part, and 1 / G of each part; both are empty without a scale.
+      spec: the call's spec.
+      tile: how a warpgroup distributes its rows over threads.
+      rstd: statistics of the rows.
+      tables: cos and sin.
+      gains: G of each part, and 1 / G of each part. Both lists are empty if there is no scale.
     """
 
     spec: Spec
@@ -101,7 +111,7 @@ class _RotatedRows:
     gains: tuple[Parts, Parts]
 
     def load(self, first: Any) -> tuple[Parts, jax.Array]:
-        """Load cos, sin and r of the tile that begins at row `first`."""
+        """Load cos, sin and rstd of the tile whose first row has the index `first`."""
         shared = self.spec.norm.table_rows
         assert shared is not None
         table = self.tile.load_tables(self.tables, shared, first)
@@ -110,7 +120,7 @@ class _RotatedRows:
     def finish(
         self, held: Sequence[Ref], top: int, _: None, loaded: tuple[Parts, jax.Array]
     ) -> tuple[list[Parts], Parts]:
-        """Return dx, and the terms of dscale, for the tile at row `top` of a stage."""
+        """Return dx and the terms of dscale, for the tile at row `top` of a pipeline buffer."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
         saved, d = (tile.load_shared(ref, top) for ref in held)
         of_rows = [tile.broadcast(r, part) for part in saved]
@@ -125,7 +135,7 @@ class _RotatedRows:
     def _normalised(
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
-        """Return xh and n; n is None if the input is saved."""
+        """Return the normalised input xh, and n = xh G; n is None if the input is saved."""
         if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table
@@ -141,7 +151,7 @@ class _RotatedRows:
 def norm_rope_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Heads | None = None
 ) -> Operands:
-    """Run a backward pass; see `Implementation.backward`."""
+    """Run the backward pass of RMSNorm with a rotation; see `Implementation.backward`."""
     schedule = required(schedule or heads.backward(spec), spec)
     tile = schedule.tile(spec)
     scale = [a for a in (residuals.scale,) if a is not None]

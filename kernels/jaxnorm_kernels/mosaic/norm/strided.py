@@ -1,17 +1,20 @@
-"""LayerNorm and RMSNorm of ``(outer, cols, inner)`` over the middle axis: GroupNorm.
+"""LayerNorm and RMSNorm of an array ``(outer, cols, inner)`` over its middle axis, and GroupNorm.
 
-A row may also include a group of neighbours on the inner axis. The statistics of the columns of
-each inner element are then merged once more. Scale and bias belong to inner elements.
+In GroupNorm, groups of neighbouring inner elements are normalised together: the statistics over the
+columns of each inner element are merged over the elements of a group. Scale and bias belong to
+inner elements (the channels of GroupNorm).
 
-The equations, and the merging of parts, are those of `norm.forward` and `norm.backward`. The sums
-over the columns of an inner element are dscale and dbias. G times these sums is the element's
-contribution to c2 and c1. So from the output, too, c2 is the mean of d G xh. From the input, it
-suffices to compute c = x - mean for each element; the factors of c belong to the inner element:
+The equations are in `norm.forward` and `norm.backward`, but scale and bias do not depend on the
+columns. So dscale and dbias are sums over the columns of an inner element, and G times these sums
+is the element's contribution to c2 and c1. This is why c2 is the mean of d G xh even if the output
+is saved. If the input is saved, only c = x - mean is computed per element; all factors of c belong
+to the inner element:
 
     n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
-Blocks hold strips (see `rows.strips`), and read them from shared memory for each pass. A part of a
-strip belongs to a warp, or to a block of a cluster.
+Each block (or cluster of blocks) has a strip of the array in shared memory (see `rows.strips`), and
+reads it in each pass. The statistics of a strip are merged from those of its parts: the columns of
+a warp, or of a block in a cluster.
 """
 
 import functools
@@ -37,22 +40,23 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: Merges the statistics of all parts of a strip; it takes and returns several statistics at once.
+#: A function that merges the statistics of all parts of a strip, given a `Merge` and the statistics
+#: of this warpgroup.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
-    """Normalise the middle axis of ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
+    """Run the forward pass on an array ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    # G belongs to inner elements, as r does, so that r G is computed once for each of them.
+    # G and r both belong to inner elements, so r G is computed once per inner element.
     joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)
 
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
         param_refs, (y_ref, *stat_refs) = split(refs, len(params))
-        # Load the parameters first: the loads take about as long as the sums, and overlap with
-        # them.
+        # Load the parameters first. Their loads take about as long as the sums of `_statistics`,
+        # and both take place at the same time.
         prepared = norm_columns([strip.inner_param(ref) for ref in param_refs], spec)
         columns = [strip.broadcast(column) for column in prepared[joins:]]
         rstd, mean = _statistics(strip, gather, spec)
@@ -81,7 +85,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, scale and bias. The latter two are sums over the middle axis."""
+    """Return the gradients of x, scale and bias. The last two are sums over the middle axis."""
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     bias = residuals.bias if spec.reads_bias else None
     params = [param for param in (residuals.scale, bias) if param is not None]
@@ -140,15 +144,23 @@ def _in_strips(
     exchanged: int,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Run `finish` on each strip of `rows`. It also gets refs of `others` and of the outputs.
+    """Run ``finish(strip, gather, refs)`` on each strip of the arrays `rows`.
+
+    `gather` merges statistics, and `refs` contains the refs of `others` and of the outputs.
 
     Args:
-      finish: must set `waits` in its first pass over the strip, and only there.
-      exchanged: the largest number of values that the parts of a strip exchange at a time.
+      finish: computes and stores the results of a strip. It must set `waits` in its first pass over
+        the strip, and only there.
+      strips: how the arrays are split into strips.
+      rows: arrays ``(outer, cols, inner)``, which are loaded into shared memory.
+      others: further arrays, such as statistics and parameters.
+      outputs: shape and dtype of each output.
+      exchanged: maximum number of statistics that warps exchange at a time.
+      name: the kernel's name.
     """
     exchange = StripExchange(strips, exchanged)
     stages = strips.scratch([a.dtype for a in rows])
-    # The traced body is cached: it must not hold traced arrays.
+    # JAX caches the traced body, which must not hold traced arrays.
     counts = len(rows), len(others) + len(outputs), len(stages)
 
     def body(*refs: Ref) -> None:
@@ -171,7 +183,7 @@ def _in_strips(
 
 
 def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | None]:
-    """Return r and the mean of each inner element, or of its group."""
+    """Return r (rstd) and the mean for each inner element; in GroupNorm, those of its group."""
 
     def x(fragment: Fragment) -> jax.Array:
         return strip.read(0, fragment)
@@ -198,7 +210,10 @@ def _add(parts: Parts) -> list[Any]:
 
 
 def _merge_moments(parts: Parts) -> list[Any]:
-    """Return the mean of all parts, the sum of squares about it, and the number of columns."""
+    """Merge the statistics of several parts of the columns.
+
+    Return the mean of all columns, the sum of squares of x - mean, and the number of columns.
+    """
     size = parts.total(2)
     mean = parts.sum(lambda part_mean, part_square, n: n * part_mean) / size
     square = parts.sum(
@@ -208,7 +223,7 @@ def _merge_moments(parts: Parts) -> list[Any]:
 
 
 class _StripFormula(NormFormula):
-    """`NormFormula` for G and bias that belong to inner elements, not to columns."""
+    """`NormFormula` for a scale and a bias that belong to inner elements instead of columns."""
 
     @property
     def row_sums(self) -> int:
@@ -239,10 +254,11 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """From each inner element's column sums, return gradients and terms of the row totals.
+        """Compute dscale, dbias and the terms of c2 and c1, from each inner element's column sums.
 
-        The gradients are dscale and dbias, as far as they are needed. The terms are added over the
-        elements of a group. `params` are the results of `columns`.
+        c2 and c1 are the row sums of the norm's derivative; their terms are then added over the
+        elements of a group. dscale and dbias are left out if they are not needed. `params` are the
+        results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:
@@ -253,13 +269,13 @@ class _StripFormula(NormFormula):
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """Return r G, or r without a scale."""
+        """Return r G, or r if there is no scale."""
         return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array]:
-        """Return d and c = x - mean."""
+        """Return d (dy, times the activation's derivative if there is one) and c = x - mean."""
         _, *mean = stats
         c = x - mean[0] if mean else x
         if self.spec.norm.activation is None:

@@ -1,1 +1,1 @@
-"""How blocks hold, split and exchange rows, in both directions."""
+"""How blocks hold the rows of an array, split them by columns, and exchange their statistics."""

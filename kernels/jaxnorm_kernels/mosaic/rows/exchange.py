@@ -1,9 +1,10 @@
-"""Exchange of values between the warps that share a row, in a block or in a cluster.
+"""Exchange of values between the warps that share a row, in a block or in a cluster of blocks.
 
-`Gather` gives every warp the values of all warps; `RowSums` gives it their sums. The blocks of a
-cluster send values to each other through distributed shared memory (`ClusterExchange`), and
-barriers count the bytes that arrive (`TransactionBarriers`). Pallas has no such operations, so
-these are written in PTX. The interpreter does not support clusters.
+After a `Gather`, every warp has the values of all warps; after `RowSums`, it has their sums. The
+blocks of a cluster write values into each other's shared memory, which CUDA calls distributed
+shared memory (`ClusterExchange`). The arriving bytes are counted by barriers
+(`TransactionBarriers`). Pallas has no such operations, so they are written in PTX. The interpreter
+does not support clusters.
 """
 
 import dataclasses
@@ -32,43 +33,46 @@ from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm,
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
-#: The largest number of float32 values in one message.
+#: A message is one ``st.async`` instruction, which sends 1, 2 or 4 float32 values to another block.
+#: This is the largest number of values.
 MESSAGE = 4
 
 
 # -------------------------------------------------------------------------------------------------
-# Barriers of a block that count the bytes which the blocks of its cluster send to it.
+# Barriers in shared memory that count the bytes which the blocks of a cluster send to a block.
 #
-# A thread sends values with ``st.async`` and continues. A thread that waits for its own block's
-# barrier then sees all announced values. Plain stores followed by an arrival at the other blocks'
-# barriers do not work, because they may become visible in any order (H200: a wrong sum in some rows
-# of a million). A fence would fix the order, but it waits for everything that the block has stored,
-# including its results (a third of the bandwidth). Even if nothing was stored, the fence of a
-# cluster barrier takes longer than the messages (GroupNorm, then silu: 12 of 162 us; H100).
+# A block announces to its barrier how many bytes it will receive. The other blocks send these bytes
+# with ``st.async``, without waiting. A thread that waits for the barrier then sees all sent values.
+# Plain stores followed by an arrival at the other blocks' barriers do not work, because they may
+# become visible in any order (H200: a wrong sum in some rows of a million). A fence would fix the
+# order, but it also waits for all earlier stores of the block, including its results (which costs a
+# third of the bandwidth). Even without such stores, the fence of a cluster barrier takes longer
+# than sending the values (GroupNorm followed by silu: 12 of 162 us; H100).
 #
-# Pallas has no such operations, so these are written in PTX. The interpreter does not support
+# Pallas has no such operations, so they are written in PTX. The interpreter does not support
 # clusters.
 
 
 @dataclasses.dataclass(frozen=True)
 class TransactionBarriers:
-    """Barriers for the stages of an exchange, one per stage.
+    """Barriers that count the bytes that arrive in a block, one barrier per stage.
+
+    A stage is memory for the values of one exchange.
 
     Attributes:
-      arrivals: the number of times per exchange that a block announces incoming bytes to a stage's
-        barrier.
-      stages: the number of exchanges that may be in flight.
+      arrivals: number of times per exchange that the block announces incoming bytes to the barrier.
+      stages: number of exchanges that may be in flight at the same time.
     """
 
     arrivals: int
     stages: int
 
     def scratch(self) -> Any:
-        """Return the scratch memory of the barriers, 8 bytes each."""
+        """Return the shared memory that the barriers need, 8 bytes each."""
         return plgpu.SMEM((2 * self.stages,), jnp.uint32)
 
     def open(self, barriers: Ref) -> None:
-        """Initialise the barriers; call it first in the kernel."""
+        """Initialise the barriers. A kernel must call this first."""
 
         @plgpu.inline_mgpu(arg_types=(_REF,))
         def make(context: Any, barriers: Any) -> None:
@@ -96,9 +100,9 @@ class TransactionBarriers:
         wait()
 
     def receive(self, barriers: Ref, stage: Any, parity: Any) -> None:
-        """Wait until all bytes that were announced for a stage's n-th exchange have arrived.
+        """Wait until all bytes that were announced for an exchange have arrived.
 
-        `parity` is n % 2, where n starts at 0 for each stage.
+        If it is the n-th exchange that uses this stage (counted from 0), `parity` is n % 2.
         """
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
@@ -112,12 +116,15 @@ class TransactionBarriers:
 
 
 def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
-    """Return the address of a stage's barrier."""
+    """Return the address of the barrier of an exchange, given the index of its memory (stage)."""
     return mgpu.address_of(barriers) + stage * 8
 
 
 def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
-    """Announce `size` incoming bytes to a barrier, from the one thread where `is_one` is true."""
+    """Announce `size` incoming bytes to a barrier of this block.
+
+    Of all threads that call this, only the one in which `is_one` is true announces them.
+    """
     utils.inline_ptx(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
         barrier.value,
@@ -130,7 +137,11 @@ def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
 def send(
     message: Sequence[Any], target: mgpu.Word, barrier: mgpu.Word, block: mgpu.Word, blocks: int
 ) -> None:
-    """Send 1, 2 or 4 values to address `target` in block number `block`, if that exists."""
+    """Send 1, 2 or 4 values to the shared memory of another block of the cluster.
+
+    `target` and `barrier` are addresses in this block's shared memory; the values go to the same
+    addresses in block number `block`. If `block` is not below `blocks`, nothing is sent.
+    """
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
     values = values if len(message) == 1 else f"{{{values}}}"
@@ -150,26 +161,26 @@ def send(
 
 
 # -------------------------------------------------------------------------------------------------
-# Values that the blocks of a cluster send to each other, through distributed shared memory.
+# Exchange of a row's values between the blocks of a cluster, through distributed shared memory.
 #
-# Each block has slots, and barriers that count the bytes that arrive in it (`TransactionBarriers`).
-#
-# The cost depends on the number of messages, not on their length: with 64 messages per row instead
-# of 512, LayerNorm's backward over 16 blocks became a third faster (H200). So if only sums are
-# needed, and not immediately, the warps of a warpgroup add their values first.
+# Each block has memory for the values of all blocks (slots), and `TransactionBarriers` that count
+# the bytes arriving there. The time depends on the number of messages (``st.async`` instructions),
+# not on their length: with 64 messages per row instead of 512, LayerNorm's backward pass over 16
+# blocks takes a third less time (H200). So if only sums over all warps are needed, and not
+# immediately, the warps of each warpgroup add their values before one of them sends the sums.
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterExchange:
-    """Exchange of values between the warps that share a row, once for each row.
+    """Exchange of values between the warps of all blocks of a cluster, which share a row.
 
     Attributes:
-      warpgroups: the number of warpgroups per block.
-      blocks: the number of blocks per cluster.
-      values: the number of values that each warp contributes to an exchange.
+      warpgroups: number of warpgroups (of 4 warps) per block.
+      blocks: number of blocks per cluster.
+      values: number of values that each warp contributes to an exchange.
       added: True if only the sums over all warps are needed. Each warpgroup then adds its warps'
         values before it sends them.
-      stages: the number of exchanges that may be in flight. The fastest warp may send the values of
+      stages: number of exchanges that may be in flight. The fastest warp may send the values of
         exchange ``k + stages - 1`` while the slowest still reads those of exchange k.
     """
 
@@ -181,21 +192,21 @@ class ClusterExchange:
 
     @property
     def parts(self) -> int:
-        """Number of contributions to each value: one per warp, or per warpgroup if `added`."""
+        """Number of contributions to each value: one per warp, or one per warpgroup if `added`."""
         return self.warpgroups * self.blocks * (1 if self.added else WARPS)
 
     @property
     def _width(self) -> int:
-        """Number of float32 values that a warpgroup sends, after padding to whole messages.
+        """Number of float32 values that a warpgroup sends, padded to complete messages.
 
-        A message holds 1, 2 or 4 values.
+        A message (an ``st.async`` instruction) has 1, 2 or 4 values.
         """
         n = self.values
         return n if n <= 2 else -(-n // MESSAGE) * MESSAGE
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """The shape of a stage's slots: (values, parts), or (parts, sums) if they are `added`."""
+        """Shape of the memory of an exchange: (values, contributions), transposed if `added`."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     @property
@@ -203,7 +214,10 @@ class ClusterExchange:
         return TransactionBarriers(self.warpgroups, self.stages)
 
     def scratch(self) -> list[Any]:
-        """Return the scratch memory: slots, barriers and, if `added`, the terms of warpgroups."""
+        """Return the shared memory of the exchange: slots for arriving values, and barriers.
+
+        If `added`, there is also memory in which the warps of a warpgroup add their values.
+        """
         rows, width = self._slots
         scratch = [
             plgpu.SMEM((self.stages * rows, width), jnp.float32),
@@ -215,15 +229,18 @@ class ClusterExchange:
         return scratch
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise the barriers; call it first in the kernel."""
+        """Initialise the barriers. A kernel must call this first."""
         self._barriers.open(scratch[1])
 
     def ready(self) -> None:
-        """Wait until all blocks have initialised their barriers, before the first `send`."""
+        """Wait until all blocks have initialised their barriers. Call it before `send`."""
         self._barriers.ready()
 
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
-        """Send `values`, arrays with one element for each of the four warps, to all blocks."""
+        """Send `values` to all blocks of the cluster.
+
+        Each value is a ``(4,)`` array with an element for each warp of the warpgroup.
+        """
         layout = warps_layout(1).reduce(1)
         slots, barriers, *terms = scratch[: 2 + self.added]
 
@@ -244,7 +261,7 @@ class ClusterExchange:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
                 target += (rank * self.warpgroups + thread // WARPGROUP_THREADS) * (4 * width)
-                # Lane i of warp j sends to block 4 i + j.
+                # Lane i of warp j sends to block 4 i + j of the cluster.
                 block = thread % WARP * WARPS + thread // WARP % WARPS
                 messages = [(at, sums[at : at + MESSAGE]) for at in range(0, width, MESSAGE)]
             else:
@@ -258,15 +275,15 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce this warpgroup's share of the block's incoming bytes, from one thread."""
+        """Announce to the barrier how many bytes the block will receive for this warpgroup."""
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
 
     def _add(self, terms: Any, stage: mgpu.Word, of_warp: Sequence[Any]) -> list[Any]:
-        """Return the sums of each value over the warps of the warpgroup.
+        """Return the sum of each value over the four warps of the warpgroup.
 
-        Zeros are appended until the sums fill whole messages (see `_width`).
+        Zeros are appended, so that the sums fill complete messages (see `_width`).
         """
         thread = mgpu.thread()
         first = stage * self.warpgroups + thread // WARPGROUP_THREADS
@@ -279,16 +296,16 @@ class ClusterExchange:
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
-        """Wait until all values of the stage's n-th exchange have arrived in the slots.
+        """Wait until all values of an exchange have arrived in this block.
 
-        `parity` is n % 2, where n starts at 0 for each stage.
+        If it is the n-th exchange that uses this stage (counted from 0), `parity` is n % 2.
         """
         self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
-        """Return the sums over all warps, which all blocks compute with identical bits.
+        """Return the sums over the warps of all blocks. This requires `added`.
 
-        This requires `added`.
+        All blocks add in the same order, so they get identical bits.
         """
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
@@ -329,7 +346,7 @@ def _tree_sum(values: list[Any]) -> Any:
     return values[0]
 
 
-# Every thread reads the whole array, four elements at a time, and adds them itself.
+# A layout in which every thread loads the entire array, four elements at a time.
 _ALL = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,),)),
     warp_dims=(plgpu.Replicated(WARPS),),
@@ -340,14 +357,16 @@ _ALL = plgpu.Layout.TILED(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Exchange between the warps of a block of up to 8 warpgroups, or of the blocks of a cluster.
+    """Exchange of a row's values between the warps of a block, or of all blocks of a cluster.
 
-    The warps of a block exchange values through shared memory; the blocks of a cluster send
-    messages.
+    Within a block of up to 8 warpgroups, the values go through shared memory. Between the blocks of
+    a cluster, they are sent as messages (`ClusterExchange`).
 
     Attributes:
-      values: the largest number of values that a warp contributes to an exchange.
-      depth: the number of exchanges that may be published before the first of them is read.
+      warpgroups: number of warpgroups (of 4 warps) per block.
+      cluster: number of blocks that share a row; 1 means no cluster.
+      values: maximum number of values that a warp contributes to an exchange.
+      depth: number of exchanges that may be published before the first of them is read.
     """
 
     warpgroups: int
@@ -357,15 +376,16 @@ class Exchange:
 
     @property
     def stages(self) -> int:
-        """The number of stages.
+        """Number of stages, each of which is memory for the values of one exchange.
 
-        The fastest warp may write exchange ``k + stages - 1`` while exchange k is read.
+        The fastest warp may write exchange ``k + stages - 1`` while the slowest still reads
+        exchange k.
         """
         raise NotImplementedError
 
     @property
     def parts(self) -> int:
-        """The number of contributions per value: one per warp of a block."""
+        """Number of contributions to each value from one block: one per warp."""
         return WARPS * self.warpgroups
 
     def in_cluster(self, values: int) -> ClusterExchange:
@@ -373,21 +393,22 @@ class Exchange:
         return ClusterExchange(self.warpgroups, self.cluster, values, stages=self.stages)
 
     def scratch(self) -> list[Any]:
-        """Return the shared memory and barriers, in the order of a kernel's arguments."""
+        """Return the shared memory and barriers, in the order of a kernel body's arguments."""
         if self.cluster > 1:
             return self.in_cluster(self.values).scratch()
         shared = plgpu.SMEM((self.stages * self.values, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise the barriers of the cluster; call it first in the kernel."""
+        """Initialise the barriers of a cluster. A kernel must call this first."""
         if self.cluster > 1:
             self.in_cluster(self.values).open(scratch)
 
     def ready(self) -> None:
-        """Wait for the other blocks, once, before the first values are sent.
+        """Wait until the other blocks of the cluster can receive values.
 
-        A kernel calls this late, because the wait is shorter then.
+        A kernel calls this once before it sends values. It calls this late, when the other blocks
+        have probably started, because the wait is shorter then.
         """
         if self.cluster > 1:
             self.in_cluster(self.values).ready()
@@ -396,38 +417,40 @@ class Exchange:
         return lax.rem(jnp.int32(k), self.stages)
 
     def _receive(self, scratch: Sequence[Any], stage: Any, k: Any, values: int) -> ClusterExchange:
-        """Wait for exchange `k` of a cluster, and return the object that reads its results."""
+        """Wait for exchange `k` of a cluster, and return the object that reads its values."""
         exchange = self.in_cluster(values)
         exchange.receive(scratch, stage, lax.rem(lax.div(jnp.int32(k), self.stages), 2))
         return exchange
 
     @property
     def _of_warpgroup(self) -> Any:
-        """The slots of this warpgroup's warps."""
+        """Index of the columns of shared memory that belong to this warpgroup's four warps."""
         return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Exchange):
-    """Give every warp the values of all warps.
+    """An exchange after which every warp has the values of all warps.
 
-    With 2 `slots`, a warpgroup may be one step ahead of another.
+    Attributes:
+      slots: number of stages. With 2, a warpgroup may be one step ahead of another.
     """
 
     slots: int = 1
 
     @property
     def stages(self) -> int:
-        """The number of stages, one per slot."""
+        """Number of exchanges whose values are in memory at the same time: `slots`."""
         return self.slots
 
     def __call__(
         self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
     ) -> list[jax.Array]:
-        """Turn ``(4,)`` values per warpgroup into ``(parts,)`` values, in a fixed order.
+        """Exchange ``(4,)`` arrays of each warpgroup; return ``(parts,)`` arrays with all values.
 
-        The result contains the values of all blocks. Each warp holds all of them in its lanes, so
-        it can reduce them without further exchange. `count` is the number of earlier calls by the
+        Each value has an element per warp. In a cluster, the results contain the values of all
+        blocks. They are in the same order everywhere. Every warp has all values in its lanes, so it
+        can reduce them without another exchange. `count` is the number of earlier calls in this
         block.
         """
         shared, stage = scratch[0], self._stage(count)
@@ -447,29 +470,35 @@ class Gather(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class RowSums(Exchange):
-    """Sums of `values` over all warps, for each step of a persistent kernel.
+    """An exchange after which every warp has the sums over all warps, for persistent kernels.
 
-    Mosaic's own reduction over warps would be a race, because all warpgroups of a block would use
-    the same scratch memory. With a `depth` of 2, a step may be published before the previous one is
+    A persistent kernel exchanges `values` sums in each of its steps. Mosaic's own reduction over
+    the warps of a warpgroup would be a race, because all warpgroups of a block would use the same
+    scratch memory. With a `depth` of 2, a step may be published before the previous one is
     collected.
 
-    Each thread reads all contributions to a sum and adds them, which is fast. With `in_lanes`, a
-    thread reads one contribution and the warp adds them by shuffles, which saves registers.
+    Attributes:
+      in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
+        and adds them, which is fast. If True, each thread reads one, and the warp adds them with
+        shuffles, which saves registers.
     """
 
     in_lanes: bool = False
 
     @property
     def stages(self) -> int:
-        """Twice the number of exchanges that may be in flight."""
+        """Number of exchanges for which there is memory: twice the number that may be in flight."""
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the exchange between the blocks of a cluster, which sends sums only."""
+        """Return the exchange between the blocks of a cluster, in which only sums are sent."""
         return dataclasses.replace(super().in_cluster(values), added=True)
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
-        """Publish the sums of step `k`, each a ``(4,)`` array over this warpgroup's warps."""
+        """Publish the contributions of this warpgroup to the sums of step `k`.
+
+        Each element of `sums` is a ``(4,)`` array with a value for each warp.
+        """
         stage = self._stage(k)
         if self.cluster > 1:
             self.in_cluster(self.values).send(scratch, stage, sums)
@@ -481,7 +510,7 @@ class RowSums(Exchange):
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
-        """Return the totals of step `k`. Each warp adds all contributions in the same order."""
+        """Return the sums of step `k` over all warps. All warps add in the same order."""
         k = jnp.int32(k)
         stage = self._stage(k)
         if self.cluster > 1:

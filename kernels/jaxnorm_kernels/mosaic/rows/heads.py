@@ -1,15 +1,16 @@
-"""How a block holds heads that are rotated: whole rows, with both columns of a pair in one thread.
+"""Tiles of attention heads whose columns are rotated in pairs (RoPE).
 
-A row has two or three *parts*: the first column of each pair, the second column, and the columns
-that are not rotated. A thread holds matching columns of the first two parts, wherever they are in
-memory::
+A warpgroup has entire rows (heads) in registers. A row has two or three *parts*: the first column
+of each pair, the second column of each pair, and the columns that are not rotated. Each thread has
+matching columns of the first two parts, so it can rotate its pairs by itself. In memory, r rotated
+columns are arranged in one of two ways::
 
     half            columns 0 ... r/2       columns r/2 ... r       the rest
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
 
-The row of a rotary table belongs to a position, which several heads share. The table is not
-expanded: if all rows of a tile have the same position, its row is loaded once, otherwise once for
-each row.
+The tables of cos and sin have a row per position, which several heads share. They are not expanded
+in memory. If all rows of a tile have the same position, its table row is loaded once; otherwise a
+table row is loaded for each row of the tile.
 """
 
 import dataclasses
@@ -42,22 +43,22 @@ from jaxnorm_kernels.mosaic.device.registers import (
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 
-#: A row in registers: an array for each part.
+#: Rows in registers, as an array for each part of the columns (see the module's docstring).
 Parts = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
-    """Rows that a warpgroup holds, each shared by `threads` neighbouring threads of a warp.
+    """Rows (heads) that a warpgroup processes at the same time, each in a few threads of a warp.
 
     Attributes:
-      cols: the number of columns of a head.
-      rotated: the number of leading columns that are rotated.
-      interleaved: see `NormOptions`.
-      vector: the number of neighbouring columns that a thread holds in each of the first two parts.
-      rest: the number of neighbouring columns that a thread holds in the third part.
-      threads: the number of threads that share a row.
-      rows: the number of rows in the tile.
+      cols: number of columns of a head.
+      rotated: number of leading columns that are rotated.
+      interleaved: True if the columns of a pair are neighbours (see `NormOptions`).
+      vector: number of neighbouring columns per thread, in each of the first two parts.
+      rest: number of neighbouring columns per thread in the third part, which is not rotated.
+      threads: number of neighbouring threads that share a row.
+      rows: number of rows of the tile.
     """
 
     cols: int
@@ -70,23 +71,23 @@ class HeadTile:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs in a head."""
+        """Number of pairs in a head."""
         return self.rotated // 2
 
     @property
     def widths(self) -> list[int]:
-        """The number of columns in each part."""
+        """Number of columns in each part: first columns of pairs, second columns, and others."""
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """The layout of each part, for arrays of rows."""
+        """Register layout of each part of the columns, for an array of rows."""
         return [self.rows_layout(v) for v in self._vectors]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """The layout of each part, for an operand ``(cols,)`` that all rows share."""
+        """Register layout of each part of the columns, for a ``(cols,)`` operand."""
         return [self.columns_layout(v) for v in self._vectors]
 
     @property
@@ -94,20 +95,20 @@ class HeadTile:
         return [self.vector, self.vector, self.rest][: len(self.widths)]
 
     def rows_layout(self, vector: int) -> Layout:
-        """Return the layout of a part whose threads hold `vector` neighbouring columns of a row."""
+        """Return the layout of an array of rows, with `vector` neighbouring columns per thread."""
         return rows_layout(vector, self.threads, self.rows)
 
     def columns_layout(self, vector: int) -> Layout:
-        """Return the layout of the same part of a ``(cols,)`` operand that all rows share."""
+        """Return the layout of a ``(cols,)`` operand, with `vector` columns per thread."""
         return columns_layout(vector, self.threads)
 
     @property
     def stat_layout(self) -> Layout:
-        """The layout of one number per row."""
+        """Register layout of an array with one number per row."""
         return self.rows_layout(self.vector).reduce(1)
 
     def load(self, ref: Ref, rows: Any) -> Parts:
-        """Load rows of a ``(rows, cols)`` ref, in its own dtype."""
+        """Load rows of a ``(rows, cols)`` ref, as an array for each part of the columns."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[rows, pl.ds(start, width)], layout)
@@ -115,7 +116,10 @@ class HeadTile:
         return self._parts(of, self.rows_layout)
 
     def load_shared(self, ref: Ref, top: int) -> Parts:
-        """Load the tile's rows, from row `top` of a ref in shared memory, in float32."""
+        """Load the tile's rows from shared memory, as a float32 array for each part of the columns.
+
+        `top` is the index of the tile's first row in the ref.
+        """
         of_tile = ref.at[pl.ds(top, self.rows)]
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)
@@ -132,7 +136,7 @@ class HeadTile:
         return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Parts:
-        """Load a ``(cols,)`` ref that all rows share, in its own dtype: an array for each part."""
+        """Load a ``(cols,)`` ref that all rows share, as an array for each part of the columns."""
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[pl.ds(start, width)], layout)
@@ -140,11 +144,15 @@ class HeadTile:
         return self._parts(of, self.columns_layout)
 
     def expand(self, columns: jax.Array) -> jax.Array:
-        """Broadcast a part of a ``(cols,)`` operand to all rows."""
+        """Broadcast columns of a ``(cols,)`` operand to all rows of the tile."""
         return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
 
     def load_tables(self, refs: Sequence[Ref], shared: Shared, first: Any) -> list[jax.Array]:
-        """Load the tables' elements, in float32, for the pairs of the rows from `first` on."""
+        """Load the elements of the tables (cos and sin) for the pairs of a tile's rows, in float32.
+
+        `first` is the index of the tile's first row, and `shared` describes how rows share table
+        rows.
+        """
         if not self.has_one_position(shared):
             layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
             return load_each_row(refs, operand_row, shared, first, layout, shape)
@@ -153,14 +161,17 @@ class HeadTile:
         return [self.expand(of_row) for of_row in load_wide(rows, layout, (self.pairs,))]
 
     def has_one_position(self, shared: Shared) -> bool:
-        """Return True if all rows of each tile use the same row of a table."""
+        """Return True if, in each tile, all rows use the same row of a table."""
         if shared.rows == 1:
             return True
         size, has_each = shared.segments[-1]
         return not has_each and size % self.rows == 0
 
     def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
-        """Store rows of a ``(rows, cols)`` ref in global memory, rounded to its dtype."""
+        """Store rows, given as an array for each part of the columns, in global memory.
+
+        They are rounded to the dtype of `ref`, which is ``(rows, cols)``.
+        """
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[rows, pl.ds(start, value.shape[1])], value, layout)
@@ -168,7 +179,7 @@ class HeadTile:
         self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
 
     def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
-        """Store the parts of a ``(cols,)`` operand in a ref in global memory."""
+        """Store a ``(cols,)`` operand, given as an array for each part, in global memory."""
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
@@ -176,9 +187,10 @@ class HeadTile:
         self._each(to, parts, self.columns_layout)
 
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Return the sum over each row, given the terms of its parts.
+        """Return the sum over each row.
 
-        `parts` may contain the terms of several sums.
+        `parts` contains the terms of the sum, as an array for each part of the columns. It may also
+        contain several such lists of arrays, one after the other.
         """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:
@@ -186,7 +198,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast a number per row to all columns of a part."""
+        """Broadcast one number per row to all columns of `like`, which is a part of the rows."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(
@@ -220,17 +232,17 @@ class HeadTile:
 
 
 def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Rotate each pair by its angle: (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair (a, b) by its angle, to (a cos - b sin, b cos + a sin)."""
     a, b, *rest = parts
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 
 
 def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Apply the transpose of the rotation: (a cos + b sin, b cos - a sin)."""
+    """Apply the transposed rotation to each pair (a, b): (a cos + b sin, b cos - a sin)."""
     a, b, *rest = parts
     return [a * cos + b * sin, b * cos - a * sin, *rest]
 
 
 def rows_of_a_tile(threads: int) -> int:
-    """Return the smallest number of rows that a warpgroup holds at a time."""
+    """Return the minimum number of rows of a tile in which each row has `threads` threads."""
     return WARPGROUP_THREADS // threads

@@ -1,7 +1,8 @@
-"""Masks, biases and causal masks of a softmax, and the part of a row that it loads.
+"""Masks, biases and causal masks of a softmax, and the columns of a row that it loads.
 
-A mask or a bias is broadcast over the rows as `Shared` describes. A block loads its rows without
-expanding them. A causal softmax loads nothing above the diagonal.
+A mask or a bias may be broadcast over the rows of x, as described by a `Shared`. A block loads the
+rows of the mask that its own rows use, so the mask is not expanded in memory. A causal softmax does
+not load columns above the diagonal.
 """
 
 import dataclasses
@@ -34,39 +35,44 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    """Return a softmax's scale times z. The same factor is part of the derivative."""
+    """Multiply `z` by the softmax's scale.
+
+    This is used for the logits in the forward pass, and for their gradient in the backward pass.
+    """
     return z if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * z
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Return how the mask and the bias of a pass are broadcast, as far as the pass has them.
+    """Return the `Shared` of the mask and of the bias, if the pass reads them.
 
-    An entry is None if the spec does not say how the array is broadcast.
+    A `Shared` describes how an array is broadcast over the rows of x. An entry is None if the spec
+    does not contain this description.
     """
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
 def has_places(spec: Spec) -> bool:
-    """Return True if results depend on where a row is in x, not only on its elements."""
+    """Return True if results depend on the position of a row in x, not only on its elements."""
     return spec.softmax.causal or bool(shared_operands(spec))
 
 
 def run_of_rows(spec: Spec) -> int:
-    """Return the length of a *run*: consecutive rows that a block may hold together.
+    """Return the length of a *run*: consecutive rows of x that a block may process together.
 
-    The rows of a run use consecutive rows of the mask or bias, or they all use the same one. For a
-    causal softmax, a run stays within one matrix.
+    The rows of a run either use consecutive rows of the mask (or bias), or all use the same row of
+    it. In a causal softmax, the rows of a run also belong to the same matrix of queries and keys.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *[spec.softmax.queries] * spec.softmax.causal)
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
-    """Return threads per row and a vector with which the rows of a block belong to one run.
+    """Return (threads per row, vector size) with which all rows of a block belong to one run.
 
-    The threads are increased from `threads`, and the vector shrinks to match. If no number of
-    threads suffices, the last one is returned, and all warps of a block share a row.
+    A run is defined in `run_of_rows`. More threads per row mean fewer rows per block; the vector
+    shrinks if the row is too short for it. If the maximum number of threads is reached, a block
+    processes one row, which all warps share.
     """
     run = run_of_rows(spec)
     while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
@@ -76,18 +82,20 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows with fewer columns keep their schedule, because they were not timed.
+# Causal rows with fewer columns use the general schedule, because no other was timed.
 _LEAST_CAUSAL_COLS = 512
-# The narrowest load of a causal row.
+# Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
 
 
 def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
-    """Return threads and a vector that split a causal row into `parts` units, if possible.
+    """Return a number of threads and a vector size that split a causal row into `parts` units.
 
-    A causal softmax loads whole units of `threads * vector` columns up to the diagonal. On average,
-    this is half a unit more than it needs of each array. First the vector is reduced, then the
-    threads. Rows with a mask or a bias keep their unit.
+    A unit is the number of columns that the threads of a row load at once, `threads * vector`. A
+    causal softmax loads complete units up to the diagonal: half a unit more than necessary, on
+    average. Smaller units are therefore better. First the vector is halved, then the number of
+    threads, until the row has `parts` units or both are minimal. Rows with a mask or a bias, and
+    short rows, use `threads` and `vector` unchanged.
     """
     if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -102,11 +110,15 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The rows of x that a block holds; all of them are in one run.
+    """The rows of x that a block processes, with their mask or bias.
+
+    All of them belong to one run (see `run_of_rows`).
 
     Attributes:
-      row: the index of these rows in x.
-      mask_ref: the whole mask.
+      tile: how the block distributes the rows over its threads.
+      spec: the call's spec.
+      row: index of these rows in x, an integer or a slice.
+      mask_ref: the complete mask, or None.
     """
 
     tile: Tile
@@ -115,11 +127,11 @@ class Place:
     mask_ref: Ref | None = None
 
     def load(self, ref: Ref) -> Fragments:
-        """Load the rows from a ``(rows, cols)`` ref, in its own dtype."""
+        """Load the rows from a ``(rows, cols)`` ref, in the ref's dtype."""
         return [self._load_fragment(ref, self.row, p) for p in self.tile.fragments()]
 
     def load_shared(self, ref: Ref, shared: Shared) -> Fragments:
-        """Load an operand broadcast over rows: a float32 value for each element of the tile.
+        """Load the elements of a broadcast operand for each element of the rows, in float32.
 
         A mask is loaded as int8.
         """
@@ -134,19 +146,20 @@ class Place:
 
     @property
     def masks(self) -> bool:
-        """True if some elements are masked."""
+        """True if some elements are masked, by the mask or by causality."""
         return self.spec.softmax.causal or self.mask_ref is not None
 
     @property
     def drops(self) -> bool:
-        """True if masked elements are excluded from the softmax."""
+        """True if masked elements are excluded; otherwise they have a finite constant logit."""
         return self.masks and self.spec.drops_masked
 
     def keep(self, *, again: bool = False) -> list[jax.Array]:
-        """Return a mask of the unmasked elements per fragment; nothing if no element is masked.
+        """Return a boolean mask for each fragment: True for unmasked elements.
 
-        With `again`, columns and rows are compared anew at each use. A comparison takes one
-        instruction; holding a predicate for each element takes several.
+        The list is empty if no element is masked. If `again` is True, columns and rows are compared
+        anew each time the mask is used. A comparison takes one instruction, but storing its result
+        for each element takes several.
         """
         masks = [] if self._mask is None else [self._mask]
         if self.spec.softmax.causal:
@@ -155,7 +168,10 @@ class Place:
         return [functools.reduce(jnp.logical_and, of_fragment) for of_fragment in zip(*masks)]
 
     def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
-        """Apply a function to each fragment; fragments above the diagonal become 0."""
+        """Apply a function to each fragment (column range) of the rows.
+
+        The results of fragments above the diagonal are 0.
+        """
         if not self.spec.softmax.causal:
             return each_fragment(function, values)
 
@@ -179,42 +195,46 @@ class Place:
         ]
 
     def _is_reached(self, fragment: Fragment) -> jax.Array:
-        """Return True if a fragment has an element on or below the diagonal."""
+        """Return True if a fragment (column range) has an element on or below the diagonal."""
         return fragment.start <= self.query + (self.tile.rows - 1)
 
     def shared_row(self, shared: Shared) -> Any:
-        """Return the index of the operand's row, or rows, that the rows of the tile use."""
+        """Return the index of the row (or rows) of a mask or bias that the tile's rows use."""
         row = operand_row(shared, self.first)
         has_each = bool(shared.segments) and shared.segments[-1][1]
         return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row
 
     @property
     def first(self) -> jax.Array:
-        """The index of the tile's first row."""
+        """Index of the tile's first row in x."""
         return jnp.int32(getattr(self.row, "start", self.row))
 
     @property
     def query(self) -> jax.Array:
-        """The index of the tile's first row within its matrix of queries and keys."""
+        """Index of the tile's first row within its matrix of queries and keys."""
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
-        """Return True for elements on or below the diagonal. The tile's first row is `query`."""
+        """Return True for elements on or below the diagonal.
+
+        `query` is the index of the tile's first row in its matrix of queries and keys.
+        """
         shape = self.tile.shape(fragment.width)
         if self.tile.rows > 1:
             query = query + lax.broadcasted_iota(jnp.int32, shape, 0)
         return self.tile.columns(shape) <= query - fragment.start
 
     def _load_fragment(self, ref: Ref, row: Any, fragment: Fragment) -> jax.Array:
-        """Load a fragment, or a row's first columns if the fragment is above the diagonal.
+        """Load a fragment. If it is above the diagonal, load the row's first columns in its place.
 
-        The first columns are needed in any case, so they come from the L1 cache. Branches around
-        loads would serialise them: a thread has predicates for six of them.
+        The values are not used then, and the first columns come from the L1 cache, because they are
+        loaded in any case. A branch around the load would be slower: loads would wait for each
+        other, because a thread has predicates for only six of them.
         """
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
-        if is_row:  # one for all rows of the tile
+        if is_row:  # one row for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)
 
         if self.spec.softmax.causal:
@@ -224,7 +244,7 @@ class Place:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """Load one value for each row, or one for all rows."""
+        """Load one value per row of the tile, or one value if all rows use the same."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)
@@ -234,8 +254,8 @@ class Place:
 def first_row(tile: Tile, spec: Spec) -> Any:
     """Return the index in x of the rows that a block processes.
 
-    Blocks that run at the same time process rows of x that share a row of the bias or the mask. All
-    but the first block then load it from the L2 cache.
+    Blocks that run at the same time process rows of x that use the same row of the bias or the
+    mask, so that all but the first of them load it from the L2 cache.
     """
     operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
     shared = operands[-1] if operands else None
@@ -247,7 +267,7 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 
 
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
-    """Return the index of the operand's row that a row of x uses."""
+    """Return the index of the row of an operand (mask, bias or table) that a row of x uses."""
     index, rows_inside = jnp.int32(0), 1
     for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
         if has_each:
@@ -272,7 +292,7 @@ def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
 
 
 def each_fragment(function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
-    """Apply a function to each fragment."""
+    """Apply a function to each fragment (column range) of a row."""
     return [function(v) for v in values]
 
 
@@ -281,7 +301,10 @@ def _load(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _expanded(value: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Broadcast a scalar, or one value per row (axis 0) or per column (axis 1), to a fragment."""
+    """Broadcast `value` to `shape`, the shape of a fragment (column range) of the rows.
+
+    `value` is a scalar, or has a value per row (axis 0) or per column (axis 1).
+    """
     if not value.ndim:
         return lax.broadcast(value, shape)
     return lax.broadcast_in_dim(value, shape, (axis,))

@@ -1,10 +1,11 @@
-"""Partitions of a row: the columns that each warpgroup holds, in fragments.
+"""Partitions of a row: which columns each warpgroup has in registers, in one or two fragments.
 
-A warpgroup owns a *partition* of the columns. It advances in *units*: one vector for each thread of
-a row. Mosaic has no masked loads or stores. So if a row is not a multiple of all its partitions'
-units, it is held in two *fragments*: a body of whole units, and a tail of one unit that ends at or
-before the end of the row. The first columns of the tail may overlap another fragment. Such columns
-are *stale*: reductions skip them, and they are stored twice with the same value.
+If several warpgroups share a row, each has a *partition* of its columns. A warpgroup loads a *unit*
+at a time: one vector for each thread. Mosaic has no masked loads or stores. So if the row is not a
+multiple of the units of all partitions, a partition has two *fragments*, which are ranges of
+columns: a body of complete units, and a tail of one unit that ends at or before the end of the row.
+The first columns of a tail may overlap another fragment. Such columns are *stale*: reductions skip
+them, and they are stored twice with the same value.
 """
 
 import dataclasses
@@ -28,10 +29,14 @@ from jaxnorm_kernels.mosaic.device.registers import store_global
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """Columns ``[start, start + width)`` of a row; columns before `fresh` are stale.
+    """A range of columns ``[start, start + width)`` of a row.
 
     Attributes:
-      stage_start: the position in shared memory, relative to the start of the partition.
+      start: index of the first column.
+      width: number of columns.
+      stage_start: position of the first column in shared memory, relative to the partition's start.
+      fresh: columns before this index are stale: another fragment has them, too. If None, no column
+        is stale.
     """
 
     start: Any
@@ -40,15 +45,18 @@ class Fragment:
     fresh: Any = None
 
     def columns(self) -> Any:
-        """Return the slice of these columns, as an index of a row."""
+        """Return the slice of these columns, as an index into a row."""
         return pl.ds(self.start, self.width)
 
     def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
-        """Store the fragment's values in a row of `ref`."""
+        """Store the values of these columns in a row of `ref`."""
         store_global(ref.at[row, self.columns()], value, layout)
 
     def is_stale(self) -> jax.Array | None:
-        """True for columns that are stale, as an array in `warps_layout`; None if no column is."""
+        """Return a mask of the stale columns, in `warps_layout`, or None if no column is stale.
+
+        A stale column is also in another fragment, which counts it.
+        """
         if self.fresh is None:
             return None
         shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
@@ -58,13 +66,13 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The columns of a row that one warpgroup holds, or the threads of a warp.
+    """A part of a row's columns: those of one warpgroup, or those of the threads that share a row.
 
     Attributes:
-      cols: the number of columns of the row.
-      slices: the number of slices of the row, one for each warpgroup that shares it.
-      unit: the number of columns that the threads of a slice load at once.
-      index: the index of this slice.
+      cols: number of columns of the row.
+      slices: number of partitions of the row, one for each warpgroup that shares it.
+      unit: number of columns that a warpgroup (or the threads of a row) loads at once.
+      index: index of this partition.
     """
 
     cols: int
@@ -74,7 +82,10 @@ class Partition:
 
     @functools.cached_property
     def units(self) -> int:
-        """The number of units in the body. Raises ValueError if the row is too short."""
+        """Number of complete units (one vector per thread) in the partition.
+
+        Raises ValueError if the row is too short for one unit per partition.
+        """
         units = self.cols // (self.slices * self.unit)
         if not units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
@@ -82,27 +93,30 @@ class Partition:
 
     @functools.cached_property
     def body_width(self) -> int:
-        """The number of columns in the body."""
+        """Number of columns in the body, which are the complete units of the partition."""
         return self.units * self.unit
 
     @functools.cached_property
     def has_tail(self) -> bool:
-        """True if the bodies do not cover the whole row."""
+        """True if the complete units of all partitions do not cover the row."""
         return self.cols % (self.slices * self.unit) != 0
 
     @property
     def width(self) -> int:
-        """The number of columns in the slice, including the tail."""
+        """Number of columns in this partition, including the tail, which may overlap others."""
         return self.body_width + self.has_tail * self.unit
 
     def body(self) -> Fragment:
-        """Return the body. The bodies of all slices are adjacent."""
+        """Return the body: the columns of the complete units.
+
+        The bodies of all partitions are adjacent.
+        """
         return Fragment(self.index * self.body_width, self.body_width)
 
     def tail(self) -> list[Fragment]:
-        """Return the tail in a list, which is empty if the bodies cover the whole row.
+        """Return a list with the tail, or an empty list if the complete units cover the row.
 
-        The tails of all slices together hold the columns that the bodies leave over.
+        The tails of all partitions together contain the columns that no complete unit contains.
         """
         if not self.has_tail:
             return []
@@ -112,10 +126,10 @@ class Partition:
         return [Fragment(start, self.unit, self.body_width, fresh)]
 
     def fragments(self) -> list[Fragment]:
-        """Return the body and the tail: the smallest number of fragments, used for copies."""
+        """Return the partition as column ranges: the body, and the tail if there is one."""
         return [self.body(), *self.tail()]
 
     def cut(self, body: Fragment) -> list[Fragment]:
-        """Split a body into fragments of a unit each."""
+        """Split a column range into fragments of one unit (a vector per thread) each."""
         starts = range(0, body.width, self.unit)
         return [Fragment(body.start + at, self.unit, at) for at in starts]

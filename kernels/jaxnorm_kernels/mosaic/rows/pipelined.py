@@ -1,10 +1,10 @@
-"""Pipelined tiles: asynchronous copies load the next rows while a block reduces the current one.
+"""Pipelined tiles: asynchronous copies load the next rows while a block computes the current one.
 
-A block processes `tiles` rows, or groups of rows, one after the other. Asynchronous copies (TMA)
-load them into `slots` of shared memory. A slot is refilled as soon as its rows are in registers. So
-the memory stays busy during reductions, and parameters of columns stay in registers from row to
-row. The blocks of the `tail` come last and take one row each, so that all multiprocessors finish at
-about the same time::
+A block processes `tiles` tiles, each of which is a row or a group of narrow rows, one after the
+other. Asynchronous copies (TMA) load them into `slots` buffers in shared memory. A slot is refilled
+as soon as its rows are in registers. So memory transfers continue during reductions, and column
+parameters (such as a scale) are loaded once per block. The last blocks of the grid process the
+`tail`, one tile each, so that all multiprocessors finish at about the same time::
 
     rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
     block       0    |    1    |     2     |  3 |  4 |  5
@@ -38,10 +38,15 @@ from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Step
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Tile):
-    """The pipelined variant of a tile. Each warpgroup has its own slots for its part of a row.
+    """A tile whose rows are loaded by asynchronous copies, ahead of their use.
 
-    With `rereads`, a row stays in shared memory until it is finished, and takes no registers
-    between its uses.
+    Attributes:
+      slots: number of buffers for rows in shared memory. Each warpgroup has its own slots, which
+        contain its columns.
+      tiles: number of rows (or groups of narrow rows) that a block processes.
+      tail: number of rows (or groups) at the end that have a block each.
+      rereads: True if a row stays in shared memory until its results are stored, and is read again
+        for each use. It then occupies no registers in between.
     """
 
     slots: int = 2
@@ -54,11 +59,14 @@ class Pipelined(Tile):
         return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
-        """Return the number of blocks that process `tiles` rows; other blocks process one row."""
+        """Return the number of blocks that process `tiles` rows (or groups of rows).
+
+        All other blocks process one row (or group).
+        """
         return max(0, super().blocks(rows) - self.tail) // self.tiles
 
     def first(self, rows: int) -> Any:
-        """Return the index of the first row, or group of rows, that this block processes."""
+        """Return the index of the first row (or group of rows) that this block processes."""
         block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
@@ -66,18 +74,21 @@ class Pipelined(Tile):
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of each copy of one row, or group of rows, in shared memory."""
+        """Return the shape of each buffer in shared memory for a row (or group of rows).
+
+        Each copy fills one buffer.
+        """
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Return (source, target) of each copy that loads row `index` of x into its slots.
+        """Return (source, target) of each copy that loads a row (or group) into its buffers.
 
         Each copy moves consecutive bytes.
         """
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """Load the fragments of a row from its slots, in its own dtype."""
+        """Load a row from its buffers in shared memory, in the dtype of x, as fragments."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -95,14 +106,15 @@ class Pipelined(Tile):
         parts = len(self.slot_shapes())
         arrays = scratch[-1 - len(operands) * parts : -1]
         in_plain_order(*arrays)
-        queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
+        # For each operand, the buffers of its fragments (column ranges), with room for all slots.
+        queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]
         self.open(scratch)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
-            # If these copies were unconditional, the compiler would hoist the wait for `params`
-            # above them.
+            # Make the number of tiles opaque, so that the copies remain conditional. If they were
+            # unconditional, the compiler would hoist the wait for `params` above them.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
@@ -121,7 +133,7 @@ class Pipelined(Tile):
                             source,
                             target,
                             filled.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # rows of any length
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # for rows of any length
                         )
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
@@ -152,8 +164,8 @@ class Pipelined(Tile):
             start()
             loaded = steps.params()
         else:
-            # Parameters of columns come first, because all rows wait for them: 0.94 of a copy's
-            # bandwidth instead of 0.92 (LayerNorm, 5120 columns).
+            # Load column parameters before the rows, because all rows wait for them: 0.94 of a
+            # copy's bandwidth instead of 0.92 (LayerNorm, 5120 columns).
             loaded = steps.params()
             start()
         shared = steps.prepare(loaded)
@@ -163,15 +175,15 @@ class Pipelined(Tile):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedRow(Pipelined, SplitRow):
-    """Pipelined rows that several warpgroups share, one at a time."""
+    """A tile whose rows are loaded by asynchronous copies and shared by several warpgroups."""
 
     @functools.cached_property
     def exchange(self) -> Gather:
         return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        # Each fragment has its own slot: Mosaic loads a slice of columns only if its width divides
-        # the row.
+        # Each fragment (column range) has its own buffer, because Mosaic can load a slice of a
+        # buffer's columns only if the slice's width divides the buffer's.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]
@@ -186,7 +198,7 @@ class PipelinedRow(Pipelined, SplitRow):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedTile(Pipelined, RowTile):
-    """Pipelined groups of narrow rows, one group at a time."""
+    """A tile that processes groups of narrow rows, which asynchronous copies load."""
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         return [(self.height, self.cols)]

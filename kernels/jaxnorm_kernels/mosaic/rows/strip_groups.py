@@ -1,12 +1,16 @@
-"""Neighbouring inner elements of a strip that are normalised together, as in GroupNorm.
+"""Statistics of groups of neighbouring inner elements, for GroupNorm.
 
-In registers, a statistic of a group is repeated for each of its elements, ``(width,)``, with
-identical bits. In memory it is stored once, ``(width / group,)``. If the group size is a power of
-2, a group is within a thread's vector, or in the vectors of neighbouring threads, which shuffles
-can reach. Other sizes (``..._any``, with a `Span`) go through shared memory. A strip may then
-contain only a part of its first and last group; results for these are meaningless, and are not
-stored. Mosaic's layouts have no groups, so this code handles single registers, except in the
-interpreter.
+An array ``(outer, cols, inner)`` is normalised over its middle axis, in strips of `width`
+neighbouring inner elements (see `strips`). In GroupNorm, each group of `group` neighbouring inner
+elements is normalised together, so it has one mean and one variance. In registers, a group's
+statistic is repeated for each of its elements, ``(width,)``, with identical bits. In memory, it is
+stored once, ``(width / group,)``.
+
+If the group size is a power of 2, a group lies in one thread's vector or in the vectors of
+neighbouring threads, which exchange values by warp shuffles. For other group sizes, functions whose
+names end in ``_any`` use shared memory and a `Span`. A strip may then contain only a part of its
+first and last group; the statistics of these are meaningless and not stored. Mosaic's layouts do
+not support groups, so this code works on single registers, except in the interpreter.
 """
 
 import dataclasses
@@ -35,7 +39,7 @@ from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
-    """Return the sum of each `group` of neighbours, repeated for each element: ``(width,)``."""
+    """Return the sum of each group of `group` neighbours, repeated for each: ``(width,)``."""
     if is_interpreted():
         return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 
@@ -65,7 +69,10 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
 
 
 def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> jax.Array:
-    """Load a ``(width / group,)`` float32 global ref, repeated for each element: ``(width,)``."""
+    """Load a statistic per group, and repeat it for each element of the group: ``(width,)``.
+
+    The ref is in global memory, with the shape ``(width / group,)``.
+    """
     (groups,) = ref.shape
     if is_interpreted():
         return jnp.repeat(load(ref, layout), group)
@@ -91,7 +98,10 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
 def store_of_groups(
     ref: Ref, stat: jax.Array, group: int, vector_width: int, layout: Layout
 ) -> None:
-    """Store one value per group, where `load_of_groups` loads it; all its threads store it."""
+    """Store one value per group in a ``(width / group,)`` ref, as `load_of_groups` loads it.
+
+    All threads of a group store the same value.
+    """
     if is_interpreted():
         store(ref, stat[::group])
         return
@@ -107,7 +117,10 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the address of each group's value, for the groups in this thread's vector."""
+    """Return the addresses of the values of some groups.
+
+    These are the groups that overlap this thread's vector.
+    """
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -119,12 +132,18 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The inner elements of a strip, for group sizes with which a strip may cut groups in two.
+    """The inner elements of a strip, if the strip's width is not a multiple of the group size.
+
+    Groups at the ends of the strip may then be incomplete.
 
     Attributes:
-      start: the first of `width` elements.
-      first, end: the range that this strip stores, in whole groups and whole vectors.
-      vector: the number of elements that a thread holds, in `layout`.
+      start: index of the strip's first element along the inner axis.
+      first, end: the range of indices that this strip stores. It consists of complete groups and
+        complete vectors.
+      width: number of elements of the strip.
+      group: number of elements in a group.
+      vector: number of neighbouring elements per thread in `layout`.
+      layout: register layout of a ``(width,)`` statistic.
     """
 
     start: Any
@@ -136,17 +155,20 @@ class Span:
     layout: Layout
 
     def inner(self) -> jax.Array:
-        """Return the index of each of the strip's elements along the array's inner axis."""
+        """Return the index along the inner axis of each element of the strip."""
         return self.start + flat_index((self.width,), self.layout)
 
 
 def load_of_any(ref: Ref, span: Span) -> jax.Array:
-    """Load from an ``(inner / group,)`` global ref, for each element, the value of its group."""
+    """Load the value of each element's group from an ``(inner / group,)`` global ref."""
     return load_each(ref, jnp.int32(0), lax.div(span.inner(), jnp.int32(span.group)), span.layout)
 
 
 def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
-    """Store the value of each group that the strip owns, in a ref as `load_of_any` loads it."""
+    """Store the values of the groups that this strip owns in an ``(inner / group,)`` global ref.
+
+    A strip owns the groups of inner elements in the index range ``[span.first, span.end)``.
+    """
     group = jnp.int32(span.group)
     if is_interpreted():
         first = lax.div(span.first, group)
@@ -161,7 +183,7 @@ def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
 
 
 def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
-    """Store the inner elements that the strip owns, rounded to the dtype of `ref`.
+    """Store the elements in ``[span.first, span.end)``, rounded to the dtype of `ref`.
 
     The value is ``(4, columns of a warp, width)``, and `ref` is ``(columns, width)`` in global
     memory.
@@ -176,16 +198,17 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
-    """Return `group_sum` for any group size: warps write elements, threads read their groups.
+    """Return `group_sum` for any group size, with an exchange through shared memory.
 
-    `scratch` is the warpgroup's ``(4 width,)`` part of shared memory.
+    Each warp writes its elements to shared memory, and each thread reads the groups that its vector
+    overlaps. `scratch` is the warpgroup's ``(4 width,)`` part of shared memory.
     """
     group, width, v = span.group, span.width, span.vector
     if is_interpreted():
         groups = lax.div(span.inner(), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
-    # The maximum number of groups that a thread's vector overlaps: the end of one, whole groups,
-    # and the beginning of another.
+    # Maximum number of groups that overlap a thread's vector: the end of one, complete groups, and
+    # the beginning of another.
     count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
     @plgpu.inline_mgpu(

@@ -1,19 +1,22 @@
-"""Strips: how an array that is normalised over an axis other than its last (GroupNorm) is split.
+"""Strips: how an array that is normalised over an axis other than its last is split (GroupNorm).
 
 The array is ``(outer, cols, inner)``, and the middle axis is normalised. A *strip* consists of all
-columns of one outer index by `width` neighbouring inner elements, wide enough to use whole sectors
-of memory. A block holds a strip; if there are many columns, a cluster does. Asynchronous copies
-(TMA) load the strip into shared memory once, in its own dtype. Each pass over the strip reads it
-from there, so a thread needs registers for few elements only. The first pass starts before
-everything has arrived: it waits for one *part* after the other.
+columns for one outer index and `width` neighbouring inner elements. The width is large enough to
+use complete memory sectors of 32 bytes. One block processes a strip; if there are many columns, a
+cluster of blocks does. Asynchronous copies (TMA) load the strip into shared memory once, in the
+array's dtype. Each pass over the strip reads it from there, so a thread needs registers for few
+elements only. The copies form *parts*. The first pass waits for one part after the other, so it
+starts before the last part has arrived.
 
-Each warpgroup owns a partition of the columns (see `partitions`), in units of one vector per
-thread, ``(4, columns of a warp, width)``. The lanes of a warp run along the width, then along the
-columns. Inner elements that are normalised together are a *group* (see `strip_groups`). If the
-width does not divide the inner axis, the last strip ends with the axis and overlaps the previous
-one. Its first elements are *stale*: they are stored twice with the same value. If groups do not
-divide the width, each strip overlaps the next one. It then stores only the groups that it *owns*:
-those that are whole in it and in no strip before it.
+Each warpgroup has a partition of the columns (see `partitions`). It processes the partition in
+units of one vector per thread, ``(4, columns of a warp, width)``: the 32 lanes of a warp run along
+the width first, then along the columns. In GroupNorm, neighbouring inner elements that are
+normalised together form a *group* (see `strip_groups`).
+
+If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
+previous strip. Its first elements are *stale*: they are stored twice, with the same value. If the
+group size does not divide the width, each strip overlaps the next one, and stores only the groups
+that it *owns*: those that are complete in it and in no earlier strip.
 """
 
 import dataclasses
@@ -54,24 +57,25 @@ from jaxnorm_kernels.mosaic.rows.exchange import (
 )
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
-#: The largest size of a copy (TMA box) along each axis.
+#: Maximum size of an asynchronous copy (TMA box) along each axis.
 BOX = 256
-# The most parts of a warpgroup's columns that are awaited separately. Two take 88 us, one takes 97,
-# four take 90 (GroupNorm with silu, 8x128x128x128 bfloat16, forward and backward; H100).
+# Maximum number of parts per warpgroup, for which the first pass waits one after the other. With
+# two parts, GroupNorm with silu takes 88 us, with one 97, with four 90 (8x128x128x128 bfloat16,
+# forward and backward; H100).
 _PARTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """How an array is split into strips, and a strip into parts.
+    """How an array is split into strips, and a strip into parts (see the module's docstring).
 
     Attributes:
-      outer, cols, inner: the array's shape.
-      vector: the number of neighbouring elements that one thread loads and stores at once.
-      threads: the number of threads of a warp whose neighbouring vectors make up a strip's width.
-      warpgroups: the number of warpgroups per block.
-      cluster: the number of blocks that share a strip.
-      group: the number of neighbouring inner elements that are normalised together.
+      outer, cols, inner: shape of the array.
+      vector: number of neighbouring inner elements that one thread loads and stores at once.
+      threads: number of threads whose neighbouring vectors cover a strip's width.
+      warpgroups: number of warpgroups (of 128 threads) per block.
+      cluster: number of blocks that share a strip.
+      group: number of neighbouring inner elements that are normalised together.
     """
 
     outer: int
@@ -84,20 +88,20 @@ class Strips:
     group: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not fit together."""
+        """Raise ValueError if the sizes do not fit together."""
         if not 2 <= self.threads < WARP:
-            # Mosaic cannot infer a layout in which one thread covers the width, or each warp has
+            # Mosaic cannot infer a layout if one thread covers the width, or if each warp has only
             # one column.
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
         if not self.pitch or self.inner % self.group:
             raise ValueError(f"{self} needs groups that divide the inner axis, and fit the width")
-        self.partition()  # raises an error if there are too few columns
+        self.partition()  # raises ValueError if there are too few columns
 
     @property
     def width(self) -> int:
-        """The number of inner elements in a strip."""
+        """Number of inner elements in a strip."""
         return self.threads * self.vector
 
     @property
@@ -107,51 +111,54 @@ class Strips:
 
     @property
     def pitch(self) -> int:
-        """The distance from one strip to the next: a multiple of the group and of the vector."""
+        """Distance between the starts of neighbouring strips, along the inner axis.
+
+        It is a multiple of the group size and of the vector.
+        """
         return self.width // math.lcm(self.group, self.vector) * math.lcm(self.group, self.vector)
 
     @property
     def across(self) -> int:
-        """The number of strips per outer index."""
+        """Number of strips per outer index."""
         return 1 + -(-(self.inner - self.width) // self.pitch)
 
     @property
     def count(self) -> int:
-        """The number of strips of the array. Each is a block, or a cluster, of the grid."""
+        """Number of strips of the array. Each is processed by one block or one cluster."""
         return self.outer * self.across
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of a unit in registers."""
+        """Shape in registers of a unit, which consists of one vector per thread."""
         return WARPS, WARP // self.threads, self.width
 
     @property
     def layout(self) -> Layout:
-        """The layout of a unit."""
+        """Register layout of a unit, which consists of one vector per thread."""
         return strip_layout(self.vector, self.threads)
 
     @property
     def stat_layout(self) -> Layout:
-        """The layout of a statistic ``(width,)`` that every warp holds completely."""
+        """Register layout of a ``(width,)`` statistic, of which every warp has a complete copy."""
         return columns_layout(self.vector, self.threads)
 
     @property
     def stats_shape(self) -> tuple[int, int]:
-        """The shape of a statistic with a value for each group of the array."""
+        """Shape of a statistic in memory: one value per group of inner elements."""
         return self.outer, self.inner // self.group
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return the columns of a warpgroup; `index` numbers all warpgroups of the cluster."""
+        """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
         return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
 
     @property
     def parts(self) -> int:
-        """The number of parts of a warpgroup's columns; each part has the same number of copies."""
+        """Number of parts of a warpgroup's columns. All parts have the same number of copies."""
         return math.gcd(_PARTS, self._box_count)
 
     @property
     def boxes_of_part(self) -> int:
-        """The number of copies per part."""
+        """Number of asynchronous copies that load a part of a warpgroup's columns."""
         return self._box_count // self.parts
 
     @property
@@ -159,7 +166,11 @@ class Strips:
         return sum(len(boxes_of(fragment)) for fragment in self.partition().fragments())
 
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
-        """Return a stage for each loaded array, and barriers for the parts of each warpgroup."""
+        """Return the shared memory of a block: the strip of each loaded array, and barriers.
+
+        There is a barrier for each part of each warpgroup. If groups need it, there is also memory
+        for `strip_groups.sum_of_any`.
+        """
         held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
         return [
@@ -173,31 +184,33 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) for each copy that loads a fragment."""
+    """Return (first column, number of columns) of each copy that loads a column range."""
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
-# The values that a thread reads from shared memory at a time: enough to hide the latency, in few
-# registers.
+# Number of values that a thread loads from shared memory at once: enough to hide the latency, but
+# in few registers.
 _VALUES = 16
 
-#: A value for each inner element of a strip, ``(width,)``. Before warps have exchanged values,
-#: it is ``(4, width)``: each warp of the warpgroup has a value over its own columns.
+#: A statistic with a value for each inner element of a strip, ``(width,)``. Before the warps have
+#: exchanged values, it is ``(4, width)``: each of the warpgroup's four warps has a value over its
+#: own columns.
 Stat = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """A strip of a block, and the columns that this warpgroup holds of it.
+    """A block's strip, and the columns of it that the current warpgroup processes.
 
     Attributes:
-      strips: how the array is split.
-      outer, start: the position: the outer index, and the first inner element.
-      fresh: the first inner element that is in no earlier strip.
-      partition: the columns of the warpgroup.
-      stages: the arrays that the block reads, in shared memory, and then the scratch memory of
-        `strip_groups.sum_of_any`.
-      full: barriers for the parts of each warpgroup.
+      strips: how the array is split into strips.
+      outer, start: index of the strip along the outer axis, and of its first element along the
+        inner axis.
+      fresh: index of the first inner element that is in no earlier strip.
+      partition: the warpgroup's columns.
+      stages: shared memory with the loaded arrays, and then the scratch memory of
+        `strip_groups.sum_of_any`, if any.
+      full: a barrier for each part of each warpgroup, which the part's copies signal.
     """
 
     strips: Strips
@@ -210,10 +223,9 @@ class Strip:
 
     @classmethod
     def begin(cls, strips: Strips, operands: Sequence[Ref], scratch: Sequence[Any]) -> "Strip":
-        """Return the block's strip, and start the copies of its operands.
+        """Return the block's strip, and start the copies that load it from `operands`.
 
-        Args:
-          scratch: the memory of `Strips.scratch` for the operands.
+        `scratch` is the shared memory that `Strips.scratch` requests.
         """
         *stages, full = scratch
         in_plain_order(*stages)
@@ -231,11 +243,11 @@ class Strip:
 
     @property
     def inner(self) -> Any:
-        """The slice of the strip's elements along the inner axis."""
+        """Slice of the strip's elements along the inner axis."""
         return pl.ds(self.start, self.strips.width)
 
     def _copy(self, source: Ref, stage: Ref) -> None:
-        """Start the copies that load the warpgroup's columns into shared memory."""
+        """Start the copies that load the warpgroup's columns of one operand into shared memory."""
         boxes = [
             (fragment, *box)
             for fragment in self.partition.fragments()
@@ -252,19 +264,19 @@ class Strip:
         return self.full.at[lax.axis_index(WARPGROUP) * self.strips.parts + part]
 
     def read(self, which: int, fragment: Fragment) -> jax.Array:
-        """Read a fragment of one of the arrays, in float32."""
+        """Load a fragment (column range) of array number `which` from shared memory, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
         staged = ref.at[pl.ds(fragment.stage_start, fragment.width)]
         return widen(load(staged, layout, self.strips.shape), layout)
 
     def broadcast(self, stat: Stat) -> jax.Array:
-        """Broadcast a statistic to all elements of a fragment."""
+        """Broadcast a statistic of the inner elements to a unit of columns."""
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
     def stat(self, ref: Ref) -> Stat:
-        """Load a statistic for each inner element of this strip (`Strips.stats_shape`)."""
+        """Load the statistic of each inner element of the strip (see `Strips.stats_shape`)."""
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
             return load(ref.at[self.outer, self.inner], layout)
@@ -273,13 +285,17 @@ class Strip:
         return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
 
     def inner_param(self, ref: Ref) -> Stat:
-        """Load this strip's elements of an ``(inner,)`` or ``(n, inner)`` parameter (n groups)."""
+        """Load the strip's elements of a parameter along the inner axis.
+
+        The parameter is ``(inner,)``; or ``(n, inner)`` if n equal parts of the outer axis have
+        different parameters.
+        """
         if len(ref.shape) == 2:
             ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
         return load(ref.at[self.inner], self.strips.stat_layout)
 
     def store(self, ref: Ref, fragment: Fragment, value: jax.Array) -> None:
-        """Store the elements of a fragment, rounded to the dtype of `ref`."""
+        """Store the elements of a fragment (a range of columns), rounded to the dtype of `ref`."""
         target = ref.at[self.outer, pl.ds(fragment.start, fragment.width), self.inner]
         if self.strips.holds_groups:
             store_global(target, value, self.strips.layout)
@@ -287,7 +303,7 @@ class Strip:
             strip_groups.store_own(target, value, self._span, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
-        """Store one statistic per group in a ref of `Strips.stats_shape`."""
+        """Store one statistic per group of inner elements, in a ref of `Strips.stats_shape`."""
         strips = self.strips
         if strips.group == 1:
             self.store_inner(ref, stat)
@@ -302,7 +318,10 @@ class Strip:
         )
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:
-        """Store a ``(width,)`` statistic that every warp holds in an ``(outer, inner)`` ref."""
+        """Store a statistic of each inner element in an ``(outer, inner)`` ref.
+
+        The statistic is ``(width,)``, and every warp has a complete copy.
+        """
         strips = self.strips
         if strips.holds_groups:
             pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
@@ -314,7 +333,7 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """The `Span` of the strip if groups do not divide its width."""
+        """The elements that this strip stores, if the group size does not divide its width."""
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
         return strip_groups.Span(
@@ -336,12 +355,12 @@ class Strip:
         return is_first
 
     def _of_groups(self, ref: Ref) -> Ref:
-        """Return this strip's ``(width / group,)`` part of a ref of `Strips.stats_shape`."""
+        """Return the part of a statistic's ref that belongs to this strip: ``(width / group,)``."""
         group = self.strips.group
         return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
 
     def group_sum(self, stat: Stat) -> Stat:
-        """Return each group's sum over its inner elements, repeated for each element."""
+        """Return each group's sum of a statistic, repeated for each inner element."""
         group = self.strips.group
         if group == 1:
             return stat
@@ -357,7 +376,11 @@ class Strip:
         *,
         waits: bool = False,
     ) -> list[Stat]:
-        """Sum `count` terms over each warp's columns; `waits` has the meaning it has in `_walk`."""
+        """Compute `count` sums over each warp's columns.
+
+        ``terms(fragment)`` returns the terms of the sums for a range of columns. If `waits` is
+        True, wait for each part's copies before reading it.
+        """
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
             new = [self._skip_columns(term, fragment) for term in terms(fragment)]
@@ -367,14 +390,18 @@ class Strip:
         return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
-        """Return, for each warp, the number of its columns that are not stale."""
+        """Return how many columns each warp sums up. Stale columns are not counted."""
         if not self.partition.has_tail:
             return self.partition.width / WARPS
         (sizes,) = self.sum(lambda fragment: [self._all(1)])
         return sizes
 
     def each_fragment(self, step: Callable[[Fragment], None]) -> None:
-        """Run `step` on each unit of the warpgroup's columns, without waiting for copies."""
+        """Run `step` on each unit of the warpgroup's columns.
+
+        A unit consists of one vector per thread. The copies that load the columns must have
+        arrived.
+        """
 
         def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
             step(fragment)
@@ -388,9 +415,10 @@ class Strip:
         carry: T,
         waits: bool = False,
     ) -> T:
-        """Run `step` on each unit. If there are many units, loop over groups of them.
+        """Run `step` on each unit of the warpgroup's columns, in a loop if there are many.
 
-        With `waits`, wait for each part before it is read.
+        A unit consists of one vector per thread. If `waits` is True, wait for each part's copies
+        before reading it.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -417,7 +445,10 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """Run `step` on `units` units. Unit `first` begins `first` units after column `start`."""
+        """Run `step` on `units` consecutive units, each of which consists of one vector per thread.
+
+        The first of them begins `first` units after column `start`.
+        """
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
 
@@ -436,44 +467,47 @@ class Strip:
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
     def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
-        """Return `term`, with 0 in columns that another fragment also holds."""
+        """Return `term` with 0 in columns that another unit also contains."""
         if fragment.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
         return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
 
     def _all(self, value: float) -> jax.Array:
-        """Return an array with the shape of a unit whose elements all equal `value`."""
+        """Return an array with the shape of `Strips.shape` whose elements all equal `value`."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# The exchange of statistics between the warps that share a strip, in a block or in a cluster.
+# Exchange of statistics between the warps that share a strip, in a block or in a cluster.
 #
-# Each warp has the statistics of its columns, for each inner element. It writes them to shared
-# memory, and every warp of the block merges all of them. In a cluster, each block then sends its
-# merged statistics to all blocks (`TransactionBarriers`), which merge those.
+# Each warp has statistics of its own columns, for each inner element. It writes them to shared
+# memory, and then every warp of the block merges the statistics of all warps. In a cluster, each
+# block sends its merged statistics to all blocks (`TransactionBarriers`), which merge them again.
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The statistics of several parts of a strip's columns, in shared memory.
+    """Statistics of several parts of a strip's columns, in shared memory.
+
+    A part consists of the columns of one warp, or of one block.
 
     Attributes:
-      count: the number of parts.
-      stats: for each statistic, a function from a part's index to its value, or a number if all
-        parts have the same value.
+      count: number of parts.
+      stats: for each statistic, a function from the index of a part to its value; or a number, if
+        all parts have the same value.
     """
 
     count: int
     stats: Sequence[Callable[[Any], Stat] | float]
 
     def sum(self, term: Callable[..., Stat]) -> Stat:
-        """Return the sum over the parts of ``term(*statistics of the part)``.
+        """Return the sum over all parts of the columns of ``term(*statistics of the part)``.
 
-        This is a loop, because the compiler would otherwise load all parts at once into registers.
+        This is a loop, because otherwise the compiler would load the statistics of all parts into
+        registers at once.
         """
 
         def of(part: Any) -> Stat:
@@ -482,7 +516,7 @@ class Parts:
         return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
 
     def total(self, which: int) -> Stat | float:
-        """Return the sum of a statistic over the parts."""
+        """Return the sum over all parts of the columns of statistic number `which`."""
         stat = self.stats[which]
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
@@ -493,11 +527,11 @@ Merge = Callable[[Parts], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class StripExchange:
-    """Exchange between the warps that share a strip, once for each strip.
+    """Exchange of statistics between the warps that share a strip, once per strip.
 
     Attributes:
-      strips: how the array is split.
-      stats: the largest number of statistics in an exchange.
+      strips: how the array is split into strips.
+      stats: maximum number of statistics in an exchange.
     """
 
     strips: Strips
@@ -508,7 +542,7 @@ class StripExchange:
         return WARPS * self.strips.warpgroups
 
     def scratch(self) -> list[Any]:
-        """Return slots for the warps, a barrier, and slots for the blocks of a cluster."""
+        """Return the shared memory and the barriers of the exchange."""
         strips = self.strips
         of_warps = (self.stats, self._parts, strips.width)
         of_blocks = (self.stats, strips.cluster, strips.width)
@@ -521,7 +555,7 @@ class StripExchange:
         return [*scratch, plgpu.SMEM(of_blocks, jnp.float32), self._barriers.scratch()]
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise the barriers of the cluster; call it first in the kernel."""
+        """Initialise the barriers of a cluster. A kernel must call this first."""
         if self.strips.cluster > 1:
             self._barriers.open(scratch[-1])
 
@@ -533,12 +567,16 @@ class StripExchange:
     def __call__(
         self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float]
     ) -> list[Any]:
-        """Merge each warpgroup's ``(4, width)`` statistics into ``(width,)``, equal in all warps.
+        """Merge the statistics of all warps that share the strip.
+
+        The statistics of a warpgroup are ``(4, width)``, the results ``(width,)`` and equal in all
+        warps.
 
         Args:
-          scratch: the memory of `scratch`.
-          merge: applied once to the warps of a block, and once to the blocks of a cluster.
-          stats: the statistics of this warpgroup's warps.
+          scratch: the shared memory that `scratch` describes.
+          merge: the function that merges statistics. It is applied to the warps of a block, and in
+            a cluster once more to its blocks.
+          stats: statistics of this warpgroup's four warps.
         """
         of_warps, barrier, *of_cluster = scratch
         arrays = [stat for stat in stats if not isinstance(stat, float)]
@@ -559,7 +597,10 @@ class StripExchange:
         return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Return statistics as `Parts`; `slots` holds those that are arrays."""
+        """Wrap the statistics of all parts of a strip as `Parts`.
+
+        Statistics that are arrays are in shared memory, in `slots`; the others are numbers.
+        """
         rows = itertools.count()
         readers = [
             stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))
@@ -571,10 +612,10 @@ class StripExchange:
         return load(slots.at[row, part], self.strips.stat_layout)
 
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
-        """Send this block's statistics to a slot of each block of the cluster.
+        """Send this block's statistics to all blocks of the cluster.
 
-        Every warp holds the statistics. If fewer threads than a warp cover the width, it holds
-        several copies, and the threads of each copy send to a different block.
+        Every warp has the statistics. If fewer than 32 threads cover the width, a warp has several
+        copies of them, and the threads of each copy send to a different block.
         """
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout

@@ -1,14 +1,15 @@
-"""Tiles: how a block holds rows in registers, and their loads, stores and reductions.
+"""Tiles: how a block's rows are distributed over its threads; loads, stores and reductions.
 
-A *tile* determines which threads hold a row. Three kinds of tile cover the row lengths that fit in
+There are three kinds of tile, for different lengths of rows. All of them have the rows in
 registers::
 
-    RowTile        a warpgroup holds several rows    reductions within a warp
-    WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
-    SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
+    RowTile        a warpgroup has several rows      reductions within a warp
+    WarpgroupRow   a warpgroup has one row           reductions within the warpgroup
+    SplitRow       several warpgroups share a row    reductions within a warp, then a `Gather`
 
-`partitions` determines which columns of a row a warpgroup holds, in which fragments. The rows of
-two blocks may overlap: the last block starts early enough to have all its rows.
+The module `partitions` determines which columns of a row each warpgroup has, in which fragments. If
+the number of rows is not a multiple of the rows per block, the last block starts earlier, so its
+rows overlap those of the previous block.
 """
 
 import dataclasses
@@ -43,21 +44,21 @@ from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. In a `SplitRow`, it is
-#: an array over the warps of the warpgroup until it has been exchanged.
+#: an array over the four warps of a warpgroup, until the warps have exchanged their values.
 Stat = jax.Array
 
-#: The values of a row: an array for each fragment.
+#: Values of a row: an array for each fragment (range of columns).
 Fragments = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRow:
-    """A row, or group of rows, that this block has loaded.
+    """A row (or group of rows) that this block has loaded.
 
     Attributes:
-      index: the index into a ``(rows, ...)`` ref.
-      step: the number of rows, or groups, that the block has processed before.
-      load: returns the results of `Steps.load` for each fragment.
+      index: index of the row or rows in a ``(rows, ...)`` ref.
+      step: number of rows (or groups) that the block has processed before.
+      load: ``load()`` returns, for each fragment, the tuple that `Steps.load` returns.
     """
 
     index: Any
@@ -65,20 +66,22 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """Return, for each fragment, one of the arrays that `Steps.load` returns."""
+        """Return, for each fragment (column range), one array of those that `load` returns."""
         return [loaded[which] for loaded in self.load()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The functions that a forward kernel applies to each row.
+    """The functions that a forward kernel calls for each row (or group of rows).
 
     Attributes:
-      load: maps elements of the row operands, each in its own dtype, to a tuple: the elements to
-        reduce, in float32, and other elements that are stored or needed later.
-      finish: reduces a row and stores its results. It gets a `LoadedRow` and ``prepare(params())``.
-      params: loads the parameters of columns, once for all rows of a block.
-      prepare: computes what depends on the loaded parameters.
+      load: called for each fragment (range of columns) of a row, with its elements of each row
+        operand in the operand's dtype. Returns a tuple of arrays: the elements to reduce, in
+        float32, and others that are needed later.
+      finish: ``finish(row, prepared)`` reduces a row, given as a `LoadedRow`, and stores its
+        results. `prepared` is the result of `prepare`.
+      params: ``params()`` loads the parameters of columns, once per block.
+      prepare: ``prepare(params())`` computes values that depend on parameters only.
     """
 
     load: Callable[..., tuple[jax.Array, ...]]
@@ -89,12 +92,14 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The common part of all tiles. A row is a list of arrays, one for each fragment.
+    """Base class of all tiles. A row is represented as a list of arrays, one for each fragment.
 
     Attributes:
-      vector: the number of elements that a thread loads at once.
-      apart: True if each unit is a separate fragment, so that it can be loaded or skipped alone.
-      index: precomputed column numbers for each shape of a fragment, if any.
+      cols: number of columns of a row.
+      vector: number of neighbouring elements that a thread loads at once.
+      apart: True if each unit (one vector per thread) is a fragment of its own, so that it can be
+        loaded or skipped separately.
+      index: maps the shape of a fragment to its precomputed column indices. It may be empty.
     """
 
     cols: int
@@ -105,44 +110,47 @@ class Tile:
     )
 
     def placed(self) -> Self:
-        """Return this tile with the column numbers that its fragments share already computed."""
+        """Return this tile with precomputed column indices."""
         if not self.apart:
-            return self  # There are only one or two fragments.
+            return self  # Nothing to share: there are at most two fragments.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         return dataclasses.replace(self, index={s: self.count_columns(s) for s in shapes})
 
     @property
     def unit(self) -> int:
-        """The number of columns that the threads of a row load at once."""
+        """Number of columns that the threads of a row load at once."""
         return WARPGROUP_THREADS * self.vector
 
     @property
     def layout(self) -> Layout:
-        """The layout of a fragment."""
+        """Register layout of a fragment, which is a range of a row's columns."""
         raise NotImplementedError
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Return the shape in registers of a fragment of `width` columns."""
+        """Return the shape in registers of a fragment with `width` columns of the block's rows."""
         raise NotImplementedError
 
     @property
     def rows(self) -> int:
-        """The number of rows in a block."""
+        """Number of rows per block."""
         return 1
 
     @property
     def warpgroups(self) -> int:
-        """The number of warpgroups in a block."""
+        """Number of warpgroups per block."""
         return 1
 
     @property
     def cluster(self) -> int:
-        """The number of blocks that share a row."""
+        """Number of blocks that share a row."""
         return 1
 
     @property
     def rereads(self) -> bool:
-        """True if each use of a row reads it again, so that it takes no registers in between."""
+        """True if a row is read from shared memory again for each use.
+
+        It then occupies no registers in between.
+        """
         return False
 
     def blocks(self, rows: int) -> int:
@@ -150,23 +158,30 @@ class Tile:
         return -(-rows // self.rows)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        """Return a block's scratch memory for exchanges of `stats` values and for loaded rows."""
+        """Return a block's shared memory and barriers.
+
+        `stats` is the maximum number of values per exchange, and `dtypes` are the row operands'
+        dtypes.
+        """
         del stats, dtypes
         return []
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Return an index of the rows of group number `group` (default: the block's number)."""
+        """Return the index in an array of the rows of tile number `group`.
+
+        By default, this is the tile whose number is the block's number.
+        """
         return lax.axis_index(BLOCK) if group is None else group
 
     def first_row(self, rows: int) -> Any:
-        """Return the index of the first row, or group of rows, that this block processes."""
+        """Return the index of the first row (or group of rows) that this block processes."""
         return self.row_index(rows)
 
     def each_row(
         self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
     ) -> None:
-        """Run the steps on each row, or group of rows, that this block processes."""
-        # Parameters are loaded before the row. RMSNorm over 16384 columns, f32 to bf16, then
+        """Run `steps` on each row (or group of rows) that this block processes."""
+        # Load parameters before the row: RMSNorm over 16384 columns, float32 to bfloat16, then
         # reaches 1.02 of a copy's bandwidth instead of 0.94 (H200).
         shared = steps.prepare(steps.params())
         self.open(scratch)
@@ -177,47 +192,47 @@ class Tile:
         steps.finish(LoadedRow(row, 0, lambda: held), shared)
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise `scratch`; called first in the kernel."""
+        """Initialise the barriers in `scratch`. A kernel must call this first."""
 
     def ready(self) -> None:
-        """Wait until `scratch` can be used; called after the first loads have been started."""
+        """Wait until `scratch` can be used. Call this late, after starting the first loads."""
 
     @property
     def _shares(self) -> int:
-        """The number of warpgroups that share a row."""
+        """Number of warpgroups that share a row."""
         return self.warpgroups * self.cluster
 
     def _index(self) -> Any:
-        """Return the index of this warpgroup among those that share a row."""
+        """Return the index of this warpgroup among the warpgroups that share a row."""
         return 0
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return the columns of a row that warpgroup number `index` holds."""
+        """Return the columns of a row that warpgroup number `index` processes."""
         return Partition(self.cols, self._shares, self.unit, index)
 
     def fragments(self) -> list[Fragment]:
-        """Return the columns of a row that this warpgroup holds, as fragments."""
+        """Return the column ranges (fragments) of a row that this warpgroup processes."""
         part = self.partition(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
 
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
-        """Load a row of a ``(rows, cols)`` ref, in its own dtype."""
+        """Load a row of a ``(rows, cols)`` ref, in the ref's dtype."""
         return [
             load(ref.at[row, p.columns()], self.layout, self.shape(p.width))
             for p in self.fragments()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
-        """Load a ``(cols,)`` ref in the layout of a row, in its own dtype."""
+        """Load a ``(cols,)`` ref in the layout of a row, in the ref's dtype."""
         return [
             load(ref.at[p.columns()], self.layout, self.shape(p.width)) for p in self.fragments()
         ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
-        """Store the fragments of a row in `ref`.
+        """Store a row in `ref`, given as an array for each fragment (column range).
 
-        Overlapping elements are stored twice, with equal values.
+        Elements that are in two fragments are stored twice, with equal values.
         """
         for p, value in zip(self.fragments(), values):
             p.store(ref, row, value, self.layout)
@@ -231,21 +246,25 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Broadcast `stat` to every element of a fragment."""
+        """Broadcast a value per row to all columns of `like`, an array with columns of rows."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """Return `broadcast` of `stat` for each fragment, computed once for each shape."""
+        """Broadcast a value per row to each shape of a fragment (column range).
+
+        Return a function from a fragment to the broadcast array, which all fragments of a shape
+        share.
+        """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Return the column of each element, relative to the start of its fragment."""
+        """Return the column index of each element, relative to its fragment's first column."""
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Compute the result of `columns`, which may have been computed before."""
+        """Compute the result of `columns`, without looking for a precomputed array."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
     def _reduce(
@@ -272,13 +291,18 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class RowTile(Tile):
-    """Several rows per warpgroup (`height`), each shared by `threads` threads of a warp."""
+    """Several rows per warpgroup. The threads of a row are in one warp.
+
+    Attributes:
+      threads: number of threads that share a row, at most 32.
+      height: number of rows per warpgroup.
+    """
 
     threads: int = WARP
     height: int = WARPS
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not fit together."""
+        """Raise ValueError if the sizes do not fit together."""
         if self.threads > WARP:
             raise ValueError(f"{self} needs threads of one warp, {WARP} at most")
         step = WARPGROUP_THREADS // self.threads
@@ -306,21 +330,21 @@ class RowTile(Tile):
 
     @property
     def widths(self) -> list[int]:
-        """The number of columns in each fragment."""
+        """Number of columns in each fragment (column range)."""
         return [p.width for p in self.fragments()]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """The layout of each fragment, for arrays of rows."""
+        """Register layout of each fragment (column range), for an array of rows."""
         return [self.layout for _ in self.fragments()]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """The layout of each fragment, for a ``(cols,)`` operand that all rows share."""
+        """Register layout of each fragment (column range), for a ``(cols,)`` operand."""
         return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
-        """Store a ``(cols,)`` operand that all rows share in a ref."""
+        """Store a ``(cols,)`` operand, given as an array for each fragment (column range)."""
         for p, value in zip(self.fragments(), values):
             store(ref.at[p.columns()], value)
 
@@ -352,8 +376,8 @@ class WarpgroupRow(Tile):
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        # A reduction over the warpgroup needs barriers, so the fragments are folded into one unit
-        # first.
+        # A reduction over the warpgroup needs barriers. So add (or compare) the row's vectors
+        # elementwise first, and reduce the result once.
         if len(x) == 1:
             return within(x[0])
         if self.apart:
@@ -367,19 +391,28 @@ class WarpgroupRow(Tile):
 def _folded(
     units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Fold all units of equal shape into one: the body's units, then the tail if it differs."""
+    """Combine all arrays of equal shape elementwise, with `pairwise`.
+
+    The result has one array for each shape: one for the complete units, and another one for the
+    tail of the row if its shape is different.
+    """
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitRow(Tile):
-    """A row that `warpgroups` of a block share, or those of all `cluster` blocks of a cluster.
+    """A row that all warpgroups of a block share, or all warpgroups of a cluster of blocks.
 
-    Each row needs `exchanges` exchanges of statistics. `max` and `sum` reduce only the part of the
-    row that a warp holds. Mosaic's own reduction over a warpgroup would use the same scratch memory
-    for all warpgroups of the block. Neither Mosaic nor the interpreter reports this race (jax
-    0.11.2 and 0.12.0).
+    `max` and `sum` reduce only the columns of each warp; `gather` exchanges the results. Mosaic's
+    own reduction over a warpgroup cannot be used, because it would use the same scratch memory for
+    all warpgroups of the block. Neither Mosaic nor the interpreter reports this race (jax 0.11.2
+    and 0.12.0).
+
+    Attributes:
+      warpgroups: number of warpgroups per block.
+      cluster: number of blocks that share a row.
+      exchanges: number of exchanges that each row needs.
     """
 
     warpgroups: int = 2
@@ -418,17 +451,20 @@ class SplitRow(Tile):
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """Gather `stats` in the `nth` exchange of the row that is processed in this step."""
+        """Exchange `stats` between all warps that share a row.
+
+        This is exchange number `nth` of the row that is processed in step `step`.
+        """
         count = step if self.exchanges == 1 else step * self.exchanges + nth
         return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
-        """Return the number of columns that each warp holds, without stale ones."""
+        """Return how many columns of the row each warp reduces. Stale columns are not counted."""
         body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Return each warp's number of fresh columns, from a ``(4, n)`` mask."""
+    """Count the elements of each warp that are True in ``(4, n)`` `is_fresh`, as float32."""
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

@@ -1,18 +1,20 @@
-"""16-byte units for rows of any alignment: a body of whole units, and two edges.
+"""Units of 16 bytes per thread for rows of any alignment: a body of units, and two edges.
 
-If rows are not a multiple of 16 bytes, a row may begin between two multiples. Its *body* is the
-part that can be loaded in whole units of 16 bytes: it starts at the first multiple of 16 bytes, and
-has the same number of columns in every row. The few columns before and after it are loaded in two
-*edges*, units of one element per thread that begin or end with the row::
+If the length of rows is not a multiple of 16 bytes, most rows do not start at such a multiple. The
+*body* of a row starts at its first multiple of 16 bytes. A thread loads it in vectors of 16 bytes;
+a *unit* consists of one vector for each thread of a warpgroup. The body has the same number of
+columns in every row. The few columns before and after it are in two *edges*, units of one element
+per thread that begin or end with the row::
 
     multiples of 16 bytes   |       |       |       |       |       |       |
     row                          0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     body                            0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     edges                        0 0 0 0 0                     0 0 0 0 0
 
-There are no masked loads, so units overlap: the last unit of the body ends with the body, and the
-edges overlap the body. Columns that another unit already holds are *stale*. Each column is stored
-once, so results may overwrite operands.
+Mosaic has no masked loads, so units overlap: the last unit of the body ends with the body, and the
+edges overlap the body. A column that is also in another unit is *stale* in one of them. Reductions
+skip stale columns, and so do stores: each column is stored once, so that a kernel may overwrite its
+operand.
 """
 
 import dataclasses
@@ -41,10 +43,13 @@ from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The columns from `start` on that a warpgroup loads at once, `vector` neighbours per thread.
+    """A range of columns of a row that a warpgroup loads at once, `vector` neighbours per thread.
 
     Attributes:
-      fresh: the range of columns that are not stale, or None if no column is stale.
+      start: index of the first column.
+      vector: number of neighbouring columns per thread.
+      fresh: the range of columns that are not stale (which no other unit has), or None if this is
+        true for all columns.
     """
 
     start: Any
@@ -53,21 +58,24 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the array that a warpgroup holds."""
+        """Shape in registers of an array with the unit's elements."""
         return (WARPS, WARP * self.vector)
 
     @property
     def layout(self) -> Layout:
-        """The layout of that array."""
+        """Register layout of an array with the unit's elements."""
         return warps_layout(self.vector)
 
     def has(self, column: jax.Array) -> jax.Array:
-        """Return whether `column` is a column of the unit."""
+        """Return True if `column` is a column of the unit."""
         behind = self.start + WARPGROUP_THREADS * self.vector
         return jnp.logical_and(column >= self.start, column < behind)
 
     def is_fresh(self) -> jax.Array | None:
-        """Return which elements are not stale, or None if no element is stale."""
+        """Return a mask of the elements that are not stale, or None if no element is stale.
+
+        A stale element is also in another unit, which counts it.
+        """
         if self.fresh is None:
             return None
         first, end = self.fresh
@@ -75,7 +83,7 @@ class Unit:
         return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
-        """Store the columns that are not stale."""
+        """Store the unit in a row of `ref`, except for stale columns, which another unit stores."""
         width = WARPGROUP_THREADS * self.vector
         if self.fresh is None:
             store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
@@ -84,17 +92,19 @@ class Unit:
 
 
 def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
-    """Load several units of equal `vector` from a row of a ``(rows, cols)`` ref, in its dtype."""
+    """Load units with equal `vector` from a row of a ``(rows, cols)`` ref, in its dtype."""
     shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
     return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The units of rows with `cols` columns. A thread holds `vector` elements of a unit.
+    """The units of each row of an array (see the module's docstring).
 
     Attributes:
-      end: columns from this one on are stale.
+      cols: number of columns of a row.
+      vector: number of neighbouring columns per thread, in the units of the body.
+      end: columns from this index on are treated as stale; they are padding.
     """
 
     cols: int
@@ -103,7 +113,10 @@ class Units:
 
     @classmethod
     def of(cls, cols: int, widest: int, end: int | None = None) -> "Units":
-        """Return `Units` with the widest vector, at most `widest`, whose unit fits in a body."""
+        """Return `Units` with the widest vector that is at most `widest`.
+
+        A unit must fit in the body, so vectors are narrower for short rows.
+        """
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
             vector //= 2
@@ -111,7 +124,7 @@ class Units:
 
     @property
     def width(self) -> int:
-        """The number of columns in a unit."""
+        """Number of columns in a unit (one vector per thread)."""
         return WARPGROUP_THREADS * self.vector
 
     @property
@@ -121,33 +134,39 @@ class Units:
 
     @property
     def body(self) -> int:
-        """The number of columns in the body."""
+        """Number of columns in the body of a row, which is loaded in 16-byte vectors."""
         most = self.cols - (self.vector - 1) * self.has_edges
         return most // self.vector * self.vector
 
     @functools.cached_property
     def count(self) -> int:
-        """The number of units in a body; the last one may overlap the one before it."""
+        """Number of units (one vector per thread) in the body of a row.
+
+        The last one may overlap the one before it.
+        """
         return -(-self.body // self.width)
 
     @functools.cached_property
     def whole(self) -> int:
-        """The number of leading units that have no stale columns in any row."""
+        """Number of leading units (one vector per thread) without stale columns, in any row.
+
+        They overlap neither an earlier unit nor the padding.
+        """
         latest = (self.vector - 1) * self.has_edges
         return min(self.body, self.end - latest) // self.width
 
     def first(self, row: Any) -> Any:
-        """Return the column at which the body of a row begins."""
+        """Return the column at which a row's body begins: the first at a multiple of 16 bytes."""
         if not self.has_edges:
             return 0
         of_period = lax.rem(jnp.int32(row), self.vector)
         return lax.rem((self.vector - self.cols % self.vector) * of_period, self.vector)
 
     def unit(self, row: Any, index: Any, *, whole: bool = False) -> Unit:
-        """Return the unit with this index in the body of a row.
+        """Return unit number `index` of the body of a row.
 
-        `whole` promises that none of its columns are stale. An index beyond the body gives a unit
-        that is entirely stale.
+        If `whole` is True, the caller promises that no column of the unit is stale. If the index is
+        beyond the body, all columns of the returned unit are stale.
         """
         first = self.first(row)
         at = index * self.width
@@ -157,7 +176,7 @@ class Units:
         return Unit(start, self.vector, (first + at, self._fresh(first + self.body)))
 
     def edges(self, row: Any) -> list[Unit]:
-        """Return the units before and after the body."""
+        """Return the two units before and after the body of a row. Aligned rows have none."""
         if not self.has_edges:
             return []
         first, last = self.first(row), self.cols - WARPGROUP_THREADS

@@ -1,1 +1,1 @@
-"""The choice of a call's kernel and of its parameters."""
+"""Schedules: which kernel runs a call, and with how many threads, blocks and rows per block."""

@@ -1,21 +1,21 @@
-"""The cost of a row in bytes of memory, and of a column in registers of a thread."""
+"""Bytes of memory and registers that each column of a row needs."""
 
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
-#: Registers of a thread in a backward pass besides those for its columns. They hold addresses, and
-#: a unit of both inputs.
+#: Registers that a thread of a backward pass needs besides those for its columns: addresses, and
+#: the current unit (one vector per thread) of both inputs.
 OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Return the maximum number of registers that a thread needs at a time per column of a row.
+    """Return how many registers a thread needs for each column that it has of a row.
 
-    A 32-bit x and its residual both stay in registers. So does a residual that is added after the
-    norm of x, while the statistics are computed. A 16-bit x and its residual share the register
-    that their sum takes later.
+    One register suffices for a 16-bit x and a 16-bit residual; their sum then takes the same
+    register. Two are necessary for wider residuals, for a residual that is added after the norm of
+    x and waits in a register until then, and for a softmax's bias.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
@@ -23,23 +23,23 @@ def registers(spec: Spec) -> int:
 
 
 def param_sizes(spec: Spec) -> list[int]:
-    """Return, for each parameter, its bytes per column."""
+    """Return the bytes per column of each parameter (scale, bias and others)."""
     norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
     return _sizes(*norms, spec.norm.branch_scale_dtype)
 
 
 def param_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all parameters together."""
+    """Return the bytes per column of all parameters (scale, bias and others), in total."""
     return sum(param_sizes(spec))
 
 
 def column_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all rows that are loaded."""
+    """Return the bytes per column of all arrays that are loaded row by row, in total."""
     return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all rows that are loaded or stored."""
+    """Return the bytes per column of all arrays that are loaded or stored row by row, in total."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 
@@ -47,13 +47,13 @@ def data_bytes(spec: Spec) -> int:
 def row_vector(spec: Spec) -> int:
     """Return the number of elements that a thread loads at once from each row array.
 
-    A softmax's bias is not taken into account.
+    A softmax's bias is not considered.
     """
     return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:
-    """Return the dtype of a softmax's bias that has columns, or None without such a bias.
+    """Return the dtype of a softmax's bias if it has a value for each column, otherwise None.
 
     Such a bias is loaded together with x.
     """
@@ -66,5 +66,5 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 
 def is_unaligned(spec: Spec) -> bool:
-    """Return True if the bytes of a row are no multiple of what asynchronous copies require."""
+    """Return True if a row's bytes are not a multiple of 16, as asynchronous copies require."""
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

@@ -1,19 +1,19 @@
-"""How a forward pass runs: a table whose first matching rule is used, with its hardware reasons.
+"""Schedules of forward passes: a table of rules, of which the first that applies is used.
 
-These sizes matter, and the rules use them as follows:
+The rules follow from these properties of the hardware (H100, H200):
 
-* An SM has 64 registers for each of 1024 threads, or 128 for each of 512. A value of a row takes
-  one register, so with 32 values per thread, 8 warpgroups share an SM. A residual that is added
-  later takes another register: such rows count as twice as long (`registers`).
-* About 64 KiB of loads in flight per SM saturate the memory of an H100 or H200. Rows in registers
-  reach this because an SM runs several blocks: some load while others reduce or store. With rows
-  of 32 KiB and more, an SM has room for only one or two, so a cluster shares such a row.
-* One block per row reaches 0.97 of a copy's bandwidth; one or a few blocks per SM that share the
-  rows evenly reach 0.91, apparently because the kernel waits for the slowest SM. So a block
-  processes few rows, and more than one only if it then loads its parameters once for all of them.
-  Each of the last rows has a block of its own.
+* An SM has 64 registers per thread for 1024 threads, or 128 per thread for 512. Each column of a
+  row takes one register, so with 32 columns per thread, 8 warpgroups fit on an SM. A residual that
+  is added later takes another register, so such rows count as twice as long (`registers`).
+* About 64 KiB of loads in flight per SM saturate the memory bandwidth. Rows in registers reach this
+  because an SM runs several blocks: some load while others reduce or store. If rows have 32 KiB or
+  more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
+* One block per row reaches 0.97 of a copy's bandwidth. If instead one or a few blocks per SM divide
+  the rows evenly, they reach 0.91, apparently because the kernel waits for the slowest SM. So a
+  block processes several rows only if it can then load its parameters once for all of them, and
+  only a few. Each of the last rows has a block of its own.
 * The bytes of a row include its residual, because both are in flight at the same time.
-* Each group of rows has its own parameters, so a block only processes rows of one group.
+* Each group of rows has its own parameters, so a block processes rows of one group only.
 """
 
 import dataclasses
@@ -53,22 +53,26 @@ Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipe
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSchedule:
-    """One way to run a forward pass. Each `kind` uses the numbers that name it.
+    """How a forward pass runs: the kind of tile, and its sizes.
+
+    The kinds are `RowTile`, `PipelinedTile`, `WarpgroupRow`, `SplitRow` and `PipelinedRow`. An
+    attribute whose description ends with names in parentheses is only used by these kinds.
 
     Attributes:
-      kind: `RowTile`, `PipelinedTile`, `WarpgroupRow`, `SplitRow` or `PipelinedRow`.
-      vector: the number of elements that a thread loads at once; it must divide the row.
-      rows: the number of rows that a block holds at a time (tiles).
-      threads: the number of threads of a warp that share a row (tiles).
-      warpgroups: the number of warpgroups of a block that share a row (split_row, pipelined_row).
-      cluster: the number of blocks that share a row (split_row, pipelined_row).
-      slots: the number of rows, or groups of rows, in the pipeline of a block (pipelined).
-      tiles: the number of rows, or groups of rows, that a block processes (pipelined).
-      tail: the number of last rows, or groups of rows, that have a block each (pipelined).
-      rereads: True if each use of a row reads it from shared memory, so that it takes no registers
-        (pipelined).
-      params_first: True if scale and bias are loaded before the reductions, which hides their
-        latency but takes registers.
+      kind: name of the kind of tile.
+      vector: number of elements that a thread loads at once; it must divide the row.
+      rows: number of rows that a block processes at the same time (row_tile, pipelined_tile).
+      threads: number of threads of a warp that share a row (row_tile, pipelined_tile).
+      warpgroups: number of warpgroups of a block that share a row (split_row, pipelined_row).
+      cluster: number of blocks that share a row (split_row, pipelined_row).
+      slots: number of buffers in shared memory, each for a row or a group of rows (pipelined
+        kinds).
+      tiles: number of rows, or groups of rows, that a block processes (pipelined kinds).
+      tail: number of rows, or groups of rows, at the end that have a block each (pipelined kinds).
+      rereads: True if a row is read from shared memory for each use, so that it occupies no
+        registers in between (pipelined kinds).
+      params_first: True if scale and bias are loaded before the row is reduced. This hides their
+        latency, but takes registers.
     """
 
     kind: Kind
@@ -84,7 +88,7 @@ class ForwardSchedule:
     params_first: bool = False
 
     def rows_of(self, spec: Spec) -> Tile:
-        """Return how a block holds its rows."""
+        """Return the tile: how a block distributes its rows over its threads."""
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
         cols, vector = spec.cols, self.vector
@@ -109,31 +113,34 @@ class ForwardSchedule:
 
     @property
     def _rows_of_params(self) -> int:
-        """The number of consecutive rows for which a block loads the parameters once."""
+        """Number of consecutive rows for which a block loads the parameters once."""
         pipelined = self.kind.startswith("pipelined") and self.params_first
         return self.rows * (self.tiles if pipelined else 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardRule:
-    """A rule of the table, for rows of up to `cols` columns; None means any number.
+    """A rule of the table of schedules, with its conditions and the sizes that it sets.
 
-    If a column takes two registers, half of `cols` and `values` applies.
+    If a column takes two registers (see `registers`), `cols` and `values` are halved.
 
     Attributes:
-      waves: only for at most this many rows per SM.
-      row_bytes: only for rows of at most this many bytes, including the residual.
-      params: only if a column has at least this many bytes of parameters per byte of rows.
-      most_params: only for at most this many parameters.
-      op: only for this operation.
-      causal: only for causal softmaxes.
-      values: the maximum number of columns per thread. This determines the *shares* of a row: how
-        many warpgroups share it (split_row, pipelined_row). 0 means as many columns as the
-        parameters leave registers for.
-      cluster: the maximum number of blocks that share a row.
-      least: the smallest number of warpgroups per block.
-      warpgroups: the number of warpgroups per block, if a row has more shares than `cluster` blocks
-        with `least` warpgroups each.
+      kind: the kind of tile that the rule selects.
+      cols: the rule applies to rows of at most this many columns (None: any number).
+      waves: the rule applies to at most this many rows per SM.
+      row_bytes: the rule applies to rows of at most this many bytes, including the residual.
+      params: the rule applies if the parameters have at least this many times the bytes per column
+        of the loaded and stored rows.
+      most_params: the rule applies to at most this many parameters.
+      op: the rule applies to this operation only.
+      causal: if True, the rule applies to causal softmaxes only.
+      values: maximum number of columns per thread (split_row, pipelined_row). It determines how
+        many warpgroups share a row. 0 stands for the number in `_VALUES`, which depends on the
+        number of parameters.
+      cluster: maximum number of blocks that share a row.
+      least: preferred number of warpgroups per block.
+      warpgroups: number of warpgroups per block if `least` would require more than `cluster`
+        blocks.
     """
 
     kind: Kind
@@ -164,61 +171,67 @@ class ForwardRule:
         )
 
 
-# The bytes of x that a thread holds in a tile of several rows: two loads. The fewer bytes, the more
-# blocks share an SM: with eight loads, RMSNorm over 64 to 512 columns of float32 took up to 4 %
-# longer (H200).
+# Bytes of x that a thread has in a tile of several rows: two loads. With fewer bytes, more blocks
+# fit on an SM. With eight loads, RMSNorm over 64 to 512 columns of float32 took up to 4 % longer
+# (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
-# The number of units of a causal row. Softmax over 512 and 1024 columns of bfloat16 took 9 and 3 %
-# less time than with units of 32 vectors of 16 bytes, and over 512 of float32 4 % less (H100).
+# Number of units (the columns that a row's threads load at once) into which a causal row is split.
+# Softmax took 9 and 3 % less time over 512 and 1024 columns of bfloat16 than with units of 32
+# vectors of 16 bytes, and 4 % less over 512 columns of float32 (H100).
 _CAUSAL_PARTS = 8
 
-# In a tile, the threads of a row may load up to this multiple of its columns in total. Some columns
-# are then loaded twice.
+# In a tile, the threads of a row may together load at most this many times the row's columns. They
+# load some columns twice if the row is not a multiple of their vectors.
 _MOST_READ = 9 / 8
 
-# A pipelined tile processes two groups of rows if rows have more columns than the first number and
-# each SM has at least the second number of groups. With shorter rows, many rows share the loaded
-# parameters anyway.
+# A block of a pipelined tile processes two groups of rows if rows have more than `_SHORT_COLS`
+# columns and each SM has at least `_GROUPS_OF_SM` groups. With shorter rows, one group has so many
+# rows that loading the parameters costs little.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# The registers of a thread that a split row may use for columns and their parameters. With 8
-# warpgroups, a thread has 64 registers; with fewer, 128.
+# Number of registers per thread that the columns of a split row and their parameters may take:
+# `_MANY_WARPGROUPS_ROOM` if a block has `_SPLIT_WARPGROUPS` warpgroups, whose threads have 64
+# registers; otherwise `_ROOM`.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
-# The maximum number of columns that a thread holds of a pipelined row, by the number of parameters.
-# Each column takes a register for its value and for each parameter. From the sweep
+# Maximum number of columns per thread of a pipelined row, by the number of parameters. A column
+# takes one register for its value and one for each parameter. From the sweep
 # `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
-# The maximum bytes of all slots of a warpgroup: more would leave fewer blocks per SM. At least 2
-# slots are used even if they take more, and 3 in a cluster, whose blocks wait for each other.
+# Limits for the number of slots (buffers in shared memory, each for one row) of a pipelined row.
+# All slots of a warpgroup should take at most `_QUEUED_BYTES`, because more would leave room for
+# fewer blocks per SM. There are at least two slots even if they take more; in a cluster, whose
+# blocks wait for each other, at least three. `_MOST_SLOTS` is the maximum.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
-# The shared memory that a block needs besides its slots: barriers and exchanged values.
+# Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
-# If a thread has more columns than the first number, a row is read again for each use instead of
-# being held in registers. With two parameters and more columns than the second number, it is held
-# after all: the parameters fill the registers, and an SM has room for only one or two blocks
-# anyway.
+# If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
+# But with two parameters and more than `_REREAD_VALUES` columns, it stays in registers: the
+# parameters take so many registers that only one or two blocks fit on an SM anyway.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
-#: Rows per block, by the size of the cluster, if parameters have as many bytes as x and y (H200).
+#: Number of rows per block, by the size of the cluster, if the parameters have as many bytes per
+#: column as x and y together (H200).
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
-# The minimum number of blocks per SM, so that all SMs finish at about the same time.
+# Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
-# The maximum number of rows per block if each group of rows has its own parameters. LayerNorm over
-# 2048 columns of bfloat16 with 16 groups of 1024 rows reaches 1.00 of copy bandwidth with two, and
-# 0.97 with four (H100).
+# Maximum number of rows per block if each group of rows has its own parameters. With two, LayerNorm
+# over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
+# four, 0.97 (H100).
 _MOST_OF_GROUP = 2
-# The number of last rows per SM, or per cluster, that have a block each. Without them, LayerNorm
-# over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than the average one (H200).
+# Number of rows at the end of the array that have a block each, for each SM or each cluster that
+# runs at the same time. Without these small blocks, the last SM finished 5 % later than the average
+# one (LayerNorm over 5120 columns of bfloat16, H200).
 _TAIL = 2
 
 
 def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
-    """Return the schedule with which a rule runs `spec`."""
+    """Return the schedule that a rule sets for the call `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
-    # A unit must fit in the row, so short rows use narrower loads.
+    # The columns that a row's threads load at once must fit in the row. Short rows use narrower
+    # loads.
     least, most = (2, WARP) if line.kind.endswith("tile") else (WARPGROUP_THREADS,) * 2
     vector = min(vector, power_of_2(spec.cols // least))
     if spec.cols >= most * vector:
@@ -246,10 +259,11 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1 or has_places(spec):
-        # All rows of a tile must use the same parameters, or be part of one run (`rows.logits`).
+        # All rows of a tile must use the same parameters. If they are masked, biased or causal,
+        # they must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
-    # The group has fewer rows than a block has warps.
+    # `rows` is 0 if a group of rows is smaller than any tile. Then a warpgroup processes one row.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
     return ForwardSchedule(
@@ -262,7 +276,10 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
 
 
 def _threads(cols: int, vector: int) -> int:
-    """Return the threads per row: as many as possible without loading much of the row twice."""
+    """Return the number of threads per row.
+
+    It is as large as possible without loading much of the row twice.
+    """
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
     least = min(fitting, key=read.__getitem__)
@@ -303,8 +320,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
-    # Blocks of a cluster have an SM to themselves and many parameters to load, so one round of
-    # blocks processes all rows.
+    # In a large cluster with two parameters, each block has an SM for itself and loads many
+    # parameters. So only as many blocks are launched as run at the same time, and each processes
+    # several rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
@@ -328,9 +346,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
 def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
-    More rows amortise the start of a block or cluster and the loads of its parameters: four times
-    as many rows if the parameters have twice the bytes. With fewer rows, the SMs finish more
-    evenly.
+    With more rows, starting a block and loading its parameters costs less per row. With fewer, the
+    SMs finish at more similar times. If the parameters have twice the bytes, a block processes four
+    times as many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -341,9 +359,9 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 
 
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
-    """Return the number of tiles, at most `tiles`, of `rows` rows each that a block processes.
+    """Return the number of tiles that a block processes, at most `tiles`.
 
-    All of a block's rows must share their parameters.
+    A tile has `rows` rows, and all rows of a block must use the same parameters.
     """
     if spec.groups == 1:
         return tiles
@@ -352,19 +370,25 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Return the number of last rows, or groups of rows, that have a block each."""
+    """Return the number of last rows (or groups of rows) of the array that have a block each."""
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:
-    """Return the warpgroups per row: a power of 2. A thread holds at most `values` columns."""
+    """Return the number of warpgroups per row, a power of 2.
+
+    A thread then has at most `values` columns.
+    """
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
     return min(2 ** math.ceil(math.log2(wanted)), power_of_2(most))
 
 
 def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple[int, int]:
-    """Return (warpgroups per block, blocks per cluster) for a row with this number of shares."""
+    """Return (warpgroups per block, blocks per cluster).
+
+    `shares` is the number of warpgroups that share a row.
+    """
     for warpgroups in (line.least, line.warpgroups):
         warpgroups = min(warpgroups, shares)
         if shares // warpgroups <= min(cluster, gpu.portable_cluster):
@@ -373,42 +397,43 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # If parameters have as many bytes as data or more, loading them from the L1 or L2 cache for
-    # each row would take too much of the caches' bandwidth. They stay in registers for all rows of
-    # a block: 48 columns per thread with two parameters, 36 with three, which makes 144 registers
-    # beside others.
+    # Rules for parameters that have at least as many bytes per column as the rows. Loading them
+    # from the L1 or L2 cache for each row would take too much of the caches' bandwidth, so they
+    # stay in registers for all rows of a block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
-    # A warp loads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
+    # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
-    # There are few rows, at most one per SM, so latency decides: each row gets many threads, in as
-    # many SMs as are free.
+    # There are at most as many rows as SMs, so latency matters: each row is distributed over many
+    # threads, on several SMs if they are free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # Parameters have as many bytes as data, and stay in registers. For rows of up to this length,
-    # several blocks fit on an SM.
+    # Rules for parameters that have at least as many bytes per column as the rows, and stay in
+    # registers. If rows have up to this length, several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
-    # For longer rows, only one or two blocks fit on an SM, and a thread has more columns of a row.
+    # For longer rows, only one or two blocks fit on an SM, and each thread has more columns.
     ForwardRule(
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
     ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
-    # With 64 values per thread, an SM still has 4 rows in flight; a row needs 2 or 3 barriers.
+    # With 64 columns per thread, 4 rows fit on an SM. A row needs two or three barriers.
     ForwardRule("warpgroup_row", cols=8192),
-    # log_softmax needs x again after its exponentials, which take as many registers, so x stays in
-    # shared memory. The fewer blocks share a row, the less time each spends waiting for the others.
+    # log_softmax needs x again after the exponentials, which take as many registers as x. So x
+    # stays in shared memory. The fewer blocks share a row, the less time they spend waiting for
+    # each other.
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
-    # Each part of a row is held like the rows above, with 64 values per thread. Small blocks are
-    # better: some load while others reduce.
+    # As in `warpgroup_row`, a thread has 64 columns. Small blocks are better, because some load
+    # while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
-    # Rows of half a MiB and more fill the registers of several SMs. Each row is shared by a small
-    # number of large blocks, because all blocks of a cluster must start at the same time.
+    # Rows of 256 KiB and more fill the registers of several SMs. They are shared by few large
+    # blocks, because all blocks of a cluster must start at the same time.
     ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
-#: The rules for causal softmaxes, and for those with a mask or a bias. Pipelined rules are left
-#: out, because their copies load x alone. The smaller a unit, the more units are above the
-#: diagonal.
+#: Rules for softmaxes that are causal or have a mask or a bias. There are no pipelined rules,
+#: because the copies of pipelined tiles load only x. Causal rows of up to 2048 columns use a
+#: row_tile, whose small units (the columns that a row's threads load at once) skip more columns
+#: above the diagonal.
 PLACED = (
     ForwardRule("row_tile", row_bytes=2048),
     ForwardRule("row_tile", cols=2048, causal=True),
@@ -418,7 +443,7 @@ PLACED = (
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
-    """Return the schedule of the first rule that applies to `spec`, or None."""
+    """Return the schedule of the first rule that applies, or None if no rule applies."""
     table = PLACED if has_places(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)

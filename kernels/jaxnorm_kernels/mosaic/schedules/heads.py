@@ -1,6 +1,6 @@
-"""Schedules of norms with a rotation: threads per head, vectors, and stages of the pipeline.
+"""Schedules of norms with a rotation: threads per head, vector sizes, and stages of the pipeline.
 
-All numbers are measured (`benchmarks/sweeps/heads.py`, H200).
+All numbers were measured on an H200 (`benchmarks/sweeps/heads.py`).
 """
 
 import dataclasses
@@ -13,47 +13,48 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
-# The maximum number of columns per thread. The backward pass holds six values of each column, and
-# spills registers with 20 columns.
+# Maximum number of columns per thread. The backward pass needs six values for each column; with 20
+# columns, registers spill to memory.
 _MOST_COLUMNS = 16
-#: The maximum number of columns of a head: a warp must hold it.
+#: Maximum number of columns of a head, so that one warp has room for it.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: The maximum number of rows that a warpgroup holds at a time. Two threads then share a row.
+#: Minimum number of rows of a call. It is the size of the largest tile of rows, in which two
+#: threads share each row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
-# The maximum bytes of x that a thread loads in the forward pass: two loads.
+# Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.
 _TILE_BYTES = 2 * VECTOR_BYTES
-# The maximum number of neighbouring columns that a thread loads at once from each half of the
-# pairs. With half of the widest load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth
-# over 64 to 256 columns of 16 bits, otherwise 0.88 to 0.91.
+# Maximum number of neighbouring columns that a thread loads at once from each half of the pairs.
+# With half of the widest possible load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth
+# over 64 to 256 columns of 16 bits; with the widest load, 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
-# The pipeline of the backward pass: bytes of both inputs per stage, stages, and blocks per
-# multiprocessor. It reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16, 0.98 over 128
-# of float32, and 0.82 and 0.91 over 64 columns. With three blocks, the four numbers are 0.80, 0.92,
-# 0.73 and 0.87.
+# Pipeline of the backward pass: bytes of both inputs per stage, number of stages, and blocks per
+# SM. With these, it reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16, 0.98 over 128
+# of float32, 0.82 over 64 of bfloat16 and 0.91 over 64 of float32. With three blocks per SM, it
+# reaches 0.80, 0.92, 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# The bytes of the widest load of pairs in the backward pass. Half of the widest possible load
-# doubles the threads per row. Each thread then has fewer columns, and registers suffice for these
-# blocks.
+# Maximum number of bytes that a thread of the backward pass loads at once from each half of the
+# pairs: half of the widest possible load. This doubles the number of threads per row, so each
+# thread has fewer columns, and four blocks fit in an SM's registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
-# The size of an asynchronous copy must be a multiple of this.
+# The size of an asynchronous copy must be a multiple of this number of bytes.
 _COPY_BYTES = 16
-# The shared memory that barriers and Mosaic itself take.
+# Shared memory of a block for barriers and for Mosaic itself.
 _OTHER_SHARED_BYTES = 2 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Parameters of the kernels.
+    """Schedule of the kernels of norms with a rotation.
 
     Attributes:
-      vector: the number of neighbouring columns that a thread holds in each half of the pairs.
-      rest: the number of neighbouring columns that a thread holds among those not rotated.
-      threads: the number of threads of a warp that share a row.
-      height: the number of rows that the warpgroup holds at a time.
-      rows: the number of rows in a stage of the backward pass, a multiple of `height`.
-      stages, blocks_per_sm: the number of stages, and of blocks per multiprocessor, in the backward
-        pass.
+      vector: number of neighbouring columns per thread in each half of the pairs.
+      rest: number of neighbouring columns per thread in the part that is not rotated.
+      threads: number of threads of a warp that share a row.
+      height: number of rows that a warpgroup processes at the same time.
+      rows: number of rows per stage of the backward pass, a multiple of `height`.
+      stages: number of stages of the backward pass.
+      blocks_per_sm: number of blocks per SM in the backward pass.
     """
 
     vector: int
@@ -65,7 +66,7 @@ class Heads:
     blocks_per_sm: int = 1
 
     def tile(self, spec: Spec) -> HeadTile:
-        """Return how a block holds rows of heads."""
+        """Return the tile: how a block distributes rows (heads) over its threads."""
         return HeadTile(
             spec.cols,
             spec.norm.rotated,
@@ -78,8 +79,8 @@ class Heads:
 
 
 def forward(spec: Spec) -> Heads | None:
-    """Return the schedule of the forward pass, or None if no kernel supports these heads."""
-    of_pairs = VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES  # loaded at once
+    """Return the schedule of the forward pass, or None if the heads are not supported."""
+    of_pairs = VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES  # bytes per load
     held = _held(spec, (spec.x_dtype, spec.y_dtype), of_pairs)
     if held is None:
         return None
@@ -93,7 +94,7 @@ def forward(spec: Spec) -> Heads | None:
 
 @kept
 def backward(spec: Spec, gpu: Gpu) -> Heads | None:
-    """Return the schedule of the backward pass, or None if no kernel supports these heads."""
+    """Return the schedule of the backward pass, or None if the heads are not supported."""
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.x_dtype
     read = (saved, spec.y_dtype)
     held = _held(spec, (*read, spec.x_dtype), _BACKWARD_BYTES)
@@ -112,11 +113,12 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 
 
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
-    """Return (vector of the pairs, vector of the rest, threads per row), or None.
+    """Return (vector size in pairs, vector size in other columns, threads per row).
 
-    This chooses the widest possible vectors and then the most threads, if a thread's registers can
-    hold its columns. `of_pairs` is the maximum number of bytes that a thread loads at once from the
-    first columns of its pairs, and from the second.
+    The vectors are as wide as possible, and then there are as many threads as possible, provided
+    that a thread's columns fit in its registers. None means that the heads are not supported.
+    `of_pairs` is the maximum number of bytes that a thread loads at once from each half of the
+    pairs.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None
@@ -142,7 +144,7 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
 
 
 def _widest(columns: int, most: int) -> int:
-    """Return the largest power of 2, at most `most`, that divides a thread's number of columns."""
+    """Return the largest power of 2 that is at most `most` and divides `columns`."""
     vector = most
     while columns % vector:
         vector //= 2

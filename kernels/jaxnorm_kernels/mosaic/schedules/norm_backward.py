@@ -1,8 +1,8 @@
-"""The choice of a norm's backward kernel, and its parameters: tables with their reasons.
+"""Schedules of the backward pass of norms: which kernel, with which sizes, and why.
 
-The numbers are those of Hopper (H100, H200): multiprocessors with 65536 registers and 228 KiB of
-shared memory each, and memory that needs about 32 KiB in flight on each of them. On a GPU with less
-shared memory, rings have fewer stages, or multiprocessors have fewer blocks.
+The numbers are for Hopper (H100, H200): an SM has 65536 registers and 228 KiB of shared memory, and
+needs about 32 KiB of loads in flight. On a GPU with less shared memory, pipelines have fewer
+stages, or SMs have fewer blocks.
 """
 
 import dataclasses
@@ -32,29 +32,31 @@ from jaxnorm_kernels.specs import Spec
 
 NormSchedule = PipelinedRows | PipelinedNarrowRows
 
-# The shared memory that barriers, the sums being exchanged and Mosaic itself take.
+# Shared memory of a block for barriers, for the sums that warps exchange, and for Mosaic itself.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Narrow rows, from the sweep `benchmarks/sweeps/backward.py`. The first three numbers are limits in
-# bytes of all inputs: for a short row, for a stage of short rows, and for a stage of other rows.
-# The last one is the maximum number of stages.
+# Sizes for the narrow-rows kernel, from the sweep `benchmarks/sweeps/backward.py`. Rows whose
+# inputs take at most `_SHORT_ROW_BYTES` have stages of up to `_SHORT_STAGE_BYTES`, other rows
+# stages of up to `_STAGE_BYTES`. `_MOST_ROW_STAGES` is the maximum number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
-# With at most this many columns per thread, registers suffice for three blocks; otherwise for two.
+# With at most this many columns per thread, three blocks fit in an SM's registers; otherwise two.
 _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return the number of blocks (or clusters) per group of rows that is estimated to be fastest.
+    """Return the number of blocks (or clusters) per group of rows with the smallest estimated time.
 
-    If several numbers are equally fast, this is the smallest. Each block costs a row of partial
-    sums, which must be stored, loaded and added.
+    The blocks are persistent: each processes many rows. If several numbers have the same time, the
+    smallest is returned, because each block stores a row of partial sums, which must be loaded and
+    added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # Estimate the time for each number of blocks, in units of a step. Blocks run in rounds. A
-    # round takes as long as the steps of one block, plus the steps that fill its stages.
+    # Estimate the time for each number of blocks, in units of a pipeline step. If more blocks than
+    # fit are launched, they run in rounds. A round takes as long as one block: its steps, plus the
+    # steps during which its stages are filled.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -62,38 +64,41 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# The preferred and the maximum number of columns per thread in a ring. It is at most 12 if the GPU
-# has large enough clusters, because many small blocks wait less for each other's sums than a few
-# large ones. 255 registers hold at most 32 columns.
+# Preferred and maximum number of columns per thread in the pipelined kernel. If the GPU has large
+# enough clusters, a thread has at most the preferred number, because many small blocks wait less
+# for each other's sums than a few large ones. 255 registers have room for at most the maximum
+# number.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
-# Four steps should keep 48 to 96 KiB in flight on a multiprocessor: less leaves the memory idle,
-# more slows down the stores of dx. From this follow, in bytes,
+# Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps: with less, the memory
+# is idle at times; with more, the stores of dx become slow. This determines the following numbers
+# of bytes:
 #
-# - the bytes of all inputs for a block's part of a row, up to which a step has two rows that share
-#   an exchange of sums (except with two norms: each of their rows has two exchanges);
-# - the bytes of a step, including dx and other results, up to which three blocks share a
-#   multiprocessor instead of two;
-# - the bytes of a block's part of a row from which one block per multiprocessor is enough, if it
-#   needs several warpgroups.
+# - `_TWO_ROWS_BYTES`: if a block's part of a row takes at most this many bytes in all inputs, a
+#   step has two rows, whose sums are exchanged together. (Two norms always have one row per step.)
+# - `_THREE_BLOCKS_BYTES`: if a step takes at most this many bytes, including dx and other results,
+#   an SM runs three blocks, otherwise two.
+# - `_ONE_BLOCK_BYTES`: if a block's part of a row takes at least this many bytes in all inputs and
+#   needs several warpgroups, an SM runs one block.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# The registers that a third input takes for a unit, and that its result takes.
+# Number of registers that a thread needs for a third input: for one vector of it, and for the
+# gradient that is its result.
 _KEPT_REGISTERS = 32
 
-# The minimum number of columns for which a warpgroup, and not a warp, holds a row. Two rows at a
-# time, or three blocks, hide the exchange that this needs. LayerNorm over 768 columns of float32
-# reaches 0.97 of copy bandwidth instead of 0.92; over 512 of bfloat16 it would be 0.83 instead of
-# 0.87 (H100).
+# Minimum number of columns for which a warpgroup shares a row; in shorter rows, a warp does. A
+# warpgroup must exchange the sums of a row, which two rows per step or three blocks per SM hide.
+# LayerNorm over 768 columns of float32 reaches 0.97 of a copy's bandwidth with a warpgroup per row
+# and 0.92 with a warp per row; over 512 columns of bfloat16, 0.83 and 0.87 (H100).
 _WARPGROUP_ROWS = 768
-# The minimum number of rows for the narrow-rows kernel: the rows of its largest tile, in which two
-# threads share a row.
+# Minimum number of rows for the narrow-rows kernel: the rows of its largest tile, with two threads
+# per row.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
 @kept
 def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
-    """Return the schedule of a backward pass, or None if no kernel supports the call's rows."""
+    """Return the schedule of a norm's backward pass, or None if no kernel supports the rows."""
     if not is_copied(spec):
         return None
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
@@ -102,7 +107,10 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
 
 
 def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
-    """Return the schedule for narrow rows. A stage holds as many rows as fit."""
+    """Return the schedule for narrow rows, in which each warp has entire rows.
+
+    A stage contains as many rows as the limits allow.
+    """
     gpu = gpu or local_gpu()
     vector = row_vector(spec)
     threads = WARP
@@ -110,7 +118,8 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
         threads //= 2
     ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    # The result that belongs to a third input leaves registers for only one tile at a time.
+    # A call with a third row input (a gate, or x in a scaled sum) has a second result. Their
+    # registers leave room for only one tile of rows per stage.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
@@ -124,9 +133,9 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
 
 
 def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
-    """Return a ring for rows that a block or a cluster shares, or None if the row is too long.
+    """Return the schedule for rows that a block or a cluster shares, or None for longer rows.
 
-    A cluster of blocks with one warpgroup each is preferred to blocks with several warpgroups.
+    Clusters of many blocks with one warpgroup each are preferred to few blocks with several.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -154,8 +163,8 @@ def wide_rows(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """Return a ring with these numbers, or None if registers or shared memory do not suffice."""
-    block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
+    """Return a schedule with these sizes, or None if a row does not fit in a block."""
+    block = cluster * WARPGROUP_THREADS  # threads per row, for each warpgroup of a block
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
     vector = fitting_vector(spec.cols, row_vector(spec), warpgroups * block)
@@ -169,27 +178,29 @@ def wide_rows(
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )
-    width = ring.partition(spec.cols).width  # columns of a warpgroup
+    width = ring.partition(spec.cols).width  # columns per warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)
     fits = width <= _MOST_RING_COLUMNS * WARPGROUP_THREADS
     fits = fits and _registers(spec, width) <= _most_registers(ring)
-    # With one stage, no row would be loaded ahead.
+    # With a single pipeline stage, no row would be loaded ahead of its use.
     if not fits or stages < 2:
         return None
     return dataclasses.replace(ring, stages=stages)
 
 
 def _registers(spec: Spec, width: int) -> int:
-    """Return the number of registers that a thread needs if its warpgroup holds `width` columns."""
-    # A column has its sums, and what `Formula.columns` returns: G, 1 / G and the bias.
+    """Return the number of registers that a thread needs if its warpgroup has `width` columns."""
+    # Each column needs registers for its sums and for the results of `Formula.columns`: G, 1 / G
+    # and the bias.
     held = 0
     for norm in spec.norms:
         of_scale = 2 if norm.norm.saved == "output" else 1
         held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
-    of_column = (_column_sums(spec) + held) * len(spec.norms)  # including values in flight
+    # Two norms have about twice as many values in flight.
+    of_column = (_column_sums(spec) + held) * len(spec.norms)
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 
@@ -212,7 +223,7 @@ def is_copied(spec: Spec) -> bool:
 def row_dtypes(spec: Spec) -> list[np.dtype]:
     """Return the dtypes of the rows that a norm's backward pass loads.
 
-    They are, in order: x (only for two norms), the saved array, arrays saved beside it, dy and dh.
+    In this order: x (only for two norms), the saved array, further saved arrays, dy and dh.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype
@@ -221,12 +232,12 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
 
 
 def _rows(spec: Spec) -> int:
-    """Return the number of rows that share their parameters."""
+    """Return the number of rows per group; the rows of a group have the same parameters."""
     return spec.rows // spec.groups
 
 
 def _row_bytes(spec: Spec) -> int:
-    """Return the bytes that a row takes in all inputs together."""
+    """Return the bytes of a row, summed over all inputs."""
     return spec.cols * _column_bytes(spec)
 
 
@@ -235,5 +246,5 @@ def _column_bytes(spec: Spec) -> int:
 
 
 def _shared_bytes(gpu: Gpu, blocks_per_sm: int) -> int:
-    """Return the shared memory that is available for a block's ring."""
+    """Return the shared memory that is available for the stages of a block, in bytes."""
     return gpu.shared_bytes // blocks_per_sm - RESERVED_BYTES - _OTHER_SHARED_BYTES

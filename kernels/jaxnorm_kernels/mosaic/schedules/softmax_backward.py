@@ -1,4 +1,4 @@
-"""Tables of schedules for the backward pass of softmaxes, which hold rows in registers."""
+"""Schedules of the backward pass of softmaxes, which has rows in registers."""
 
 import dataclasses
 
@@ -17,29 +17,32 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# Rows held in registers: the maximum number of columns, and the number of warpgroups. With more
-# than 48 columns per thread, fewer blocks fit on a multiprocessor.
+# (maximum number of columns, number of warpgroups) for rows in registers. A thread has at most 48
+# columns, because with more, fewer blocks fit on an SM.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The limits if column sums are computed as well: at most 32 columns per thread.
+# (maximum number of columns, number of warpgroups) for rows in registers, if the kernel also adds
+# up the gradient of a bias. A thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# The minimum number of rows, or tiles, that a row of partial sums of a bias's gradient adds up. The
-# sums are float32; with this many rows, their cost is small.
+# Minimum number of rows of x (or of tiles) that are added up for each row of partial sums of a
+# bias's gradient. The partial sums are float32 arrays; with this many rows, storing them costs
+# little.
 _ROWS_OF_SPLIT = 8
-# The maximum number of blocks per multiprocessor that compute such sums.
+# Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
-# The number of vectors in a row from which a warpgroup holds it, instead of threads of a warp.
+# If a row has at least this many vectors, a warpgroup shares it, otherwise the threads of a warp.
 _WARPGROUP_VECTORS = 4 * WARP
-# The maximum number of columns of a causal row that a warp holds. The row is split into units: one
-# vector for each of the threads that share it.
+# Maximum number of columns of a causal row that one warp processes. The row is split into units:
+# the columns that the row's threads load at once, one vector each.
 _CAUSAL_TILE = 2048
-# The number of units of a causal row. Over 512, 1024 and 2048 columns of bfloat16, the backward
-# pass took 15, 8 and 3 % less time than with units of 32 vectors of 16 bytes; over 512 and 1024 of
-# float32, 7 and 3 % less (H100).
+# Number of units (the columns that a row's threads load at once) into which a causal row is split.
+# Over 512, 1024 and 2048 columns of bfloat16, the backward pass took 15, 8 and 3 % less time than
+# with units of 32 vectors of 16 bytes; over 512 and 1024 columns of float32, 7 and 3 % less (H100).
 _CAUSAL_PARTS = 16
-# What a thread holds of each input at most: bytes of registers, and loads in flight.
+# Maximum size of a thread's part of each input: in bytes, because it stays in registers, and in
+# vectors, because all of them are loaded at the same time.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
-# Longer rows are spread over a cluster, whose blocks have this many warpgroups, with 32 columns per
-# thread.
+# Number of columns per thread, and possible numbers of warpgroups per block, for longer rows. They
+# are distributed over a cluster of blocks.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
@@ -56,7 +59,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule in which threads of a warp share a row, or None."""
+    """Return a schedule in which threads of one warp share a row, or None if it does not fit."""
     vector = row_vector(spec)
     vectors = spec.cols // vector
     if vectors < _WARPGROUP_VECTORS:
@@ -68,10 +71,10 @@ def _tile(spec: Spec) -> InRegisters | None:
 
 
 def _placed_tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule for masked, biased or causal rows that a warp can hold, or None.
+    """Return a schedule for short rows that are masked, biased or causal; None for longer rows.
 
-    The rows of a block are in one run; if they cannot be, a warpgroup holds one row. Above the
-    diagonal, the units of a warp skip more columns than those of a warpgroup.
+    A warp, or some of its threads, processes a row. All rows of a block must belong to one run (see
+    `run_of_rows`). If this is not possible, the block processes a single row.
     """
     vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
@@ -93,7 +96,10 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
 
 
 def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
-    """Return a schedule in which warpgroups of a block, or of a cluster, share a row, or None."""
+    """Return a schedule in which all warpgroups of a block or of a cluster share a row.
+
+    Return None if rows are too long.
+    """
     vector = row_vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
@@ -108,15 +114,16 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _sums_columns(spec: Spec) -> bool:
-    """Return True if the pass computes the gradient of a bias that has columns."""
+    """Return True if the pass computes the gradient of a bias that has a value for each column."""
     shared = spec.softmax.logits_bias_rows
     return spec.softmax.logits_bias_dtype is not None and shared is not None and shared.has_columns
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
-    """Return how many blocks, or clusters, share the rows of x that use one row of the bias.
+    """Return how many blocks (or clusters) share the work for one row of the bias's gradient.
 
-    All of them can run at the same time.
+    This row is the sum over all rows of x that use the same row of the bias. The number is limited
+    so that all blocks can run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:
@@ -128,7 +135,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     else:
         sharing //= schedule.rows
     threads = schedule.warpgroups * WARPGROUP_THREADS
-    # y, d and the sum of a column
+    # Registers of a thread for its columns: y, dy and a sum for each.
     values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
     by_registers = REGISTERS // ((values + OTHER_REGISTERS) * threads)
     blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))

@@ -1,6 +1,6 @@
-"""Tables of the calls that run as strips, without a transpose, and of the strips' sizes.
+"""Schedules of norms over an axis other than the last: a table of strip sizes.
 
-`rows.strips` defines strips. The numbers are those of Hopper (H100, H200).
+Strips, defined in `rows.strips`, avoid a transpose. The numbers are for Hopper (H100, H200).
 """
 
 import dataclasses
@@ -30,14 +30,16 @@ _KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class StripRule:
-    """A rule of the table. It applies if a block's loaded arrays take at most `kib` KiB together.
+    """A rule of the table of strip sizes.
+
+    It applies if the arrays that a block loads take at most `kib` KiB in total.
 
     Attributes:
-      width: the number of inner elements of a strip.
-      kib: the limit, or None for the default of the direction (`_BLOCK_KIB`).
-      cluster: the number of blocks that share a strip.
-      direction: only for this pass.
-      itemsize: only for arrays with this many bytes per element.
+      width: number of inner elements of a strip.
+      kib: the limit in KiB; None stands for the pass's default, `_BLOCK_KIB`.
+      cluster: number of blocks that share a strip.
+      direction: if given, the rule applies to this pass only.
+      itemsize: if given, the rule applies only to arrays with this many bytes per element.
     """
 
     width: int
@@ -47,40 +49,42 @@ class StripRule:
     itemsize: int | None = None
 
 
-#: The maximum KiB per block, for all loaded arrays together. The blocks of a multiprocessor load,
-#: reduce and store at different times, so several small blocks are better; but each block merges
-#: the statistics of all parts. GroupNorm with silu of 32x64x64x256 bfloat16 on an H100: forward 52
-#: us, and 55 with 96 KiB; backward 80 us, and 107 with 132 KiB.
+#: Default limit in KiB of all arrays that a block loads. Several small blocks per SM are better
+#: than a large one, because they load, reduce and store at different times; but the blocks of a
+#: strip must merge their statistics. GroupNorm with silu of 32x64x64x256 bfloat16 on an H100 takes
+#: 52 us forward (55 us with a limit of 96 KiB) and 80 us backward (107 us with 132 KiB).
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
-# A strip of 32 elements has 128 bytes if an element has 32 bits, which is a whole cache line, or 64
-# bytes if it has 16 bits. Wider strips have more statistics to exchange. This costs more than
-# loading whole cache lines saves, except in blocks with little other work.
+# In a strip of 32 elements, each column has 128 bytes of 32-bit elements (an entire cache line) or
+# 64 bytes of 16-bit elements. Wider strips have more statistics to exchange, which costs more than
+# loading entire cache lines saves. Only small blocks, which have little other work, use wider
+# strips.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
     StripRule(width=64, kib=68, direction="bwd", itemsize=2),
-    # With many columns, several blocks share a strip. Whole memory sectors are still loaded.
+    # With many columns, several blocks share a strip. Strips are at least as wide as a memory
+    # sector.
     *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=96, cluster=16),
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=192, cluster=8),
     StripRule(width=8, kib=192, cluster=8),
-    # For groups whose size is not a power of 2, the narrowest strip that fits has room for a vector
-    # and one more group.
+    # Wider strips, for groups whose size is not a power of 2: a strip must be at least as wide as
+    # the least common multiple of the group size and of a thread's vector.
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# A block has one warpgroup for every so many KiB of one array.
+# A block has one warpgroup per this many KiB that it loads of one array.
 _WARPGROUP_KIB = 64
-# The maximum number of warpgroups per block, by the elements of a vector. Each part has a statistic
-# for every inner element, which takes memory.
+# Maximum number of warpgroups per block, by the number of elements in a thread's vector. Each warp
+# stores a statistic for each inner element in shared memory.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
-# The shared memory that barriers and Mosaic itself take, and the part reserved per block.
+# Shared memory of a block for barriers and Mosaic itself, and the part that the system reserves.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
-#: The calls that no strips kernel can run. They are transposed to rows instead.
+#: Reasons why the strip kernels cannot run a call. Such calls are transposed to rows instead.
 _CANNOT: Table = (
     *NO_KERNEL,
     (
@@ -107,18 +111,18 @@ _CANNOT: Table = (
 
 
 def refusal(spec: Spec) -> str | None:
-    """Return why strips cannot run this call, whose ``spec.inner`` is above 1, or None."""
+    """Return the reason why the strip kernels cannot run this call, or None if they can."""
     return first(_CANNOT, spec)
 
 
 def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
-    """Return the strips of the first rule that applies, or None."""
+    """Return how the first rule that applies splits the array into strips, or None."""
     gpu = gpu or local_gpu()
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
 def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
-    """Return the strips with which a rule runs `spec`, or None if the rule does not apply."""
+    """Return how a rule splits a call's array into strips, or None if it does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
     vector = VECTOR_BYTES // itemsize
@@ -138,7 +142,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     )
     if not fits:
         return None
-    unit = WARPS * WARP // threads  # columns
+    unit = WARPS * WARP // threads  # columns per unit
     busy = array_bytes // (_WARPGROUP_KIB * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
     strips = Strips(
@@ -155,7 +159,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
 
 
 def _shared_bytes(strips: Strips, spec: Spec) -> int:
-    """Return the maximum shared memory that a block needs."""
+    """Return an upper bound of the shared memory that a block needs, in bytes."""
     columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
@@ -164,5 +168,5 @@ def _shared_bytes(strips: Strips, spec: Spec) -> int:
 
 
 def _held(spec: Spec) -> list[np.dtype]:
-    """Return the dtypes of the arrays that are loaded."""
+    """Return the dtypes of the arrays that the kernel loads."""
     return [spec.x_dtype] if spec.direction == "fwd" else row_dtypes(spec)

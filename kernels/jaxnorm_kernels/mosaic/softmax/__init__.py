@@ -1,1 +1,1 @@
-"""softmax and log_softmax, with an optional mask and bias."""
+"""Kernels of softmax and log_softmax, with an optional mask and bias."""

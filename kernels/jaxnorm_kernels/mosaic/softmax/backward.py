@@ -1,25 +1,26 @@
-"""Backward passes of softmax and log_softmax from the output.
+"""Backward passes of softmax and log_softmax, from the saved output y.
 
-With d = dy, and sums over the row:
+z = scale x + bias are the logits. With d = dy, and sums over the row:
 
     softmax       dz = y (d - sum(d y) / sum(y))
     log_softmax   dz = d - exp(y) sum(d)
-    both          dx = scale dz,  dbias = sum(dz) over the rows that share a bias
+    both          dx = scale dz,  dbias = sum(dz) over the rows of x that share a row of the bias
 
-sum(y) is 1 and not computed, unless y is rounded to 16 bits (`Spec.renormalises`). If a bias has
-one value per row, its gradient is the sum of dz over the row, which follows from the sums of d, d y
-and y:
+If y is rounded to 16 bits, its sum may differ from 1 and is computed (`Spec.renormalises`);
+otherwise it is taken as 1. If the bias has one value per row, its gradient is the sum of dz over
+the row. This sum follows from the sums of d, d y and y:
 
     softmax       sum(dz) = sum(d y) (1 - sum(y)), or 0 if dz is divided by sum(y)
     log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
-Masked elements have y = 0, or -inf, and their d counts as 0 even if it is infinite. softmax looks
-only at y and reads no mask, so cotangents of values that were rounded to 0 are dropped too. With a
-finite `SoftmaxOptions.masked_logit`, it reads the mask: masked elements then have a nonzero y, and
-dz = 0.
+Masked elements have y = 0 (softmax) or y = -inf (log_softmax). Their d counts as 0, even if it is
+infinite. The backward pass of softmax reads no mask, and treats elements with y = 0 as masked,
+including those whose y was rounded to 0. There is one exception: with a finite
+`SoftmaxOptions.masked_logit`, masked elements have a nonzero y but dz = 0, so the mask is read.
 
-If a cotangent of the row is NaN or infinite, so is the sum, and 0 times the sum is NaN. Calls with
-a mask, and causal calls, therefore select 0 instead of multiplying y = 0 or exp(y) = 0.
+If a cotangent of the row is NaN or infinite, so is the sum over the row, and 0 times this sum is
+NaN. Calls with a mask, and causal calls, therefore select 0 where y or exp(y) is 0, instead of
+multiplying.
 """
 
 import dataclasses
@@ -43,7 +44,10 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The equations above, for one row. The row operands are y, dy and, if needed, the mask."""
+    """The backward pass of one row, by the equations of the module's docstring.
+
+    The row operands are y, dy and, if needed, the mask.
+    """
 
     spec: Spec
     summed: int = 2
@@ -94,9 +98,10 @@ class SoftmaxFormula:
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
-        """Return `multiple`, a multiple of y (or exp(y)), with 0 where y (or exp(y)) is 0.
+        """Return `multiple`, but 0 where y (or, in log_softmax, exp(y)) is 0.
 
-        This applies to masked calls only.
+        `multiple` is y or exp(y) times a factor, which may be NaN. Calls that exclude no elements
+        return it unchanged.
         """
         if not self.spec.drops_entries:
             return multiple
@@ -156,11 +161,14 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """Return y, d and, if masked elements have a nonzero y, the mask, for each fragment."""
+    """Load rows: return, for each fragment (range of columns), y and d = dy in float32.
+
+    If `SoftmaxOptions.masked_logit` is finite, the mask is returned, too.
+    """
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # The call has a finite `SoftmaxOptions.masked_logit`.
+    if not place.drops and place.masks:  # `SoftmaxOptions.masked_logit` is finite.
         return list(zip(y, d, place.keep()))
     if place.drops:
         keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
@@ -174,11 +182,12 @@ def _read(
 
 
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the gradient of a bias with one value per row, ``(n, 1)``: sums of dz.
+    """Return the gradient of a bias with one value per row of x, as an ``(n, 1)`` array.
 
-    `totals` and `weights` are the row sums of the formula.
+    It is the sum of dz (the gradient of the logits) over all rows that use the same value. `totals`
+    and `weights` are the formula's row sums: sum(d y) and sum(y), or sum(d) and sum(exp(y)).
     """
-    # totals - totals is 0, but NaN if the total is not finite.
+    # `totals - totals` is 0 if the total is finite, and otherwise NaN, as it should be.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

@@ -1,11 +1,12 @@
-"""softmax and log_softmax of z = scale x + bias.
+"""Forward passes of softmax and log_softmax of z = scale x + bias.
 
 With m = max(z) over the unmasked elements of a row:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       0 if masked
     log_softmax  y = z - m - log(sum(exp(z - m)))       -inf if masked
 
-If parts of a row are reduced separately, part p by its own maximum,
+If several warps each reduce a part of a row, part p has a maximum m_p and a sum s_p of its own.
+They are merged:
 
     m = max(m_p)        sum(exp(z - m)) = sum(s_p exp(m_p - m))        s_p = sum(exp(z - m_p))
 """
@@ -32,7 +33,7 @@ Exp = Callable[[jax.Array], jax.Array]
 def softmax_fwd(
     operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
 ) -> Results:
-    """Return softmax or log_softmax. `schedule` replaces the default schedule."""
+    """Run the forward pass of softmax or log_softmax. `schedule` replaces the default schedule."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
         _in_registers(spec),
@@ -63,8 +64,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
-                # The maximum is finite even for a row of unmasked -inf, but not for an entirely
-                # masked row.
+                # After this, the row's maximum is -inf only if the entire row is masked. A row of
+                # unmasked -inf has a finite maximum.
                 highest = [
                     jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
                     for keep, v in zip(place.keep(), highest)
@@ -79,18 +80,20 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # The count is 0 for a row that is masked entirely.
+            for count in counts:  # `count` is 0 if the entire row is masked
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
             elif not isinstance(tile, SplitRow):
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
-                # exp(z - m) is exp(z - m_p) exp(m_p - m).
+                # exp(z - m) = exp(z - m_p) exp(m_p - m), so the exponentials e of this part of the
+                # row need only a factor.
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
-                # Columns that two fragments hold must have equal results.
+                # A column may be in two fragments (ranges of columns). exp(z - m) is computed anew,
+                # so that both have the same result.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
@@ -110,7 +113,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
 
 
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
-    """Return scale x + bias. Masked elements are replaced by `SoftmaxOptions.masked_logit`."""
+    """Load z = scale x + bias, with `SoftmaxOptions.masked_logit` in place of masked elements."""
     spec, layout = place.spec, place.tile.layout
     z = [scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.softmax.logits_bias_rows is not None:
