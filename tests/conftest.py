@@ -71,7 +71,7 @@ def quick_to_compile() -> Iterator[None]:
     ]
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with each implementation, requested explicitly; all must meet the same bounds."""
+    """Run the test with each implementation, requested explicitly; the bounds are the same."""
     if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
 

@@ -39,7 +39,7 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
 
 
 def with_lost_columns(parameters):
-    """Return parameters with two columns whose x cannot be recovered from y (scales of 0 and 1e-9)."""
+    """Return parameters with two columns whose x cannot be recovered from y (scales 0 and 1e-9)."""
     scale = parameters["scale"].at[..., 1].set(0).at[..., 3].set(1e-9)
     return parameters | {"scale": scale, "bias": jnp.full_like(scale, 0.3)}
 

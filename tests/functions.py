@@ -1,5 +1,4 @@
-"""The table of functions: a call of each public function, its operands and its formula in plain
-JAX.
+"""The table of functions: a call of each public function, its operands, and plain JAX's formula.
 
 The tests of values, batches, programs, rematerialisation and meshes run over this table. A function
 is tested by all of them as soon as it has an entry.
@@ -65,9 +64,7 @@ SHAPES: dict[str, Callable[[Sizes], tuple[int, ...]]] = {
 
 
 def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # noqa: B008
-    """Return an operand of this kind as a NumPy array: floats in float64, labels in int32, masks in
-    bool.
-    """
+    """Return an operand of this kind as a NumPy array: float64, int32 (labels) or bool (masks)."""
     shape = SHAPES[kind](sizes)
     if kind in ("labels", "candidates", "counts"):
         labels = (np.arange(np.prod(shape)) % sizes.features).reshape(shape).astype(np.int32)
@@ -451,9 +448,7 @@ def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[
 
 
 def scalar(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes one number, to which every element of every result
-    contributes.
-    """
+    """Return a function that computes one number, which depends on every element of all results."""
 
     def of_result(y):
         return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
@@ -493,8 +488,6 @@ def plain_call_of(name: str) -> Any:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Return the optional arguments of a public function: a dict from their names to their
-    defaults.
-    """
+    """Return a public function's optional arguments: a dict from their names to their defaults."""
     parameters = inspect.signature(getattr(jaxnorm, name)).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -141,9 +141,7 @@ class Expected:
         }
 
     def walk(self, terms):
-        """Return the rounding error of a sum of `terms` terms, relative to the sum of their
-        magnitudes.
-        """
+        """Return a bound on the error of a sum of `terms` terms, relative to their magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 

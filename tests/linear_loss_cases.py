@@ -93,9 +93,7 @@ class Linear:
         return self.rows.loss_bound() + slope * self.error
 
     def gradients(self, *d):
-        """Yield the gradients of x, weight and bias, each with its bound. `d` has one value per
-        row.
-        """
+        """Yield the gradients of x, weight and bias with their bounds; d has one value per row."""
         dlogits = self.rows.gradient(*d)
         error = self.rows.gradient_bound(*d) + self.factor_v * np.abs(dlogits)
         error = error + self.logits_scale * self.moved(*d)
@@ -113,7 +111,7 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """Return a bound on the change of the gradient of the logits that the logits' error causes."""
+        """Return a bound on the error of the logits' gradient that the logits' error causes."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)

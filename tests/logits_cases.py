@@ -20,9 +20,7 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A softmax of an array, with the shapes of its mask and its bias, which broadcast to the
-    array.
-    """
+    """A softmax of an array, and the shapes of the mask and the bias, which broadcast to it."""
 
     shape: tuple[int, ...]
     mask: tuple[int, ...] | None = None
@@ -36,9 +34,7 @@ class Case:
         return "-".join([str(self.shape), *(f"{k} {v}" for k, v in given.items() if v)])
 
     def call(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
-        """Return the forward call for arrays of these dtypes. `bias` and `y` default to the dtype
-        of x.
-        """
+        """Return the forward call for these dtypes; `bias` and `y` default to the dtype of x."""
 
         def struct(shape: tuple[int, ...] | None, dtype: Any) -> jax.ShapeDtypeStruct | None:
             return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
@@ -105,9 +101,7 @@ def mixed():
 
 
 def op_of(kind: str, cols: int) -> str:
-    """Return softmax or log_softmax, alternating so that each width and each kind is tested with
-    both.
-    """
+    """Return softmax or log_softmax, alternating so that each width and each kind runs both."""
     return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
 
 

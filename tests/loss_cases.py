@@ -89,9 +89,7 @@ class CrossEntropy:
         return (self.loss_bound(),)
 
     def gradient(self, *d):
-        """Return the gradient of sum(d * result) by the original logits. `d` is one array per
-        result.
-        """
+        """Return the gradient of sum(d * result) by the original logits; each result has a d."""
         return np.where(self.has_entry[..., None], self._of_x(*d) * self.slope, 0)
 
     def _of_x(self, d):

@@ -115,7 +115,7 @@ def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any,
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield softmaxes with masks and biases, each with its operands' types. The masks select all."""
+    """Yield softmaxes with biases and masks (all True), each with its operands' types."""
     for shape, mask, bias, causal in LOGITS:
 
         def call(x: jax.Array, *given: jax.Array, mask: Any = mask, causal: bool = causal) -> Any:
@@ -128,8 +128,7 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls of `name`, or of a loss if there is no such function, each with its operands'
-    types.
+    """Yield calls of `name` (or of the loss, if `name` is no function) and their operands' types.
 
     Most labels are classes; two are far out of range.
     """

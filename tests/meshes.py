@@ -79,7 +79,7 @@ def specs_of(mesh_axes, axes):
 
 
 def in_shards(arrays, mesh, specs):
-    """Shard arrays over a mesh from the host, because sharding a device array would run a program."""
+    """Shard arrays over a mesh from the host: sharding a device array would run a program."""
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 

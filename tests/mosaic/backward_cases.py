@@ -84,9 +84,7 @@ def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def of_rows(parameter: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return the parameter of each row with shape ``(rows, cols)``, or ``(1, cols)`` if all rows
-    share it.
-    """
+    """Return a parameter with one row for each row of x, or with one row if all rows share it."""
     if parameter.ndim == 1:
         return parameter[None]
     return np.repeat(parameter, spec.rows // len(parameter), axis=0)
@@ -97,9 +95,7 @@ def parameter_shape(groups: int, spec: Spec) -> tuple[int, ...]:
 
 
 def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
-    """Return the arguments of the backward: what the forward saves, computed in float64, and
-    cotangents.
-    """
+    """Return the backward's arguments: what the forward saves (in float64), and cotangents."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 3, (spec.rows, spec.cols))
     d = rng.normal(0, 1, (spec.rows, spec.cols)).astype(spec.y_dtype)
@@ -178,9 +174,7 @@ _TERMS = 128
 
 
 def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
-    """Return the outputs in float64 and the errors that a kernel may make; None for an absent
-    parameter.
-    """
+    """Return the outputs in float64 and their error bounds; None for an absent parameter."""
     if spec.op == "norm":
         return norm_reference(spec, *operands)
     y, d = map(exact, operands)

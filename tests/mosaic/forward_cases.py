@@ -36,9 +36,7 @@ class Case:
     schedule: Any
 
     def schedule_for(self, *dtypes: np.dtype | None) -> Any:
-        """Return the schedule with the largest vector for arrays of these dtypes, unless its vector
-        is 1.
-        """
+        """Return the schedule with the largest vector for these dtypes, unless its vector is 1."""
         if self.schedule.vector == 1:
             return self.schedule
         widest = max(dtype.itemsize for dtype in dtypes if dtype is not None)
@@ -114,9 +112,7 @@ CLUSTERED = (
 
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
-    """Return the spec of an operation of `OPS` or `RESIDUAL_OPS`; a residual has x's dtype by
-    default.
-    """
+    """Return the spec of an operation; a residual has the dtype of x unless `kwargs` change it."""
     if op in ("softmax", "log_softmax"):
         return build_spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
@@ -164,8 +160,7 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> 
 
 
 def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) -> Any:
-    """Return `call` under `jax.jit`. With a given schedule, the result is cached, so it compiles
-    once.
+    """Return `call` under `jax.jit`, cached for a given schedule, so that it compiles once.
 
     Without a schedule, the program depends on tables that a test may replace.
     """

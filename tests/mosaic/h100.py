@@ -93,9 +93,7 @@ class Compiled:
 
 
 class Compiler:
-    """Compiles kernels for one GPU. `needs.cuda_compilers` says why tests that need it are left
-    out.
-    """
+    """Compiles kernels for one GPU. `needs.cuda_compilers` checks that this is possible."""
 
     def __init__(self, folder: Path, config: str = H100) -> None:
         self.folder = folder
@@ -155,9 +153,7 @@ SPILLED = 32
 
 
 def assert_fits(kernel: Compiled, spec: Spec) -> None:
-    """Assert that the kernel hardly spills, and that its registers allow the scheduled blocks per
-    SM.
-    """
+    """Assert that the kernel hardly spills and uses few enough registers for its blocks per SM."""
     assert kernel.spilled <= SPILLED
     if spec.direction == "fwd" or not spec.is_norm:
         return

@@ -35,7 +35,7 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels on two persistent blocks: enough to test sums over blocks, and fast to interpret."""
+    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
     monkeypatch.setattr(schedules, "persistent_blocks", _two)
 
 
@@ -87,9 +87,7 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     ids=str,
 )
 def test_with_64_bit_types(op: str, case: Case) -> None:
-    """With 64-bit types, kernels still count in 32 bits, though Python integers are traced as
-    int64.
-    """
+    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
     spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -158,9 +156,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     ],
 )
 def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
-    """dh is added to dx in x's dtype, which may be wider than saved and dy, and the sum is rounded
-    once.
-    """
+    """dh is added to dx in x's dtype, which may be wider than saved and dy, with one rounding."""
     spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, adds_dh=True)
     check(spec, case.schedule_for(x, y), *make_operands(spec))
 
@@ -221,7 +217,7 @@ def test_parameters_of_groups(name: str, groups: int, rows: int) -> None:
 )
 @pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail"])
 def test_one_parameter_of_groups(name: str, change: dict[str, Any]) -> None:
-    """One parameter may have a row for each group while the other is absent or shared by all rows."""
+    """One parameter may have a row per group while the other is absent or shared by all rows."""
     case = BY_NAME[name]
     spec = make_spec("layer_norm", 3 * case.rows, case.cols, BF16, BF16, **change)
     check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -275,7 +271,7 @@ def test_clip(name: str) -> None:
 
 
 def test_float16_has_no_floor() -> None:
-    """In float16, x_hat is 0 if the scale is 0, or so small that its reciprocal would be infinite."""
+    """In float16, x_hat is 0 if the scale is 0 or so small that its reciprocal is infinite."""
     case = BY_NAME["ring"]
     spec = make_spec("rms_norm", case.rows, case.cols, F16, F16)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -341,7 +337,7 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, the residual's gradient is dh in h's dtype, and x's is dh in x's dtype."""
+    """For h = x + residual, both gradients are dh: the residual's in h's dtype, x's in x's."""
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
     spec = changed(plain, op="add_norm", x_dtype=x, residual_dtype=residual)

@@ -37,7 +37,7 @@ MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
 def mixed(cases: Sequence[Case]) -> list[Any]:
-    """Return each case with two combinations of dtypes; the first of a kind with all combinations."""
+    """Return each case with two combinations of dtypes; the first of a kind with all of them."""
     kinds: set[type] = set()
     found = []
     for i, case in enumerate(cases):
@@ -49,7 +49,7 @@ def mixed(cases: Sequence[Case]) -> list[Any]:
 
 
 def in_turn(ops: Sequence[str], cases: Sequence[Any]) -> list[Any]:
-    """Return the cases with alternating functions, so that all schedules and dtypes run with both."""
+    """Alternate between two functions, so that all schedules and dtypes run with both."""
     return [
         pytest.param(ops[i % 2], case, x, y, id=f"{ops[i % 2]}-{case.name}-{x}-{y}")
         for i, (case, x, y) in enumerate(cases)

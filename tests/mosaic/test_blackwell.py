@@ -210,7 +210,7 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
 
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
-    """Return a function that runs the loss's forward and backward, and the shapes of its operands."""
+    """Return a function that runs a loss's forward and backward, and its operands' shapes."""
     of_backward = changed(spec, direction="bwd", want_stats=False)
 
     def both(x: Any, labels: Any, *cotangents: Any) -> Any:

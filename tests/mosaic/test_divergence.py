@@ -26,7 +26,7 @@ DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "
 
 
 def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0, **options):
-    """Return the spec of the forward, which also returns statistics, and the spec of the backward."""
+    """Return the specs of the forward, which also returns statistics, and of the backward."""
     given = {"scale": 1.0, "reverse": False, "logit_softcap": None, "teacher_logit_softcap": None}
     call = divergence_call(
         "kl_divergence",
@@ -143,9 +143,7 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """For a small divergence, the error is relative to the difference of the logits, not to the
-    logits.
-    """
+    """For small divergences, errors are relative to the difference of the logits."""
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)
