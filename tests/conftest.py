@@ -151,7 +151,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Run a test and everything that it calls in one chunk of Python's stack."""
+    """Run a test and everything that it calls in one chunk of Python's stack.
+
+    This makes tracing faster, as `in_one_chunk` explains.
+    """
     test = pyfuncitem.obj
     pyfuncitem.obj = functools.partial(in_one_chunk, test)
     try:

@@ -189,7 +189,7 @@ def tests_of(mutant: Mutant) -> list[str]:
 
 
 def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> dict[str, object]:
-    """Run tests in a copy of the project. The copy contains the mutant, unless it is None."""
+    """Run tests in a copy of the project, which contains the mutant unless that is None."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("jaxnorm", "kernels", "tests", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / name, Path(folder, name))

@@ -128,7 +128,7 @@ class ScaledSum:
         self.dbranch_scale = np.sum(self.dresidual * self.x, 0)
 
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return h and its bound. Rounded are the product (with a branch scale), the sum, and h."""
+        """Return h and its bound. The product (with a branch scale), the sum and h are rounded."""
         product = self.branch_scale * self.x
         total = self.residual + product
         error = 2 * self.u * (np.abs(product) * (self.branch_scale != 1) + np.abs(total))

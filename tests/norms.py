@@ -57,7 +57,7 @@ def _numbers(shape):
 
 
 def _spread(shape, of_x, axes):
-    """Return, for each element of x as (rows, cols), the index of the parameter's element it uses.
+    """Return, for each element of x as (rows, cols), the index of its element of a parameter.
 
     A parameter broadcasts to the axes of x, with the normalised axes last.
     """
@@ -97,8 +97,8 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
         named.setdefault("scale", None)
         return jax.tree.leaves(getattr(jaxnorm, name)(**named, **options))
 
-    # Gradients of tables are taken separately: kernels do not compute them, so they would change
-    # the call.
+    # Gradients of tables are taken separately: kernels do not compute them, so a call with them
+    # would run XLA's code.
     of_tables = {n: a for n, a in operands.items() if OPERANDS[n] == "table"}
     others = {n: a for n, a in operands.items() if n not in of_tables}
     results, vjp = jax.vjp(lambda others: call(others | of_tables), others)

@@ -385,7 +385,7 @@ def _matmul(operands, dimension_numbers, **_):
 
 
 def _bilinear(function: Callable, terms: Callable) -> Callable:
-    """Return the rule of an operation that sums products; ``terms(b, params)`` is their number."""
+    """Return the rule of an operation that sums products, ``terms(b, params)`` for each result."""
 
     def rule(operands, **params):
         (a, b), rest = operands[:2], [jnp.asarray(o.value) for o in operands[2:]]
@@ -425,7 +425,7 @@ def _added(sign: int) -> Callable:
 
 
 def _by_jax(primitive: Any, adds: bool = False) -> Callable:
-    """Return a rule that moves values and errors with JAX's primitive, which may add some."""
+    """Return a rule that lets JAX's primitive move, or with `adds` add, values and errors."""
 
     def rule(operands, **params):
         if adds:  # The traced addition has another dtype.

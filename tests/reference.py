@@ -86,9 +86,10 @@ log_softmax_gradient = functools.partial(softmax_gradient, log=True)
 def softmax_gradient_bound(
     y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, y_dtype: str, u: float
 ) -> np.ndarray:
-    """Return the bound of dx: y's error to first order, the arithmetic of d - sum(d y), storing.
+    """Return a bound on the error of dx, where d is the cotangent of y.
 
-    A 16-bit y is divided by its sum, so a constant that all d of a row share cancels.
+    It covers y's error to first order, the arithmetic of d - sum(d y), and the rounding of dx. A
+    16-bit y is divided by its sum, so a constant that all d of a row share cancels.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -327,8 +328,8 @@ class TwoNorms:
         few = 8 * last.u
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # dresidual is the cotangent of the first norm. Its backward needs the mean of dresidual u,
-        # which a kernel may compute from the means of dresidual's terms.
+        # dresidual is the cotangent of the first norm, whose result is u. Its backward needs the
+        # mean of dresidual times u, which a kernel may compute from the means of dresidual's terms.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(

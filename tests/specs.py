@@ -1,4 +1,7 @@
-"""Specs of passes for tests, built from flags instead of the names of results and operands."""
+"""Specs of passes for tests, built from flags instead of the names of results and operands.
+
+A `Spec` is the static description of one pass (the forward or the backward) of a call.
+"""
 
 import dataclasses
 from typing import Any

@@ -45,7 +45,10 @@ def told(report, name):
 
 
 def is_true(before, after, name):
-    """Return True if following the advice saves what it says, within 10 %, and removes it."""
+    """Return True if following the advice saves what it says, and leaves no such advice.
+
+    The saving may differ by 10 %.
+    """
     saves = sum(row.saves for row in told(before, name))
     return (
         saves > 0

@@ -93,7 +93,7 @@ def test_a_boolean_is_no_number(name, option):
 
 
 @each_number
-@pytest.mark.parametrize("power", [400, 5000])  # Python does not print the second one
+@pytest.mark.parametrize("power", [400, 5000])  # Python does not print 10**5000
 def test_a_number_that_no_float_holds(name, option, power):
     bits = (10**power).bit_length()
     expected = rf"{name}: {option}=\(an integer of {bits} bits\); expected a (finite )?number"
@@ -155,7 +155,7 @@ def test_a_label_of_64_bits_that_is_numpys():
     assert np.isnan(loss)
 
 
-@pytest.mark.parametrize("power", [400, 5000])  # Python does not print the second one
+@pytest.mark.parametrize("power", [400, 5000])  # Python does not print 10**5000
 @pytest.mark.parametrize(
     ("function", "name", "expected"),
     [

@@ -127,7 +127,7 @@ def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
 @pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
 @pytest.mark.parametrize("dtype", accurate)
 def test_as_accurate_as_flax(dtype, size):
-    """In nnx, our errors exceed Flax's by at most two ulps; in linen, both are of equal size.
+    """In nnx, our errors exceed Flax's by at most two ulps; in linen, both have similar sizes.
 
     linen rounds the logits. For large logits this rounding exceeds all other errors, so ours and
     Flax's are two samples from one distribution.

@@ -20,7 +20,7 @@ NAMES += ["layer_norm from input", "softmax with a bias", "add_rms_norm with a g
 
 
 def sizes_of(name, cols):
-    if "rope" in name:  # Mosaic needs such sizes of heads.
+    if "rope" in name:  # Mosaic divides heads of these sizes among threads.
         head = 40 if cols % 40 == 0 else 64
         return Sizes((ROWS, cols // head), head)
     return Sizes((ROWS,), cols, cols)

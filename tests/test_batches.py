@@ -34,7 +34,7 @@ CASES = [
 
 
 def batched(array, dim):
-    """Return the array and similar arrays, stacked along a new axis (none if it is None)."""
+    """Return the array stacked with similar ones along axis `dim`, or unchanged if that is None."""
     if dim is None:
         return array
     each = [

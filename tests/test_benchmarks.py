@@ -57,7 +57,7 @@ def test_bytes(direction, dtypes, arrays):
         # and the single gradient.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # The same with a float32 residual, h and dh, and with two gradients.
+        # The same arrays, with a float32 residual, h and dh, and two gradients.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
         # x, residual, y; x, dy, dx. dy is the residual's gradient itself.
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),

@@ -27,7 +27,8 @@ has_rope = pytest.mark.skipif(
 )
 
 
-# Variant, remat, layers and dtype. The variant with linear layers runs all values of the others.
+# Variant, remat, layers and dtype. The variant with linear layers covers all values that the others
+# have.
 CASES = [
     ("jaxnorm-norms", "none", "scan", "float32"),
     ("jaxnorm-everything", "dots", "scan", "float32"),

@@ -262,8 +262,8 @@ EXCEPTIONS = {
     # x is replicated over the axes that split the head. In plain JAX, all devices of these axes
     # compute the loss of the same rows. jaxnorm splits the rows over them and exchanges gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
-    # Plain JAX sums logits. They have only 128 rows here, no more than the head, so the bytes of x
-    # count. In training, heads are smaller than logits.
+    # Plain JAX adds up partial logits. They have 128 rows here, no more than the head. The
+    # additional bytes of jaxnorm are those of x. In training, heads are smaller than logits.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
     # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes per row.
     # Plain JAX under `jax.checkpoint` saves 4 bytes per row.
@@ -291,7 +291,7 @@ def exchanged(
 
     def step(*arrays: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            # This loss's cotangent is elementwise, so it needs no exchange.
+            # The loss is a sum of sines. Its cotangent is elementwise, so it needs no exchange.
             results = jax.tree.leaves(function(*arrays))
             return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in results)
 
@@ -322,8 +322,8 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
     with as_default(Kernels()) if way == "kernel" else contextlib.nullcontext():
         found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
     expected = plain_exchanges(name, its)
-    # XLA may gather vectors of parameters more than once, so only larger arrays count here. It runs
-    # all programs of rms_norm_rope.
+    # XLA may gather vectors of parameters more than once, so only larger arrays count here. All
+    # programs of rms_norm_rope run XLA's code.
     if way == "xla" or name == "rms_norm_rope":
         found, expected = ([c for c in side if large(c)] for side in (found, expected))
     ours, most = (sum(each.bytes for each in side) for side in (found, expected))

@@ -118,7 +118,7 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# As above, the cases cover every pair.
+# The cases cover every pair of a configuration, an operation and a shape.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],

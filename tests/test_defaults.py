@@ -79,7 +79,7 @@ def test_no_call_as_in_training_is_slower_than_plain_jax():
 
 
 def test_a_call_that_is_left_has_a_reason(support):
-    """Each reason why a kernel is not the default holds for a call that was measured slower.
+    """Each reason why a kernel is not the default holds for a call that was measured as slower.
 
     Calls that XLA fuses with others are left out; other tests check these.
     """
@@ -90,7 +90,7 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # Each reason holds for at least one slower call.
+    # No reason applies only to calls for which the kernels are faster.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 

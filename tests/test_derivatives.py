@@ -21,7 +21,7 @@ def normal(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_second_derivative_at_a_floored_scale_is_loud(dtype):
-    """At a scale of 0, first derivatives are right, and second derivatives from the output are NaN.
+    """At a scale of 0, first derivatives are correct; second ones from the output are NaN.
 
     The output does not determine them.
     """
@@ -33,8 +33,8 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
     ours, theirs = (lambda w, save=save: jax.grad(loss)(w, save) for save in ("output", "input"))
     others = np.arange(6) != 2
     assert_computes(ours(w)[others], lambda w: theirs(w)[others], w, like=lambda w: ours(w)[others])
-    # The gradient is a sum of 3 y^2 x_hat over four rows, where |x_hat| <= sqrt(6) and y = 2^-60
-    # x_hat.
+    # The gradient of this scale is a sum of 3 y^2 x_hat over four rows, where |x_hat| <= sqrt(6)
+    # and y = 2^-60 x_hat.
     assert np.abs(ours(w)[2]) <= 3 * 4 * 6**1.5 * 2.0**-120
     penalty = jax.grad(lambda w, save: jnp.sum(jax.grad(loss)(w, save) ** 2))
     np.testing.assert_array_equal(np.isnan(penalty(w, "output")), np.arange(6) == 2)
@@ -43,7 +43,7 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
 
 @pytest.mark.parametrize("save", ["output", "input"])
 def test_one_hot_rows(save):
-    """Second derivatives are right for one-hot rows, where |x_hat| is at its bound sqrt(N).
+    """Second derivatives are correct for one-hot rows, where |x_hat| is at its bound sqrt(N).
 
     The clip to this bound must not set derivatives to 0.
     """

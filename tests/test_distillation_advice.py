@@ -72,7 +72,7 @@ def test_other_logits(loss):
 
 
 def test_what_is_no_divergence():
-    """There is no advice to fuse the matmul if both models are trained or the logits reused."""
+    """Advice does not fuse the matmul if both models are trained or the logits are used twice."""
 
     def both_trained(x, weight, teacher_x, teacher_weight):
         log_q, log_p = jax.nn.log_softmax(x @ weight), jax.nn.log_softmax(x @ (2 * weight))

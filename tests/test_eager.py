@@ -25,7 +25,7 @@ PAIRS = {
 def test_a_call_costs_what_jax_nn_s_does(name):
     """A call outside of `jax.jit` takes at most 1.3 times as long as jax.nn's function.
 
-    The shortest of many times counts, because other processes disturb them.
+    The shortest of many timings counts, because other processes slow down the rest.
     """
     x = jnp.ones((8, 128))
     best = dict.fromkeys(PAIRS[name], np.inf)
@@ -43,7 +43,7 @@ def test_a_call_costs_what_jax_nn_s_does(name):
 @pytest.mark.parametrize(("order", "constants"), [(1, "JAX"), (2, "JAX"), (1, "NumPy")])
 @pytest.mark.parametrize("name", BASIC)
 def test_a_gradient_is_traced_once(name, order, constants):
-    """Outside of `jax.jit`, the second gradient of a call traces nothing again.
+    """Outside of `jax.jit`, computing a gradient a second time traces nothing again.
 
     Tracing would run the checks, the rules or the formulas. Labels, masks and tables are JAX or
     NumPy arrays.
@@ -149,7 +149,10 @@ def test_debug_nans_names_the_call(compiles):
 
 
 def test_debug_infs_stays_silent_where_positions_do_not_count():
-    """`jax_debug_infs` raises no error for masked positions, which have infinities inside."""
+    """`jax_debug_infs` raises no error for masked positions.
+
+    The derivative marks them internally by an infinity.
+    """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     where = jnp.array([True, False])
     loss, log_prob = jaxnorm.softmax_cross_entropy_with_integer_labels, jaxnorm.log_prob_and_entropy
@@ -175,7 +178,7 @@ def test_debug_infs_stays_silent_where_positions_do_not_count():
     ],
 )
 def test_what_an_import_brings(module, absent):
-    """Importing a module imports neither the other half of Flax nor any kernels."""
+    """Importing a module imports only the Flax API (linen or nnx) that it needs, and no kernels."""
     program = (
         f"import sys\nbefore = set(sys.modules)\nimport {module}\nprint(*set(sys.modules) - before)"
     )

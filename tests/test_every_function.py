@@ -50,7 +50,7 @@ def test_every_public_function_has_a_call():
 
 @each
 def test_a_custom_jvp_with_frozen_arguments(x64, name):
-    """A gradient is right if `jax.custom_jvp` provides zero tangents for the other arguments."""
+    """A gradient is correct if `jax.custom_jvp` provides zero tangents for the other arguments."""
     function, operands = call_of(name, "float64")
 
     @jax.custom_jvp
@@ -65,7 +65,7 @@ def test_a_custom_jvp_with_frozen_arguments(x64, name):
 
 @each
 def test_the_transpose_of_one_tangent(x64, name):
-    """The transpose in one tangent is right if the other tangents are known and not zero."""
+    """The transpose in one tangent is correct if the other tangents are known and not zero."""
     function, operands = call_of(name, "float64")
     y, pullback = jax.vjp(function, *operands)
     cotangents = cosines(y)

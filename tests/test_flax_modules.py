@@ -230,7 +230,7 @@ def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
 
 @each
 def test_scale_offset(make, ours, theirs):
-    """With scale_offset=1, as in Gemma, x is multiplied by 1 + scale."""
+    """With scale_offset=1, as in Gemma, the normalised x is multiplied by 1 + scale."""
     x, plain = data(), make(ours)
     offset = make(ours, scale_offset=1.0, scale_init=nn.initializers.zeros)
     scales = values_of(offset.parameters)

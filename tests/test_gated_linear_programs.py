@@ -67,7 +67,7 @@ def test_operands_alone_are_kept(function, options):
     function = functools.partial(function, options)
     assert made(function, *arrays_of()) == []
     assert made(jax.jit(function), *arrays_of()) == []
-    # If the operands are computed inside the function, only they are saved.
+    # Operands that are computed inside the function are saved, and nothing else.
     of_sines = made(lambda g, u, w, b: function(3 * g, 3 * u, w, b), *arrays_of())
     assert of_sines == [(4, INNER)] * (2 if function.func is gated else 1)
 

@@ -359,7 +359,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
-    """The table of GPUs whose kernels are the default, which warnings use, is right."""
+    """The table of GPUs whose kernels are the default, which warnings use, is correct."""
     spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)

@@ -175,7 +175,10 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """A name for attention's output does not save it from recomputation; a name inside does."""
+    """Only names inside cuDNN's attention prevent its recomputation.
+
+    A `checkpoint_name` of its output does not.
+    """
 
     def counts(attention):
         jaxpr = jax.make_jaxpr(kernels_of(attention))(*attention_operands()).jaxpr

@@ -157,7 +157,7 @@ def test_nan_stays_in_its_row(cols, kernels):
 
 
 def test_more_elements_than_int32_counts(kernels):
-    """Arrays of more than 2^31 elements have right results: the last rows equal the first."""
+    """Arrays of more than 2^31 elements have correct results: the last rows equal the first."""
     rows, cols = 2**19 + 8, 4096
     functions = (jaxnorm.softmax, jaxnorm.rms_norm)
     if triton_programs.are_recorded():  # too large for a CPU
@@ -265,7 +265,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
 
 
 def test_losses_of_more_elements_than_int32_counts(kernels):
-    """Losses of more than 2^31 logits are right: the last rows are as accurate as the first."""
+    """Losses of more than 2^31 logits are correct: the last rows are as accurate as the first."""
     rows, cols = 16500, 131072
     labels = jnp.full(rows, 7)
     step = jax.jit(

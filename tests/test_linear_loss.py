@@ -98,8 +98,8 @@ def check(of, x, weight, bias, labels, where=None, *, chunk=None, **options):
         if of != "none":
             terms = np.abs(values).sum()
             values, bounds = values.sum() / count, bounds.sum() / abs(count)
-            # The sum of weights, by which the mean divides, has errors relative to terms of both
-            # signs.
+            # The mean divides by the sum of the weights. They have both signs, so its error is
+            # relative to the sum of their magnitudes.
             for size in (terms, np.abs(weights).sum() * np.abs(values)):
                 bounds = bounds + 4 * expected.u * size / abs(count)
         values, bounds = (values,), (bounds,)
@@ -270,7 +270,7 @@ def test_masks_of_classes(shape):
 
 @pytest.mark.parametrize("of", ["none", "log_prob"])
 def test_labels_outside(of):
-    """A bad label makes NaN of its row's results and x gradient, and of the weight's gradient."""
+    """A label out of range makes its row's results and gradients NaN, and the weight's gradient."""
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
     d = cotangents_of(of, labels)

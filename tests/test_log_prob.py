@@ -41,7 +41,7 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Results are right for certain and for uniform rows, large logits, and classes at -inf."""
+    """Results are correct for certain and for uniform rows, large logits, and classes at -inf."""
     x, labels, d = operands((7, 300), dtype)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # certain of the label
     x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # certain of another class
@@ -94,7 +94,7 @@ def test_logits_that_stand_for_none(lowest, options, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_what_is_infinite(options, implementation):
-    """Results are right if the label is at -inf, or all logits of the row are."""
+    """Results are correct if the label is at -inf, or all logits of the row are."""
     x, labels, d = operands((3, 300), "float32")
     x = x.at[0, labels[0]].set(-jnp.inf).at[1].set(-jnp.inf)
     static = tuple({**options, "implementation": implementation}.items())

@@ -135,7 +135,7 @@ def test_float64(of, options):
 @refusable
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_labels_of_any_integer_dtype(dtype, implementation):
-    """Labels of any integer dtype have right losses, even if they are out of range.
+    """Labels of any integer dtype have correct losses, even if they are out of range.
 
     Without 64-bit types, JAX converts them to 32 bits first.
     """

@@ -107,7 +107,7 @@ def test_labels_outside_are_nan_in_their_rows():
 
 
 def test_ties_and_infinities():
-    """Losses are right for ties of the largest logit, a single class, a label at -inf, and NaN."""
+    """Losses are correct for ties of the largest logit, single classes, labels at -inf, and NaN."""
     x = jnp.zeros((6, 4096)).at[1].set(-jnp.inf).at[1, 7].set(3.0).at[2, 7].set(-jnp.inf)
     x = x.at[3].set(-jnp.inf).at[4, 9].set(jnp.inf).at[5, 7].set(jnp.nan)
     loss = cross_entropy(x, jnp.full(6, 7))

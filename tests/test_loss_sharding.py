@@ -65,7 +65,7 @@ def expected_of(function):
 
 
 def check(results, function, spec=None):
-    """Assert that values are right and that the gradient is sharded like the logits."""
+    """Assert that values are correct and that the gradient is sharded like the logits."""
     assert_analysed(results, expected_of(function))
     if spec is not None:
         _, dx = results

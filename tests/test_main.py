@@ -141,7 +141,7 @@ FOUND = {"linear_kl_divergence": 2**-5}
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
-    """The check accepts right values, and finds a relative error of 2**-12 (or of `FOUND`)."""
+    """The check accepts correct values, and finds a relative error of 2**-12 (or of `FOUND`)."""
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
     assert HERE != "cpu" or not right.has_kernel

@@ -175,7 +175,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following the advice saves what it says, within 10 %, and removes it."""
+    """Following the advice saves what it says, within 10 %, and leaves no such advice."""
     before, after = (
         memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
     )

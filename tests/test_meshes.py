@@ -155,10 +155,10 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
 def test_rows_on_a_mesh(name, layout, kind, runs):
-    """Values are right and x is not moved between devices; kernels run on a shard's whole rows.
+    """Values are correct and x is not moved between devices; kernels run on a shard's whole rows.
 
-    Only gradients of parameters and sums over split columns are exchanged, and rows that must be
-    where a parameter is.
+    Only gradients of parameters and sums over split columns are exchanged. Exceptions are cases
+    where x must be resharded to match a parameter.
     """
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:

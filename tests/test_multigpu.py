@@ -165,7 +165,7 @@ def check_product(ours):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
 def test_product(weight, kind):
-    """Results on the mesh are right for replicated, sharded (FSDP) and split weights."""
+    """Results on the mesh are correct for replicated, sharded (FSDP) and split weights."""
     axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
     mesh = mesh_of(Case("product", axes, P("data")), kind)
     given = PRODUCT()

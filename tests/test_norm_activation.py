@@ -87,7 +87,7 @@ def test_one_rounding():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_norms_of_all_sizes(activation, implementation):
-    """Activations are right for a norm of 0, and where their exponentials overflow or underflow."""
+    """Activations are correct for a norm of 0, and if their exponentials over- or underflow."""
     scale = jnp.asarray(np.append(np.geomspace(1e-20, 1e4, 63), 0), "float32")
     given = {"scale": scale, "activation": activation, "implementation": implementation}
     check("rms_norm", normal((70, 64), "float32", 0), **given)

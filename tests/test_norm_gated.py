@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """Arrays with few axes or rows are right; they are too small for a kernel."""
+    """Arrays with few axes or rows are correct; they are too small for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
@@ -143,7 +143,7 @@ def test_one_rounding():
 @each_order
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation, before, implementation):
-    """Results are right for gates of 0, and where a gate's exponential overflows or underflows."""
+    """Results are correct for gates of 0, and if their exponentials over- or underflow."""
     sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
     x, _, scale = operands((70, 64), *["float32"] * 3)
     gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")
@@ -173,7 +173,7 @@ def test_kernels(shape, dtype, before, kernels):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero(dtype, before):
-    """With a scale of 0, the column of y is exactly 0, and the scale's gradient is right.
+    """With a scale of 0, the column of y is exactly 0, and the scale's gradient is correct.
 
     The input is saved, so there is no floor.
     """

@@ -144,7 +144,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """Arrays with few axes or rows are right; they are too small for a kernel."""
+    """Arrays with few axes or rows are correct; they are too small for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
@@ -298,9 +298,9 @@ def test_check_params_predicts_the_error(rotated, dtype):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
-    """A scale of 0 next to a nonzero one: this gradient is wrong but finite, all others are right.
+    """The gradient of a scale of 0 in a pair with a nonzero one is wrong but finite.
 
-    With a saved input, this gradient is right, too.
+    All other gradients are correct. With a saved input, this one is, too.
     """
     lost, partner = (6, 7) if interleaved else (6, 38)
     scale = parameter(64, "float32").at[lost].set(0)
@@ -322,7 +322,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_of_a_pair_zero(dtype):
-    """If both scales of a pair are 0, gradients are right: the forward uses 2^-60 instead."""
+    """If both scales of a pair are 0, gradients are correct: the forward uses 2^-60 instead."""
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))
     )

@@ -39,7 +39,7 @@ def call(name, x, *parameters, **options):
 @pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_bounded_consumer(name, cols, axis, implementation):
-    """If y is infinite and its cotangent 0, gradients are bounded and other elements are right.
+    """If y is infinite and its cotangent 0, gradients are bounded and other elements are correct.
 
     The backward recovers x_hat from float16's largest number.
     """

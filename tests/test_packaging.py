@@ -52,7 +52,7 @@ def test_sdist_holds_what_a_build_needs(dist):
 
 
 def test_wheel_says_what_it_is_for(dist):
-    """The wheel's metadata has the right classifiers. The build itself rejects nonexistent ones."""
+    """The wheel has the correct classifiers. The build itself rejects nonexistent ones."""
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         (path,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))

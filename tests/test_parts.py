@@ -35,7 +35,7 @@ CASES = [with_fused_sizes(c) for c in selfcheck.CASES if c.function not in XLA_O
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case, dtype, implementation):
-    """Values and gradients are right if all operands, cotangents and results are slices."""
+    """Values and gradients are correct if all operands, cotangents and results are slices."""
     if case.function == "rms_norm_linear" and implementation == "triton":
         pytest.skip("a kernel of Mosaic's alone")
     outcome = selfcheck.check(

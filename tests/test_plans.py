@@ -115,7 +115,7 @@ def test_plans_for_a_gpu(i):
 
 
 def test_arrays_that_are_not_given():
-    """If arrays are not given, the gate is like x, and tables are float32 for all columns."""
+    """By default, the gate has x's shape and dtype, and tables are float32 for all columns."""
     scale = {"scale": vector(128)}
     plan = asked("rms_norm_gated", HEADS, **scale)
     gate = vector(*HEADS, dtype="bfloat16")

@@ -43,7 +43,7 @@ def test_lowered_for_cuda_a_call_is_a_kernel(function):
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_layers_have_the_passes_of_the_first(function):
-    """Equal passes of different layers are one object, so their types are computed once."""
+    """Layers with equal calls share one object for each pass, so its types are computed once."""
     program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
     passes = [*calls_in(program.jaxpr)]
     assert len(passes) == 6
@@ -164,7 +164,7 @@ def test_a_cpu_never_imports_the_kernels():
 
 
 def test_lowering_has_room_on_the_stack():
-    """Kernels are lowered below a frame that allocates a large chunk of Python's stack."""
+    """Kernels are lowered in a frame with a large chunk of Python's stack, which is faster."""
     found = []
 
     class Kernels(StandIn):

@@ -153,7 +153,7 @@ def test_tied_embeddings():
 
 
 def test_gradient_accumulation():
-    """Gradient accumulation is right for micro-batches with few or no unmasked positions."""
+    """Gradient accumulation is correct for micro-batches with few or no unmasked positions."""
     x, labels = normal(0, 4, 2, 8, WIDTH), labels_of(4, 2, 8)
     labels = labels.at[0, :, 1:].set(-100).at[2].set(-100)
     params = {"scale": normal(1, WIDTH), "head": normal(2, WIDTH, VOCABULARY)}

@@ -1,4 +1,4 @@
-"""The float64 references are right, and independent of the code that they check.
+"""The float64 references are correct, and independent of the code that they check.
 
 `jaxnorm.tools.references` is a part of the package, for the self-check on a user's machine. The
 tests' references add options and tighter bounds. Here, results and gradients are compared with

@@ -188,8 +188,8 @@ NAMES = {
     "rms_norm_linear silu": {"jaxnorm_rstd", "jaxnorm_preactivation"},
     "gated_linear": set(),
 }
-# These policies save what `save_policy` saves. They also save matmuls, which only rms_norm_linear
-# has.
+# These policies save what `save_policy` saves. "both" also saves matmuls, so it is not tested with
+# functions that have matmuls.
 SAME = ("both", "offload", "nested", "jit inside")
 CASES = [
     (name, policy, saved[policy if policy in saved else "save_policy"])

@@ -48,7 +48,7 @@ def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
     assert len(kernels) == 2
     results = [line.rpartition("->")[2].count("8192x4096") for line in kernels]
     assert results == [2, written]
-    # Only that cast works on an array of this size.
+    # Except for the cast of x's gradient, nothing else works on arrays of this size.
     others = re.findall(r"stablehlo\.(?:add|convert|multiply|transpose) .*8192x4096.*", text)
     assert len(others) == (x_dtype == "float32")
     assert all("8192x4096xbf16>) -> tensor<8192x4096xf32>" in line for line in others)
@@ -117,7 +117,8 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
     }
     norms = dict.fromkeys(programs, 0)
     if name == "rms_norm_add_rms_norm":
-        # Only the norm of x remains. The gradient needs its statistics, so there both norms run.
+        # rms_norm_add_rms_norm always computes the norm of x. The gradient starts from the
+        # statistics of the full call, which computes both norms.
         norms = {**dict.fromkeys(programs, 1), "gradient": 2}
     for key, program in programs.items():
         text = jax.jit(program).lower(x, r, scale).as_text()
@@ -130,7 +131,7 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
 
 @pytest.mark.usefixtures("quick_to_compile")
 def test_derivatives_of_a_program_whose_unused_sum_is_gone():
-    """A scan that does not use h has right derivatives, although its backward may start from h."""
+    """A scan that does not use h has correct derivatives; its backward may start from h."""
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 
     @functools.partial(jax.jit, static_argnames="save")

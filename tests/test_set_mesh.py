@@ -140,7 +140,7 @@ def test_what_is_not_compiled(name, over):
 @on_eight_devices
 @pytest.mark.parametrize("name", [*BASIC[-3:], "rms_norm", "softmax"])
 def test_xla_s_code(name):
-    """Without kernels, results inside a mesh are right for all placements."""
+    """Without kernels, results inside a mesh are correct for all placements."""
     mesh = mesh_of("eight")
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):

@@ -142,7 +142,7 @@ def told_by(report):
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following the advice saves what it says, within 10 %, and removes it."""
+    """Following the advice saves what it says, within 10 %, and leaves no such advice."""
     plain, ours, words = FOLLOWED[name]
     before, after = report_of(plain, stack), report_of(ours, stack)
     told = told_by(before)

@@ -22,7 +22,7 @@ def test_every_wide_backward_has_several_schedules():
 
 
 def test_a_given_schedule_replaces_the_table():
-    """A given schedule replaces the table's, and its results are right.
+    """A given schedule replaces the table's, and its results are correct.
 
     This schedule has no clusters, because the interpreter cannot run them.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels that one machine compiles and another runs: each launch gets the right kernel."""
+"""Triton kernels that one machine compiles and another runs: each launch gets its kernel."""
 
 import json
 import subprocess

@@ -43,8 +43,8 @@ class Case:
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
-# Each kind of schedule with rows that divide evenly, and with rows whose last fragments overlap
-# ("tail").
+# Each kind of schedule with rows that fill all fragments, and with rows whose last fragments
+# overlap ("tail").
 CASES = (
     Case("rows_in_warps", 9, 512, ForwardSchedule("row_tile", 8, rows=4)),
     Case("rows_in_warps_tail", 9, 440, ForwardSchedule("row_tile", 8, rows=8)),

@@ -78,7 +78,7 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What ptxas reports about a kernel.
+    """The report of ptxas about a kernel.
 
     Attributes:
       registers: the number of registers per thread.

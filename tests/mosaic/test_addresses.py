@@ -70,7 +70,7 @@ def computed(places: mgpu.Places) -> np.ndarray:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("row", [0, 24], ids=["dense", "part"])
 def test_each_thread_finds_its_elements(name, row):
-    """The computed addresses are right for a dense array, and for some columns of a wider array."""
+    """The computed addresses are correct for a dense array, and for columns of a wider array."""
     layout, shape = LAYOUTS[name]
     whole = (*shape[:-1], shape[-1] + row)
     array = np.arange(math.prod(whole)).reshape(whole)

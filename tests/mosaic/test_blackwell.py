@@ -294,7 +294,7 @@ def norm_backwards() -> Iterator[Spec]:
 
 @pytest.mark.parametrize("gpu", [B200, RTX_5090], ids=["B200", "RTX 50"])
 def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
-    """The scheduled number of blocks per SM fits into its shared memory."""
+    """As many blocks per SM as scheduled fit into its shared memory."""
     for spec in norm_backwards():
         schedule = norm_backward.norm_schedule(spec, gpu)
         if not isinstance(schedule, PipelinedRows | PipelinedNarrowRows):

@@ -139,9 +139,9 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     ids=lambda value: getattr(value, "name", value),
 )
 def test_groups_of_rows(op: str, case: Case) -> None:
-    """Values are right if each group of rows has its own scale or bias.
+    """Values are correct if each group of rows has its own scale or bias.
 
-    No tile, and no rows that a block processes, may span two groups.
+    Neither a tile nor the rows that a block processes may span two groups.
     """
     schedule, groups = dataclasses.replace(case.schedule_for(F32), params_first=True), 3
     rows = 2 * schedule.rows * max(1, schedule.tiles)

@@ -1,4 +1,4 @@
-"""Programs for an H100 that save cuDNN attention's residuals by name, counted in kernels."""
+"""The number of cuDNN's attention kernels in programs that save its residuals by name."""
 
 import re
 

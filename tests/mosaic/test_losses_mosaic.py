@@ -157,7 +157,7 @@ def test_a_vocabulary(dtype):
 
 @each_loss
 def test_rows_of_all_kinds(op):
-    """Rows with bad labels, non-finite logits or masked positions have the right results."""
+    """Rows with bad labels, non-finite logits or masked positions have the correct results."""
     x, labels, d = operands((9, 515), "float32")
     labels = labels.at[0].set(-1).at[1].set(515).at[2].set(-100)
     x = x.at[2].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf)
@@ -191,7 +191,7 @@ def test_labels(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_classes_that_are_masked_by_the_lowest_number(dtype):
-    """Classes may be masked by the dtype's lowest number, even all that a thread loads."""
+    """Classes may be masked by the dtype's lowest number, even if a thread loads nothing else."""
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)

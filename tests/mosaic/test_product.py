@@ -188,7 +188,7 @@ def test_rows_keep_to_themselves(dtype, scale):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("power", [6, -13])
 def test_numbers_that_float16_has_not(power, dtype):
-    """Results are right even if x times scale, or scale times weight, leaves float16's range."""
+    """Results are correct even if x times scale, or scale times weight, leaves float16's range."""
     spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)

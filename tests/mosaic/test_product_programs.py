@@ -21,7 +21,10 @@ def compiled(compiler: Compiler, function, *types):
 
 
 def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
-    """One fusion computes the gate and its, the activation's and the bias's gradients."""
+    """Between the matmuls, a single fusion computes the gated result and all elementwise gradients.
+
+    These are the gradients of the gate, the activation and the bias.
+    """
 
     def step(x, weight, scale, bias, up, d):
         def block(*operands):

@@ -111,7 +111,7 @@ def test_steps_that_overlap() -> None:
 
 @pytest.mark.usefixtures("two_blocks")
 def test_a_scale_that_y_tells_nothing_of() -> None:
-    """A scale of 0 next to a nonzero one gives finite gradients, and right ones in other columns.
+    """A scale of 0 next to a nonzero one gives finite gradients, correct in other columns.
 
     y is rotated, so the two columns are mixed, and x cannot be recovered in the column with scale
     0.

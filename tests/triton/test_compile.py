@@ -32,7 +32,7 @@ GPUS = {
     "sm_90": Gpu(90, 132, 227 * 1024),
 }
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
-# Short rows, a width for each rule of the tables, widths that are not multiples, and widths that
+# Short rows, a width for each rule of the tables, widths that no block divides, and widths that
 # need a loop over the row.
 COLS = [1, 64, 1000, 2048, 3000, 4095, 4096, 5120, 8192, 12288, 16384, 32768, 50257, 131072]
 
@@ -172,9 +172,9 @@ def test_calls_lower_for_cuda(cols, backward):
 
 @pytest.mark.cuda_plugin
 def test_a_dead_call_is_dropped():
-    """A call whose result is unused is dropped.
+    """A call whose result is unused is dropped from the program.
 
-    The kernels' operation uses JAX's own rule if jax-triton's is not accessible.
+    JAX's own rule for unused operations applies if it cannot call jax-triton's rule.
     """
     x = jax.ShapeDtypeStruct((6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")

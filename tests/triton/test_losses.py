@@ -77,7 +77,7 @@ def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
-    """Rows with bad labels, non-finite logits or masked positions have the right results."""
+    """Rows with bad labels, non-finite logits or masked positions have the correct results."""
     x, labels, d = operands((9, 101), "float32")
     labels = labels.at[0].set(-1).at[1].set(101).at[8].set(-100)
     x = x.at[2, 50].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf).at[8].set(jnp.nan)

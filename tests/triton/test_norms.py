@@ -243,7 +243,8 @@ def test_columns_beyond_a_row(activation):
 
 X, SCALES_OF_THREE = normal((3, 2, 5, 48), "float32", 0), normal((3, 48), "bfloat16", 1, 0.3, 1.0)
 ANGLES = np.random.default_rng(2).uniform(0, 7, (3, 5, 1, 4))
-# Functions, operands with a batch axis of size 3, and the sets of operands that are batched below.
+# For each case: a function, its operands with a batch axis of size 3, and the sets of operands that
+# are batched in a test.
 AS_USED = {
     **{
         f"gate, norm first: {before}": (
@@ -276,7 +277,7 @@ AS_USED = {
 )
 @pytest.mark.usefixtures("call")
 def test_as_users_call_it(name, batched):
-    """Under vmap, scales belong to groups of rows and tables get an axis; gradients are right."""
+    """Under vmap, scales belong to groups of rows and tables get an axis; gradients are correct."""
     function, operands, _ = AS_USED[name]
     axes = [0 if n in batched.split() else None for n in operands]
     operands = [a if axis == 0 else a[0] for a, axis in zip(operands.values(), axes)]
@@ -390,7 +391,7 @@ def with_scale(spec, columns, value):
 
 @pytest.mark.parametrize("value", [0.0, -1e-30])
 def test_pairs_of_vanishing_scales(value, rotate):
-    """If both scales of a pair are 0, the floor of scales lets x_hat be recovered."""
+    """If both scales of a rotated pair are 0, a floor replaces them, so x_hat can be recovered."""
     spec = spec_of("heads share a position", OF_TABLES[4])
     gradients = check_rotated(rotate, spec, with_scale(spec, np.array([2, 5, 10, 13]), value))
     assert np.all(exact(gradients["scale"])[2::8] != 0)
@@ -398,14 +399,15 @@ def test_pairs_of_vanishing_scales(value, rotate):
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16], ids=str)
 def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
-    """If a scale is small next to its pair's other scale, the recovered x_hat is clipped.
+    """If one scale of a rotated pair is tiny next to the other, the recovered x_hat is clipped.
 
-    Its column of y contains only the other column's rounding errors.
+    Its column of y contains only rounding errors of the other column.
     """
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
     dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
-    # A rotation's cotangent is at most the sum of its pair's cotangents, times the tables' factor.
+    # The cotangent of a rotated column is at most the sum of its pair's cotangents, times the
+    # tables' factor.
     d = np.abs(exact(arrays["dy"]))
     most = 1.2 * (d + np.roll(d, 8, 1)).sum(0) * math.sqrt(spec.cols)
     assert np.all(np.abs(dscale) <= most)

@@ -94,7 +94,7 @@ def test_variance_of_large_means(scheduled):
 
 @pytest.mark.parametrize("y_dtype", ["bfloat16", "float16", "float32"])
 def test_scales_of_zero(y_dtype, scheduled):
-    """With a scale of 0, y still carries x_hat through the floor, except in float16.
+    """A scale of 0 is replaced by a floor, so that x_hat can be recovered from y; not in float16.
 
     float16's range is too small for a floor, so the scale's gradient is 0.
     """
