@@ -246,7 +246,7 @@ LAYOUTS |= {"several": LOSS, "divergence": LOSS}
     ("name", "layout"), [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
 )
 def test_layouts(name, layout, kind):
-    """Values are correct, gradients are sharded like their operands, and only few arrays move.
+    """Values are correct, gradients are sharded like their operands, and few arrays are moved.
 
     Arrays with rows move only to a requested sharding.
     """

@@ -303,7 +303,7 @@ def test_registers(sizes: tuple[int, ...], dtype: Any, direction: str, compiler:
     assert kernel.registers <= REGISTERS // (4 * 128)
 
 
-# ------------------------------------------------------------------ views, refusals, and programs
+# --------------------------------------------------------------- reshapes, refusals, and programs
 
 
 @pytest.mark.parametrize(
