@@ -1,8 +1,6 @@
-"""All of an operation that is added in plain JAX: a number times the norm.
+"""A complete example of adding an operation in plain JAX: ``norm_scaled``, y = factor norm(x).
 
-    norm_scaled      y = factor norm(x)
-
-A comment says for each part where CONTRIBUTING.md would have it.
+Each comment names the file in which CONTRIBUTING.md would put the code below it.
 """
 
 import dataclasses
@@ -28,7 +26,7 @@ OPERATION = dataclasses.replace(
 FUNCTION = Function("norm_scaled")
 
 
-# specs.py: a field of NormOptions
+# specs.py: a new field of NormOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,7 @@ class OptionsWithFactor(NormOptions):
 
 
 def norm_scaled_fwd(operands, spec):
-    """y = factor norm(x)."""
+    """Compute y = factor norm(x)."""
     results = norm_fwd(operands, _unrounded(spec))
     return results._replace(y=(spec.norm.factor * results.y).astype(spec.y_dtype))
 

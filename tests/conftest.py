@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and they wait for each
-# other: with fewer threads than warpgroups they would hang. To be set before JAX makes its backend.
+# Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and warpgroups wait for
+# each other: with fewer threads than warpgroups, they would hang. This must be set before JAX
+# creates its backend.
 os.environ.setdefault("NPROC", "16")
 
-# Processes that share a GPU must not each keep the memory of their largest test: 80 GB are too few.
+# If several test processes share a GPU, each must release the memory of finished tests: the GPU's
+# 80 GB cannot hold the largest test of every process.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
@@ -25,15 +27,15 @@ import refused
 from benchmarks import triton_programs
 from jaxnorm.primitives.rules import in_one_chunk
 
-# GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
+# GPUs multiply float32 matrices in TF32 by default. These tests do not test its rounding.
 jax.config.update("jax_default_matmul_precision", "highest")
 
-# Virtual devices, for the tests on a mesh.
+# Tests on meshes need several devices.
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 def load_alone(implementation: str, name: str) -> Any:
-    """A module of an implementation, without its package, which checks for an extra."""
+    """Import one module of an implementation without its package, which would require an extra."""
     (package,) = importlib.util.find_spec("jaxnorm_kernels").submodule_search_locations
     file = f"{package}/{implementation}/{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -44,16 +46,16 @@ def load_alone(implementation: str, name: str) -> Any:
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """64-bit types, for the tests that need float64."""
+    """Enable 64-bit types, for tests that need float64."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def quick_to_compile() -> Iterator[None]:
-    """Compile tests of many programs without LLVM's optimisations: they do not look at speed.
+    """Compile without LLVM's optimisations, for tests of many programs whose speed does not matter.
 
-    XLA's own passes run as ever, so fusion, sharing and copies are what users get.
+    XLA's own passes still run, so fusion and copies are the same as for users.
     """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
@@ -69,7 +71,7 @@ def quick_to_compile() -> Iterator[None]:
     ]
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test with each implementation, forced by name: all of them meet the same bounds."""
+    """Run the test with each implementation, requested explicitly; the bounds are the same."""
     if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
 
@@ -84,20 +86,24 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     ]
 )
 def kernels(request: pytest.FixtureRequest) -> str:
-    """Each implementation that is kernels, for tests of a size that takes a GPU."""
+    """Run the test with each kernel implementation, for shapes that are too large without a GPU."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A compiler for an H100, which need not be present."""
-    from h100 import Compiler  # of tests/mosaic, whose tests use it
+    """Return a compiler for an H100, which need not be present."""
+    from h100 import Compiler  # from tests/mosaic, whose tests use it
 
     return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton's kernels are compiled for a GPU that is not here, or were compiled elsewhere."""
+    """Export the Triton kernels that tests launch, or run exported ones, if an option requests it.
+
+    `--export-triton` compiles them for a GPU that need not be present. `--exported-triton` runs
+    such kernels on a machine without Triton.
+    """
     if folder := config.getoption("--export-triton"):
         gpu = config.getoption("--triton-gpu")
         programs = contextlib.ExitStack()
@@ -108,14 +114,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files are left out whose imports are not here; None leaves it to pytest."""
+    """Ignore test files whose imports are not installed. None means that pytest decides."""
     return needs.leaves_out_file(config, collection_path) or None
 
 
-# Last: of what -k and -m have selected.
+# This hook runs last, so it sees only the cases that -k and -m have selected.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases are left out that cannot run here, and by ``--every`` others."""
+    """Deselect cases that cannot run on this machine, and with ``--every N`` all but one in N."""
     needs.leave_out(config, items)
     every = config.getoption("--every")
     if every > 1:
@@ -123,8 +129,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen, others = [], []
         for item in items:
             test = item.nodeid.partition("[")[0]
-            # The choice uses a hash, because a stride could select one value of a parameter each
-            # time.
+            # A hash chooses the cases, because every N-th case could always have the same value of
+            # one parameter.
             at = zlib.crc32(item.nodeid.encode()) % every
             is_chosen = test not in seen or at == config.getoption("--offset") % every
             (chosen if is_chosen else others).append(item)
@@ -137,7 +143,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Record the cases that were left out, from the first process to end: all have the same."""
+    """Record the left-out cases of the first worker that ends: they are the same in all workers."""
     counts = needs.left_out(node.config)
     if not counts:
         counts.update(getattr(node, "workeroutput", {}).get("left_out", {}))
@@ -145,7 +151,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """A test and all that it calls are in one chunk of Python's stack."""
+    """Run a test and everything that it calls in one chunk of Python's stack.
+
+    This makes tracing faster, as `in_one_chunk` explains.
+    """
     test = pyfuncitem.obj
     pyfuncitem.obj = functools.partial(in_one_chunk, test)
     try:
@@ -156,10 +165,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test is skipped where an implementation refuses its call for a reason that it expects.
+    """Skip a test if an implementation refuses its call for an expected reason.
 
-    It names those reasons by `refused.expect`; any other refusal is a failure. Mosaic
-    refuses the backward of a norm whose rows are no multiple of 16 bytes, in every test.
+    A test lists the expected reasons with `refused.expect`; any other refusal is a failure. One
+    reason is expected in every test: Mosaic refuses the backward of a norm if the rows are not a
+    multiple of 16 bytes long.
     """
     try:
         return (yield)
@@ -206,7 +216,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Prints what was left out, and how many calls each implementation refused."""
+    """Print which tests were left out, and how many calls each implementation refused."""
     if _is_worker(config):
         return
     if line := needs.summary(config):
@@ -220,7 +230,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A number of refusals that is not the committed one fails the run."""
+    """Fail the run if the numbers of refused calls differ from the committed numbers."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or _is_worker(session.config):
         return
@@ -229,5 +239,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Return True in one of several processes, which has seen only a part of the run."""
+    """Return True in a worker of pytest-xdist, which has seen only a part of the run."""
     return hasattr(config, "workerinput")

@@ -1,4 +1,4 @@
-"""Helpers for tests of converted models: bounds of a norm, kernels of a program, the log."""
+"""Helpers for tests of converted models: error bounds of norms, counts of kernels, log messages."""
 
 import logging
 
@@ -13,7 +13,7 @@ def normal(shape, seed=0):
 
 
 def kernels_in(function, *arguments):
-    """Return how many kernels a program for CUDA has."""
+    """Return the number of Mosaic kernels in the function's program for CUDA."""
     traced = jax.jit(function).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
 
@@ -39,7 +39,7 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
 
 
 def with_lost_columns(parameters):
-    """Return scale and bias such that two columns of x cannot be recovered from the output."""
+    """Return parameters with two columns whose x cannot be recovered from y (scales 0 and 1e-9)."""
     scale = parameters["scale"].at[..., 1].set(0).at[..., 3].set(1e-9)
     return parameters | {"scale": scale, "bias": jnp.full_like(scale, 0.3)}
 

@@ -1,7 +1,7 @@
-"""The table of functions: calls of each public function, their operands, and plain JAX formulas.
+"""The table of functions: a call of each public function, its operands, and plain JAX's formula.
 
-The suites of values, batches, programs, rematerialisation and meshes run over this table. So a
-function is tested by all of them as soon as it has an entry.
+The tests of values, batches, programs, rematerialisation and meshes run over this table. A function
+is tested by all of them as soon as it has an entry.
 """
 
 import functools
@@ -17,7 +17,13 @@ import jaxnorm
 
 
 class Sizes(NamedTuple):
-    """Sizes of the operands: axes of rows (the last of them are heads), columns, features."""
+    """Sizes of operands.
+
+    Attributes:
+      rows: the shape of the axes before the last; the last of them counts attention heads.
+      cols: the size of the last axis of x.
+      features: the number of output features of a matmul, and of classes.
+    """
 
     rows: tuple[int, ...] = (4, 2)
     cols: int = 8
@@ -28,9 +34,10 @@ class Function(NamedTuple):
     """A call of a public function.
 
     Attributes:
-      ours: the function of its operands, and of options such as `implementation`.
+      ours: a function of the operands and of options such as `implementation`. It calls jaxnorm.
       plain: the same formula in plain JAX.
-      kinds: the kinds of the operands, which `SHAPES` has. Floats are differentiated.
+      kinds: the kind of each operand, separated by spaces. They are keys of `SHAPES`. Operands with
+        floating-point values are differentiated.
     """
 
     ours: Callable[..., Any]
@@ -38,7 +45,7 @@ class Function(NamedTuple):
     kinds: str
 
 
-# Shapes of the kinds of operands.
+# Maps each kind of operand to the function that returns its shape.
 SHAPES: dict[str, Callable[[Sizes], tuple[int, ...]]] = {
     **dict.fromkeys(["x", "residual", "gate"], lambda s: (*s.rows, s.cols)),
     **dict.fromkeys(["scale", "bias", "branch"], lambda s: (s.cols,)),
@@ -57,7 +64,7 @@ SHAPES: dict[str, Callable[[Sizes], tuple[int, ...]]] = {
 
 
 def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # noqa: B008
-    """Return an operand as a NumPy array: floats in float64, labels in int32, masks in bool."""
+    """Return an operand of this kind as a NumPy array: float64, int32 (labels) or bool (masks)."""
     shape = SHAPES[kind](sizes)
     if kind in ("labels", "candidates", "counts"):
         labels = (np.arange(np.prod(shape)) % sizes.features).reshape(shape).astype(np.int32)
@@ -65,7 +72,7 @@ def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # 
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
     if kind in ("mask", "classes"):
         return (values < 0.5) | (np.arange(shape[-1]) == 1)
-    # No pair of a rotation is near 0, and no scale.
+    # Scales are near 1, and cos and sin of an angle are never both near 0.
     centres = {"scale": 1 + values / 10, "cos": np.cos(values), "sin": np.sin(values)}
     centres |= {"weight": values / np.sqrt(shape[0]), "of_samples": 1 + values / 4}
     centres |= dict.fromkeys(("of_groups", "of_heads"), 1 + values / 10)
@@ -140,12 +147,12 @@ def of_candidates(logits, candidates, counts):
 
 
 def scales_of(labels):
-    """A scale of the logits for each position."""
+    """Return a different scale of the logits for each position."""
     return 1 / (1 + jnp.asarray(labels % 3, jnp.float32))
 
 
 def layer_of_a_teacher(labels, weight):
-    """Hidden states of positions, and a weight: constants."""
+    """Return constant hidden states of a teacher, one row per position, and its constant weight."""
     features = jnp.arange(5, dtype=weight.dtype)
     classes = jnp.arange(weight.shape[1], dtype=weight.dtype)
     x = jnp.cos(jnp.asarray(labels, weight.dtype)[..., None] + features)
@@ -153,7 +160,7 @@ def layer_of_a_teacher(labels, weight):
 
 
 def teacher_of(logits):
-    """Logits of a teacher, which are constants."""
+    """Return constant logits of a teacher."""
     return jnp.cos(3 * jax.lax.stop_gradient(logits))
 
 
@@ -170,7 +177,10 @@ def causal_softmax(x, bias):
 
 
 def of_groups(norm):
-    """A norm over positions and columns, with parameters of heads, as GroupNorm has them."""
+    """Return a function of x and of parameters of each head, for a norm over positions and columns.
+
+    GroupNorm has such parameters.
+    """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
 
 
@@ -190,7 +200,7 @@ def _linear(function, **options):
     )
 
 
-# The first word of a name is the public function's.
+# The first word of each name is the public function.
 FUNCTIONS = {
     "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
     "softmax with a mask": Function(
@@ -402,11 +412,11 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: One entry of each public function, and of its forms that are separate operations.
+#: One entry for each public function, and for each form of it that is a separate operation.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
-BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # With their gradients it is XLA's.
+BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # XLA computes tables' gradients
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
-#: Entries that differ from another one in an option alone.
+#: Entries that differ from another entry only in one option.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
 #: Public functions that have no derivatives.
@@ -419,26 +429,26 @@ def public_functions() -> set[str]:
 
 
 def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
-    """Return the operands of an entry: floats of one dtype, then labels and masks."""
+    """Return the operands of an entry: first the floats, all in `dtype`, then labels and masks."""
     arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
     return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
 
 
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function of the floating-point operands, which come first."""
+    """Return `function` of only its floating-point operands, which are its first ones."""
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
 
 
 def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, Any]:  # noqa: B008
-    """Return a function of floats, and those operands."""
+    """Return the entry's call as a function of its floating-point operands, and these operands."""
     operands = operands_of(name, dtype, sizes)
     floats = tuple(a for a in operands if jnp.issubdtype(a.dtype, jnp.floating))
     return of_floats(FUNCTIONS[name].ours, operands), floats
 
 
 def scalar(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose result is one number, made of all its results."""
+    """Return a function that computes one number, which depends on every element of all results."""
 
     def of_result(y):
         return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
@@ -451,11 +461,11 @@ def floats_in(operands: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
-    """Return the gradients of `scalar` of a function, for some of its operands."""
+    """Return a function that computes the gradients of `scalar(function)` in the operands `wrt`."""
     return jax.grad(scalar(function), wrt)
 
 
-#: Arguments without a default, by their names, which mean the same in every function.
+#: A value for each required argument. An argument name means the same in all functions.
 ARGUMENTS = {
     **dict.fromkeys(
         ["teacher_logits", "x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)
@@ -470,7 +480,7 @@ ARGUMENTS = {
 
 
 def plain_call_of(name: str) -> Any:
-    """Return a public function with JAX arrays for the arguments that it must have."""
+    """Return a public function with its required arguments already passed, as JAX arrays."""
     function = getattr(jaxnorm, name)
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty]
@@ -478,6 +488,6 @@ def plain_call_of(name: str) -> Any:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Return the names and defaults of a public function's arguments that have one."""
+    """Return a public function's optional arguments: a dict from their names to their defaults."""
     parameters = inspect.signature(getattr(jaxnorm, name)).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}

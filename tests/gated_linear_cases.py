@@ -1,4 +1,4 @@
-"""gated_linear and activation_linear in float64 numpy, and bounds for what rounding adds."""
+"""gated_linear and activation_linear in float64 NumPy, with bounds on the rounding error."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Dtypes of the operands, and of what is computed from them."""
+    """Dtypes of the operands, of the elementwise result h, of the matmul (`product`) and of y."""
 
     gate: str
     up: str
@@ -49,7 +49,7 @@ ACTIVATIONS = ["silu", "gelu", "relu", "leaky_relu", "sigmoid", jnp.tanh]
 
 
 def operands(shape, features, mix=MIXES[1], seed=0):
-    """Return gate, up, weight and bias."""
+    """Return a dict of the arrays gate, up, weight and bias."""
     rng = np.random.default_rng(seed)
     return {
         "gate": jnp.asarray(rng.normal(size=shape), mix.gate),
@@ -62,7 +62,7 @@ def operands(shape, features, mix=MIXES[1], seed=0):
 
 
 def call(arrays, **options):
-    """Call the function that has these operands."""
+    """Call gated_linear, or activation_linear if `arrays` has no up."""
     arrays = dict(arrays)
     gate, up, weight = (arrays.pop(name, None) for name in ("gate", "up", "weight"))
     if up is None:
@@ -71,10 +71,15 @@ def call(arrays, **options):
 
 
 class Expected:
-    """y, its gradients and their bounds: name -> value, bound without the rounding of the result.
+    """y and the gradients in float64, and bounds on their errors.
 
-    These are rounded: the elementwise result, both factors of the matmul, the sums (as random
-    walks), and the matmul's cotangent and results.
+    Attributes:
+      y, y_bound: the result and its bound.
+      gradients: a dict from each operand's name to its gradient and bound. The bound excludes the
+        final rounding to the gradient's dtype.
+
+    The bounds account for rounding the elementwise result, both factors of the matmul, its sums
+    (whose errors add up like a random walk), its cotangent and its results.
     """
 
     def __init__(self, arrays, d, mix, activation):
@@ -91,7 +96,8 @@ class Expected:
         elementwise = arithmetic(mix.gate, mix.up)
         self.u = arithmetic(mix.product, mix.y)
 
-        # In gelu, 1 + tanh(...) is rounded where it is small, and then multiplied by x.
+        # gelu multiplies x by 1 + tanh(...). This factor is rounded at 1, even where it is small
+        # itself.
         of_gate_error = 8 * elementwise * (np.abs(gate) + np.abs(of_gate))
         slope_error = 16 * elementwise * (1 + np.abs(gate))
         h = of_gate * up
@@ -114,7 +120,7 @@ class Expected:
         dgate, dup, dweight = dh * up * slope, dh * of_gate, h.T @ d
         error = h_error.T @ (np.abs(d) + d_error) + np.abs(h).T @ d_error
         error = error + self.walk(len(d)) * (np.abs(h).T @ np.abs(d))
-        # On a CPU XLA adds up in 16 bits where the result has those and rows have several axes.
+        # On a CPU, XLA adds in 16 bits if the result has 16 bits and the rows have several axes.
         if rows_have_axes and mix.product in (BF16, F16) and jax.default_backend() == "cpu":
             in_16_bits = self.walk(len(d)) * unit_roundoff(mix.product) / self.u
             error = error + in_16_bits * (np.abs(h).T @ np.abs(d))
@@ -135,7 +141,7 @@ class Expected:
         }
 
     def walk(self, terms):
-        """Return the rounding error of a sum, relative to the sum of magnitudes."""
+        """Return a bound on the error of a sum of `terms` terms, relative to their magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 

@@ -1,4 +1,4 @@
-"""The loss of linear logits in float64 numpy, and bounds for what rounding adds."""
+"""Losses of logits x @ weight + bias in float64 NumPy, with bounds on the rounding error."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from reference import SAFETY, arithmetic, exact, rounding, unit_roundoff
 
 
 def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
-    """Return x, weight, bias and labels. Logits are about 1.
+    """Return x, weight, bias and labels. The logits have magnitudes around 1.
 
-    `dtypes` is one dtype, or one for each array.
+    `dtypes` is the dtype of all three arrays, or a dtype for each.
     """
     rng = np.random.default_rng(seed)
     x_dtype, w_dtype, b_dtype = (dtypes,) * 3 if isinstance(dtypes, str) else dtypes
@@ -27,10 +27,10 @@ def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
 
 @dataclasses.dataclass
 class Linear:
-    """The losses of rows of ``x @ weight + bias``, and the gradients of sum(d * losses).
+    """The losses of rows of logits ``x @ weight + bias``, and the gradients of sum(d * losses).
 
-    Errors of logits come from the matmul's sums, and from the rounding to its dtype. The magnitudes
-    of a loss's derivatives along its logits sum to 2 at most.
+    The logits have errors from the sums of the matmul, and from rounding to the matmul's dtype. The
+    derivatives of a loss by the logits of its row have magnitudes that sum to at most 2.
     """
 
     x: np.ndarray
@@ -45,7 +45,8 @@ class Linear:
     dtype: str | None = None
 
     of_rows: ClassVar = CrossEntropy
-    # Rounded when it is saved, and again when it is multiplied by the loss's cotangent.
+    # The number of times a gradient is rounded: when it is saved, and when it is multiplied by the
+    # loss's cotangent.
     roundings: ClassVar = 2
 
     def __post_init__(self):
@@ -54,7 +55,7 @@ class Linear:
         dtype = jnp.dtype(self.dtype or promoted)
         factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
         self.u, self.v = arithmetic(dtype.name), self.logits_roundoff(dtype.name)
-        # dlogits are rounded too, because they are an operand of a matmul.
+        # dlogits are an operand of a matmul, so they are rounded to the dtype of its operands.
         self.factor_v = max(self.v, unit_roundoff(factors.name))
         self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
         self.bias = exact(self.bias)
@@ -76,7 +77,7 @@ class Linear:
         sums = SAFETY * self.u * math.sqrt(self.x.shape[-1] + 1)
         error = sums * (np.abs(self.x) @ np.abs(self.weight))
         error = error + self.v * (np.abs(product) + np.abs(logits) + np.abs(self.bias))
-        # The error of a row's logits must be small, because only roundings of first order count.
+        # This bound counts rounding errors only to first order; the factor 1.1 covers the rest.
         self.error = 1.1 * error.max(-1)
 
     @staticmethod
@@ -92,7 +93,7 @@ class Linear:
         return self.rows.loss_bound() + slope * self.error
 
     def gradients(self, *d):
-        """Return the gradients of x, weight and bias, with bounds; `d` has one value per row."""
+        """Yield the gradients of x, weight and bias with their bounds; d has one value per row."""
         dlogits = self.rows.gradient(*d)
         error = self.rows.gradient_bound(*d) + self.factor_v * np.abs(dlogits)
         error = error + self.logits_scale * self.moved(*d)
@@ -110,13 +111,14 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """Return how much the gradients of rows change with the error of the logits."""
+        """Return a bound on the error of the logits' gradient that the logits' error causes."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
-            # The slope of 1 - tanh(x / cap)^2 is below 0.77 / cap. p and targets sum to 2.
+            # The derivative of 1 - tanh(x / cap)^2 is below 0.77 / cap. p and the targets each sum
+            # to 1.
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)
         return np.abs(exact(d))[..., None] * moved

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies in float64 numpy, over the last axis, and their bounds."""
+"""Log-probabilities and entropies over the last axis in float64 NumPy, with error bounds."""
 
 import functools
 import math
@@ -13,10 +13,10 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 
 
 class LogProbs(CrossEntropy):
-    """Log-probabilities and entropies of rows of logits; a log-probability is a negated loss.
+    """Log-probabilities and entropies of rows of logits. A log-probability is a negated loss.
 
-    The bound of the entropy follows its computation, log(s) - sum(e t) / s, from exponentials e
-    with exponents t <= 0.
+    The bound of the entropy follows the way it is computed: log(s) - sum(e t) / s, where t <= 0 is
+    a logit minus the maximum, e = exp(t) and s = sum(e).
     """
 
     @functools.cached_property
@@ -34,14 +34,14 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def _mean_depth(self):
-        """The mean depth, at most 0."""
+        """The mean, weighted by p, of the logits minus their maximum. It is at most 0."""
         return -np.sum(self.p * self._depth, -1)
 
     @functools.cached_property
     def _entropy_bound(self):
         few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
-        # The error of each term: an exponential has the error of its argument, which is also a
-        # factor.
+        # A term is e t. Its error is that of the exponential e, which comes from its argument t,
+        # and that of the factor t.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)
         # An exponential below the smallest normal number may be flushed to 0.
@@ -51,7 +51,7 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def above_mean(self):
-        """Return log p + H for all classes that take part."""
+        """Return log p + H, where H is the entropy, for all classes that are not masked."""
         log_p = -self._depth - self.log_s[..., None]
         return np.where(self.p > 0, log_p + np.nan_to_num(self.entropy)[..., None], 0)
 
@@ -68,7 +68,10 @@ class LogProbs(CrossEntropy):
 
 
 class Linear(linear_loss_cases.Linear):
-    """The same for rows of ``x @ weight + bias``, whose only error is that of the matmul's sums."""
+    """Log-probabilities and entropies of rows of logits ``x @ weight + bias``.
+
+    The logits' only errors come from the sums of the matmul.
+    """
 
     of_rows = LogProbs
     roundings = 1
@@ -83,7 +86,11 @@ class Linear(linear_loss_cases.Linear):
 
     @property
     def bounds(self):
-        """Return the bounds: the slopes of an entropy sum to at most twice the entropy."""
+        """Return the bounds of both results.
+
+        The derivatives of an entropy by the logits have magnitudes that sum to at most twice the
+        entropy.
+        """
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]
         size = np.abs(np.nan_to_num(self.rows.entropy)) + wrong
@@ -99,7 +106,10 @@ class Linear(linear_loss_cases.Linear):
 
 
 def mixed(log_prob, entropy):
-    """Return a number for each row; derivatives of both results differ from row to row."""
+    """Return one number per row that depends on both results.
+
+    Its derivatives by the two results differ from row to row.
+    """
     return jnp.sin(log_prob) - 0.7 * entropy**2
 
 

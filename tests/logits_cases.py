@@ -20,7 +20,7 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A softmax of an array, with the shapes of its mask and bias, which broadcast to it."""
+    """A softmax of an array, and the shapes of the mask and the bias, which broadcast to it."""
 
     shape: tuple[int, ...]
     mask: tuple[int, ...] | None = None
@@ -34,7 +34,7 @@ class Case:
         return "-".join([str(self.shape), *(f"{k} {v}" for k, v in given.items() if v)])
 
     def call(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
-        """Return the forward call for these dtypes; the default is the dtype of x."""
+        """Return the forward call for these dtypes; `bias` and `y` default to the dtype of x."""
 
         def struct(shape: tuple[int, ...] | None, dtype: Any) -> jax.ShapeDtypeStruct | None:
             return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
@@ -59,7 +59,7 @@ class Case:
         return call.backward(call.differentiable)
 
 
-#: All ways in which rows of attention share masks and biases.
+#: All ways in which attention broadcasts masks and biases over the rows. S is the sequence length.
 S = 2048
 KINDS = {
     "mask": Case((4, 16, S, S), mask=(4, 1, S, S)),
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def of_width(kind: str, rows: int, cols: int) -> Case:
-    """Return the shapes with as many queries as keys, wherever both are S."""
+    """Return this kind of case with `rows` queries and `cols` keys instead of S and S."""
 
     def sized(shape):
         if shape is None:
@@ -86,12 +86,12 @@ def of_width(kind: str, rows: int, cols: int) -> Case:
     )
 
 
-#: Widths of every kind of schedule.
+#: Widths for which every kind of schedule is chosen.
 COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 
 def mixed():
-    """Yield each width with every second kind, alternating between two mixes of dtypes."""
+    """Yield each width with every second kind, cycling through three combinations of dtypes."""
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):
             if (i + j) % 2:
@@ -101,12 +101,12 @@ def mixed():
 
 
 def op_of(kind: str, cols: int) -> str:
-    """Return one of the two functions, so that each width and each kind meets both."""
+    """Return softmax or log_softmax, alternating so that each width and each kind runs both."""
     return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
 
 
 def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the operands of a forward or a backward."""
+    """Return the shapes and dtypes of the operands of a forward or a backward call."""
     spec, view = call.spec, call.view
     is_forward = spec.direction == "fwd"
     x = jax.ShapeDtypeStruct(view.shape, spec.x_dtype if is_forward else spec.y_dtype)
@@ -119,7 +119,10 @@ def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
 
 
 def assert_like_xla(implementation, case, op, dtypes):
-    """Assert that forward and backward differ from XLA's by two roundings and the order of sums."""
+    """Assert that the results of forward and backward agree with XLA's.
+
+    They may differ by two roundings and by the order in which sums are added.
+    """
     forward, backward = case.call(op, *dtypes), case.backward(op, *dtypes)
     keys = iter(jax.random.split(jax.random.key(0), 4))
 
@@ -145,7 +148,8 @@ def assert_near(implementation, call, *operands):
         of = jnp.finfo(theirs.dtype)
         terms = call.view.cols + theirs.size // call.view.cols
         bound = max(4 * float(of.eps), 8 * math.sqrt(terms) * 2.0**-24)
-        # The terms of a sum of dz over a row may cancel: those of log_softmax are near 1.
+        # A sum of the logits' gradients over a row may cancel, so its error is relative to the
+        # terms, which are near 1 for log_softmax.
         least = math.sqrt(call.view.cols) if theirs.shape[-1] == 1 else 0.0
         error, alike = difference(ours, theirs, least)
         assert alike
@@ -155,7 +159,7 @@ def assert_near(implementation, call, *operands):
 
 @jax.jit
 def difference(ours, theirs, least):
-    """Return the largest relative difference, and whether non-finite elements agree."""
+    """Return the largest relative difference, and whether the non-finite elements are equal."""
     finite = jnp.isfinite(theirs)
     alike = jnp.all(finite | (ours == theirs))
     ours, theirs = (jnp.where(finite, a, 0).astype(jnp.float32) for a in (ours, theirs))

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy in float64 numpy, over the last axis, and bounds for what rounding adds."""
+"""Softmax cross-entropy over the last axis in float64 NumPy, with bounds on the rounding error."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from reference import SAFETY, arithmetic, exact, rounding
 
 
 def operands(shape, dtype, seed=0, scale=3.0, label_dtype="int32"):
-    """Return logits, labels from all classes, and a cotangent of the loss."""
+    """Return logits, labels and a cotangent of the loss."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=shape) * scale, dtype)
     labels = jnp.asarray(rng.integers(0, min(shape[-1], 127), shape[:-1]), label_dtype)
@@ -20,20 +20,21 @@ def operands(shape, dtype, seed=0, scale=3.0, label_dtype="int32"):
 
 @dataclasses.dataclass
 class CrossEntropy:
-    """Cross-entropies of rows of logits ``(..., V)``; labels that are not classes give NaN.
+    """Cross-entropies of rows of logits ``(..., V)``. A label that is not a class gives NaN.
 
     The bounds follow the computation: m = max(x), s = sum(exp(x - m)), lse = m + log(s), and loss =
-    m - x_l + log(s), where the label's term is not rounded if it is the largest.
+    m - x_l + log(s). Here x_l is the label's logit; if it is the largest, its exponential is
+    exactly 1.
 
-    With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`: 2
-    units in the last place of the cap (8 for 16-bit logits), and the rounding error of tanh's
-    argument, of which less than half is passed on. The magnitudes of a loss's derivatives with
-    respect to a row of x add up to 2.
+    With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`. It
+    consists of 2 ulps of the cap (8 for 16-bit logits) and of the rounding error of tanh's
+    argument, less than half of which reaches the result. The derivatives of a loss by the logits of
+    its row have magnitudes that add up to 2.
     """
 
     x: np.ndarray
     labels: np.ndarray
-    kept: np.ndarray | None = None  # of classes, of x's shape
+    kept: np.ndarray | None = None  # the mask of classes, of x's shape
     positions: np.ndarray | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -88,7 +89,7 @@ class CrossEntropy:
         return (self.loss_bound(),)
 
     def gradient(self, *d):
-        """Return the gradient of sum(d loss) for the original logits, with one d per result."""
+        """Return the gradient of sum(d * result) by the original logits; each result has a d."""
         return np.where(self.has_entry[..., None], self._of_x(*d) * self.slope, 0)
 
     def _of_x(self, d):
@@ -101,7 +102,11 @@ class CrossEntropy:
 
     @functools.cached_property
     def _sum_error(self):
-        """The error of log(s): exponentials have their argument's error, except the label's."""
+        """A bound on the error of log(s) that the errors of the exponentials cause.
+
+        Each exponential has an error from its argument. The label's exponential has none if it is
+        the largest.
+        """
         terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
         if self.label_smoothing == 1:
             terms = self.e
@@ -119,7 +124,8 @@ class CrossEntropy:
         error = self._sum_error + few * (np.abs(self.d) + np.abs(self.log_s))
         if a:
             x = np.where(self.has_entry[..., None], self.x, 0)
-            # Taken from the maximum, or from the label's logit, one after the other.
+            # The mean is computed relative to the maximum, or, in other code, relative to the
+            # label's logit. The bound covers both.
             spread = np.mean(np.abs(x - self.m[..., None]), -1) + np.abs(self.d)
             error = error + a * few * (math.sqrt(self.cols) + 2) * spread
         error = error + 2 * b * np.abs(self.lse) * self._log_s_error + few * b * self.lse**2
@@ -130,7 +136,7 @@ class CrossEntropy:
         dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(*d), self._of_x(*d)))
         bound, few = self._of_x_bound(*d), SAFETY * self.u
         if self.logit_softcap is not None:
-            # The error of 1 - t^2 if t has an error of x_error / cap.
+            # The error of 1 - t^2, where t = tanh(...) has an error of x_error / cap.
             wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
             bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
         elif self.logits_scale != 1:
@@ -139,7 +145,7 @@ class CrossEntropy:
 
     @functools.cached_property
     def _depth(self):
-        """For each class that is not masked, how far its logit is below the maximum."""
+        """The distance of each logit below the maximum of its row; 0 for masked classes."""
         x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
         return np.abs(x - self.m[..., None])
 

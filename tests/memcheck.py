@@ -1,15 +1,16 @@
-"""A sample of an implementation's kernels, forward and backward, to be run under a memory checker.
+"""Run a sample of kernels, forward and backward, under a memory checker.
 
-export XLA_PYTHON_CLIENT_ALLOCATOR=platform
-compute-sanitizer python tests/memcheck.py mosaic layer_norm float32
-compute-sanitizer python tests/memcheck.py mosaic "logits of softmax" float32
-compute-sanitizer python tests/memcheck.py mosaic "loss" float32
-compute-sanitizer python tests/memcheck.py mosaic "log_prob_and_entropy" float32
-compute-sanitizer python tests/memcheck.py mosaic "linear loss" float32
-compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
-compute-sanitizer python tests/memcheck.py triton layer_norm float32 FOLDER
+    export XLA_PYTHON_CLIENT_ALLOCATOR=platform
+    compute-sanitizer python tests/memcheck.py mosaic layer_norm float32
+    compute-sanitizer python tests/memcheck.py mosaic "logits of softmax" float32
+    compute-sanitizer python tests/memcheck.py mosaic "loss" float32
+    compute-sanitizer python tests/memcheck.py mosaic "log_prob_and_entropy" float32
+    compute-sanitizer python tests/memcheck.py mosaic "linear loss" float32
+    compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
+    compute-sanitizer python tests/memcheck.py triton layer_norm float32 FOLDER
 
-The last one runs Triton kernels that were compiled elsewhere (`benchmarks/triton_programs.py`).
+The last command runs Triton kernels that `benchmarks/triton_programs.py` compiled on another
+machine and wrote to FOLDER.
 """
 
 import functools
@@ -28,15 +29,17 @@ import jaxnorm
 from benchmarks import triton_programs
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
-# Narrow rows, odd and prime widths (tails), whole units, clusters; some with few rows.
+# Rows and columns: narrow rows, odd and prime widths, widths that fill all fragments of a
+# warpgroup, and rows shared by a cluster of blocks; some with few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
 SHAPES += [(3, 131072)]
-# Widths for calls with a residual, or a gate, beside x.
+# Rows and columns of calls with two large operands: x and a residual or a gate.
 WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
-LONGEST_ODD = 8191  # of a norm
-# Over the axis in the middle: strips that overlap, clusters.
+LONGEST_ODD = 8191  # the largest odd width of a norm
+# Shapes whose middle axis is normalised: with overlapping strips, and with strips shared by a
+# cluster.
 STRIDED = [(5, 40, 72), (2, 1000, 784), (3, 3008, 144)]
-# Shapes of the logits, the mask and the bias, if there is one; and whether they are causal.
+# Shapes of the logits, of the mask and of the bias (or None), and whether the call is causal.
 LOGITS = [
     ((2, 3, 67, 200), (2, 1, 1, 200), (3, 67, 200), False),
     ((3, 130, 131), None, None, True),
@@ -47,7 +50,7 @@ LOGITS = [
 
 
 def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Return calls over axis 1 of each shape, and the types of the operands."""
+    """Yield calls over axis 1 of each shape, each with the shapes and dtypes of its operands."""
     function = FUNCTIONS[name]
     operation = OPERATIONS[function.op]
     kinds = [OPERANDS[operand] for operand in operation.operands]
@@ -58,7 +61,7 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
     of_rows = WITH_TWO if takes_two else SHAPES
     shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in of_rows]
     if implementation == "mosaic" and operation.family == "norm":
-        shapes = [(r, c // 8 * 8) for r, c in shapes]  # as its backward takes them
+        shapes = [(r, c // 8 * 8) for r, c in shapes]  # backward: multiples of 16 bytes
     for shape in [*shapes, *([] if takes_two else STRIDED)]:
         row, column = (
             jax.ShapeDtypeStruct(shape, dtype),
@@ -77,7 +80,10 @@ def with_gate(call: Any, *operands: Any) -> Any:
 
 
 def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Return calls with heads and tables for some of their columns, and the operands' types."""
+    """Yield calls of norms with rotary tables, each with the shapes and dtypes of its operands.
+
+    The heads are wider than the rotated columns in some cases.
+    """
     for shape, lead, pairs, interleaved in [
         ((2, 37, 5, 64), (37, 1), 32, False),
         ((3, 33, 1, 128), (3, 33, 1), 32, True),
@@ -109,7 +115,7 @@ def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any,
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Return softmaxes with masks and biases, and the operands' types. The mask selects all."""
+    """Yield softmaxes with biases and masks (all True), each with its operands' types."""
     for shape, mask, bias, causal in LOGITS:
 
         def call(x: jax.Array, *given: jax.Array, mask: Any = mask, causal: bool = causal) -> Any:
@@ -122,7 +128,10 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Return losses, or `name`, and the operands' types; labels are valid, and far out of range."""
+    """Yield calls of `name` (or of the loss, if `name` is no function) and their operands' types.
+
+    Most labels are classes; two are far out of range.
+    """
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:
 
@@ -131,7 +140,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
             labels = (jnp.arange(rows) * 7919 % cols).at[0].set(cols - 1)
             labels = labels.at[1].set(2**31 - 1).at[2].set(-1)
             outside = jnp.isin(jnp.arange(rows), jnp.array([1, 2]))
-            # Loss and gradient are NaN at labels out of range.
+            # The loss and the gradient of a label out of range are NaN, so they are replaced by 0.
             x = jnp.where(outside[:, None], jax.lax.stop_gradient(x), x)
             results = function(
                 x, labels, where=jnp.arange(rows) % 7 != 3, implementation=implementation
@@ -142,7 +151,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield losses of linear layers, in chunks, whose gradient overwrites the logits."""
+    """Yield losses of linear layers, computed in chunks, whose gradient overwrites the logits."""
     function = getattr(jaxnorm, name, jaxnorm.linear_softmax_cross_entropy)
     for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
 
@@ -156,12 +165,15 @@ def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[
 
 
 def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield norms with their matmuls, and the operands' types; all sides have partial tiles."""
+    """Yield norms with the matmul after them, each with its operands' types.
+
+    No size is a multiple of the tile size.
+    """
     for rows, cols, features in [(72, 8, 8), (136, 72, 264), (200, 1000, 520)]:
 
         def call(x: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
             function = getattr(jaxnorm, name)
-            weight = weight / len(weight)  # of ones: gradients of sums stay in float16's range
+            weight = weight / len(weight)  # avoids float16 overflow: weight is all ones
             return function(
                 x, weight, scale, bias=bias, activation="silu", implementation=implementation
             )
@@ -171,7 +183,7 @@ def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, 
 
 
 def lowered(call: Any, operands: Any) -> Any:
-    """Forward and backward."""
+    """Lower a call and its backward as one program."""
 
     def both(*operands: jax.Array) -> Any:
         results, vjp = jax.vjp(call, *operands)
@@ -181,15 +193,15 @@ def lowered(call: Any, operands: Any) -> Any:
 
 
 def compiled(call: Any, operands: Any) -> Any:
-    # Timing all algorithms of cuBLAS and Triton for a matmul takes minutes here, and any of them
-    # will do.
+    # Autotuning cuBLAS's and Triton's algorithms takes minutes under the checker, and any algorithm
+    # will do here.
     options = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
     on_gpu = jax.default_backend() == "gpu"
     return lowered(call, operands).compile(options if on_gpu else None)
 
 
 def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]]:
-    """Return the calls of a name, and the types of their operands."""
+    """Return the calls that the name stands for, each with the types of its operands."""
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
     of_names |= {
@@ -209,13 +221,13 @@ def main(implementation: str, name: str, dtype: str, programs: str | None = None
     if programs is not None:
         triton_programs.replay(Path(programs))
     cases = cases_of(implementation, name, dtype)
-    # Programs are compiled one after the other, and never while a kernel runs: under the checker,
-    # this process sometimes crashed otherwise.
+    # All programs are compiled before the first one runs: under the checker, this process sometimes
+    # crashed when it compiled while a kernel ran.
     programs = [compiled(*case) for case in cases]
     for program, (_, operands) in zip(programs, cases):
         ones = [jax.device_put(np.ones(o.shape, o.dtype)) for o in operands]
         results = [np.asarray(a).astype(np.float32) for a in jax.tree.leaves(program(*ones))]
-        # Elements above the diagonal have a logarithm of -inf.
+        # -inf is correct for log_softmax above the diagonal of a causal mask.
         wrong = any(np.isnan(r).any() or np.isposinf(r).any() for r in results)
         print(name, operands[0].shape, dtype, "WRONG" if wrong else "right", flush=True)
     print("all", len(cases), "cases")

@@ -1,4 +1,4 @@
-"""Calls on meshes: cases, their operands, and what their compiled programs do."""
+"""Helpers for tests on meshes: shardings, operands, and the collectives of compiled programs."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ KINDS = ["auto", "explicit", "manual"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mesh, and the shardings of x and of the parameters."""
+    """A mesh (the size of each axis), and how x and the parameters are sharded over it."""
 
     name: str
     mesh: dict[str, int]
@@ -52,7 +52,7 @@ def step(name, save="output", **options):
 
 
 def operands(name, shape=SHAPE, dtype="float32"):
-    """Return a cotangent, x and the parameters."""
+    """Return the cotangent, x and the parameters (scale, bias) of a function."""
     rng = np.random.default_rng(0)
     params = {"rms_norm": 1, "layer_norm": 2}.get(name, 0)
     x, d = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
@@ -67,7 +67,7 @@ def mesh_of(case, kind):
 
 
 def specs_of(mesh_axes, axes):
-    """Return every way to split, or not to split, the axes of an array over mesh axes."""
+    """Return all PartitionSpecs of an array with `axes` axes over these mesh axes."""
     specs = []
     for order in itertools.permutations(mesh_axes):
         for places in itertools.product([None, *range(axes)], repeat=len(order)):
@@ -79,14 +79,14 @@ def specs_of(mesh_axes, axes):
 
 
 def in_shards(arrays, mesh, specs):
-    """Place arrays on a mesh, from the host: a device would run a program to split them."""
+    """Shard arrays over a mesh from the host: sharding a device array would run a program."""
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 
 def on_mesh(function, arrays, case, kind):
     """Return the compiled function and its sharded operands.
 
-    Results with x's shape are sharded as x is.
+    Results with x's shape are sharded like x.
     """
     mesh = mesh_of(case, kind)
     are_arrays = [a.shape == arrays[1].shape for a in arrays]
@@ -106,9 +106,10 @@ def on_mesh(function, arrays, case, kind):
 
 
 def collectives(compiled):
-    """Return, for each kind of collective, the shapes of the arrays that it returns.
+    """Return a dict from each kind of collective in the program to the shapes of its results.
 
-    An asynchronous collective begins with "-start", which returns its operands before the results.
+    An asynchronous collective is an instruction whose name ends in "-start". It returns its
+    operands and then its results, so only the second half of its shapes counts.
     """
     found = {}
     pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\("
@@ -120,10 +121,10 @@ def collectives(compiled):
 
 @functools.cache
 def expected_of(name, save, shape):
-    """Return the results of `step` on one device, with the bounds of the analysis."""
+    """Return the results of `step` on one device, with the bounds from `program_error.analyse`."""
     return analyse(step(name, save), *operands(name, shape))
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Assert that the compiled step returns the results of one device, within the bounds."""
+    """Assert that the compiled step returns the same results as one device, within the bounds."""
     assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

@@ -27,14 +27,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SEED, LIMIT = 20, 600
-#: Areas of the code, and how many mutants each has.
+#: Folders of the code, and the number of mutants in each.
 AREAS = {
     "kernels/jaxnorm_kernels/xla": 18,
     "jaxnorm/primitives": 15,
     "kernels/jaxnorm_kernels/mosaic": 15,
     "kernels/jaxnorm_kernels/triton": 12,
 }
-#: Parts of a mutated file's name, and the tests that run it: the first that matches.
+#: Maps a part of the mutated file's path to its tests. The first part that matches counts.
 COVERING = {
     "xla/norm_rope": ["test_norm_rope*", "test_forward_mode", "test_parts"],
     "xla/softmax": ["test_softmax", "test_logits", "test_forward_mode", "test_masked_derivatives"],
@@ -93,7 +93,7 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A position in a file, its code, and the replacement."""
+    """A mutant: the characters `span` of a file, their `code`, and the code that replaces it."""
 
     file: str
     line: int
@@ -106,7 +106,7 @@ class Mutant(NamedTuple):
 
 
 def mutations(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the node with another operator, comparison, constant or sign, or without a term."""
+    """Yield variants of a node: another operator, comparison, constant or sign, or a term less."""
     changed = copy.deepcopy(node)
     match changed:
         case ast.BinOp(op=operator):
@@ -133,7 +133,7 @@ def mutations(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _formulas(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes inside functions, but no annotation, decorator, message or docstring."""
+    """Yield the expressions in functions, except annotations, decorators and messages."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             for statement in node.body:
@@ -163,7 +163,10 @@ def _mutants_of(path: Path) -> list[Mutant]:
 
 
 def mutants(seed: int = SEED) -> list[Mutant]:
-    """Draw a fixed number from each area: files with equal chances, then places in a file."""
+    """Draw a fixed number of mutants from each area.
+
+    First a file is drawn, with equal chances, and then a mutant in it.
+    """
     rng = random.Random(seed)
     chosen: list[Mutant] = []
     for area, count in AREAS.items():
@@ -179,14 +182,14 @@ def mutants(seed: int = SEED) -> list[Mutant]:
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    """Return the test files that `COVERING` names and that exist, in its order."""
+    """Return the existing test files that `COVERING` names for the mutated file, in its order."""
     (names, *_) = [names for part, names in COVERING.items() if part in mutant.file]
     files = [path for name in names for path in sorted((ROOT / "tests").glob(f"{name}.py"))]
     return [str(path.relative_to(ROOT)) for path in dict.fromkeys(files)]
 
 
 def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> dict[str, object]:
-    """Run tests in a copy of the project with the mutant; None for none."""
+    """Run tests in a copy of the project, which contains the mutant unless that is None."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("jaxnorm", "kernels", "tests", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / name, Path(folder, name))

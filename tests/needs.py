@@ -1,8 +1,8 @@
 """Requirements of tests that not every machine meets.
 
-A case that cannot run here is left out when tests are collected. The summary gives the number of
-such cases and their requirements, so a run has no uninformative skips. A run that selects only such
-cases, such as ``-m gpu`` without a GPU, has no case left. pytest then exits with status 5, so a run
+A case that cannot run on this machine is deselected at collection. The summary gives the number of
+such cases and their requirements, so there are no skips in the output. If a run selects only such
+cases, such as ``-m gpu`` without a GPU, no case is left. pytest then exits with status 5, so a run
 that tested nothing does not look like a success.
 """
 
@@ -21,10 +21,10 @@ import pytest
 from benchmarks import triton_programs
 from jaxnorm.calls import backends
 
-# True if Triton interprets its kernels on the CPU. It then cannot compile them.
+# True if Triton interprets its kernels on the CPU. In this mode it cannot compile them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-#: The number of left-out cases for each reason.
+#: Counts the left-out cases by reason.
 LEFT_OUT = pytest.StashKey[collections.Counter[str]]()
 
 
@@ -34,7 +34,8 @@ def capability() -> float:
     return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
 
 
-# ------------------------------------------ what is missing here, in words; None where nothing is
+# -------------------------- requirements: each function returns what is missing, or None if it is
+# met
 
 
 def hopper() -> str | None:
@@ -100,12 +101,12 @@ def _triton_extra() -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------- and whose it is
+# ------------------------------------------------------------------ tests that have a requirement
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A requirement of the cases with one of these marks, or with one of these fixtures."""
+    """A requirement of the tests with one of these marks or one of these fixtures."""
 
     missing: Callable[[], str | None]
     marks: Sequence[str] = ()
@@ -118,7 +119,7 @@ class Need:
         )
 
 
-# A case that lacks several counts under the first.
+# A case that fails several requirements counts for the first of them.
 NEEDS = (
     Need(hopper, marks=["gpu"]),
     Need(second_gpu, marks=["multigpu"]),
@@ -129,12 +130,12 @@ NEEDS = (
     Need(triton_for_cuda, marks=["cuda_plugin"]),
 )
 
-# Needs of whole files, which import what they need.
+# Requirements of whole files, which cannot even be imported without them.
 FILES = {"triton/test_compile*.py": triton_compiler}
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only the cases that can run stay in `items`."""
+    """Remove the cases that cannot run on this machine from `items`."""
     here, others = [], []
     for item in items:
         reasons = (need.missing() for need in NEEDS if need.is_of(item))

@@ -1,4 +1,4 @@
-"""rms_norm_linear in float64 numpy, with bounds for what rounding adds; mixtures of dtypes."""
+"""rms_norm_linear in float64 NumPy, with bounds on the rounding error; combinations of dtypes."""
 
 import dataclasses
 import functools
@@ -11,9 +11,9 @@ from reference import SAFETY, Norm, arithmetic, exact, rounding, unit_roundoff
 
 from jaxnorm import rms_norm_linear
 
-# For each activation: the largest slope, the largest change of the slope for a step of 1 in z, and
-# the slope's jump at z = 0. gelu' is at most 1.13, gelu'' at most 0.8 (at 0); silu' is at most 1.1,
-# silu'' at most 0.5 (at 0).
+# For each activation: its largest slope, its largest second derivative, and the jump of its slope
+# at z = 0. gelu' is at most 1.13, gelu'' at most 0.8 (at 0); silu' is at most 1.1, silu'' at most
+# 0.5 (at 0).
 SLOPES = {
     None: (1.0, 0.0, 0.0),
     "relu": (1.0, 0.0, 1.0),
@@ -24,9 +24,9 @@ SLOPES = {
 
 
 def operands(rows, cols, features, dtypes="float32", seed=0, lead=()):
-    """Return x, residual, weight, scale and bias. z is about 1.
+    """Return a dict of x, residual, weight, scale and bias. z, the matmul's result, is about 1.
 
-    `dtypes` is one dtype, or one for each array.
+    `dtypes` is the dtype of all arrays, or a dtype for each.
     """
     rng = np.random.default_rng(seed)
     x, residual, weight, scale, bias = (dtypes,) * 5 if isinstance(dtypes, str) else dtypes
@@ -40,11 +40,11 @@ def operands(rows, cols, features, dtypes="float32", seed=0, lead=()):
 
 
 class _Norm(Norm):
-    """With an x that may be another one, by `excess`."""
+    """A norm whose input may differ from x by up to `excess`."""
 
     @property
     def r_error(self):
-        """The relative error of r."""
+        """The relative error of r, the reciprocal of the root mean square."""
         return self.r * np.mean(np.abs(self.xh) * self.excess, -1, keepdims=True) * (1 + 2**-6)
 
     def _xh_error(self):
@@ -58,10 +58,10 @@ class _Norm(Norm):
 
 @dataclasses.dataclass
 class NormLinear:
-    """y = activation(rms_norm(x) weight + bias) of rows, its gradients, and the bounds of both.
+    """y = activation(rms_norm(x) weight + bias) and its gradients, with error bounds.
 
-    Inputs are exact. If x is a sum h, it is the stored h. A kernel may round the normalised x, or
-    scale times weight, to the matmul's dtype.
+    All inputs are exact. With a residual, x is the stored sum h. A kernel may round the normalised
+    x, or scale times weight, to the matmul's dtype.
     """
 
     x: np.ndarray
@@ -69,7 +69,7 @@ class NormLinear:
     gain: np.ndarray
     bias: np.ndarray
     d: np.ndarray
-    excess: np.ndarray  # by how much x may be another one in a pass
+    excess: np.ndarray  # the maximum difference between x and the x that a pass uses
     x_dtype: str
     weight_dtype: str
     product_dtype: str
@@ -102,7 +102,7 @@ class NormLinear:
             self.y, self.slope = exact(self.y), exact(self.slope)
 
     def _norm(self, d):
-        """Return the reference of the norm; `d` is the cotangent of the matmul's operand."""
+        """Return the reference of the norm. `d` is the gradient of its result."""
         zero = np.zeros(self.x.shape[-1])
         dtypes = self.x_dtype, self.product_dtype
         norm = _Norm(self.x, self.gain, zero, d, False, self.epsilon, "input", *dtypes)
@@ -115,7 +115,10 @@ class NormLinear:
         return steepest * self.z_error + few + rounding(self.y, self.y_dtype)
 
     def gradients(self):
-        """Name -> value and bound, but for the rounding to its own dtype; x's is of the norm."""
+        """Return a dict from each operand's name to its gradient and bound.
+
+        The bounds exclude the rounding to the gradient's dtype, except for x.
+        """
         _, curvature, jump = SLOPES[self.activation]
         saved = self.z_error + rounding(self.z, self.y_dtype)
         slope_error = curvature * saved + jump * (np.abs(self.z) <= saved) + 16 * self.u
@@ -150,11 +153,12 @@ class NormLinear:
         }
 
     def walk(self, terms):
-        """Return the rounding error of a sum, relative to the sum of magnitudes."""
+        """Return a bound on the error of a sum of `terms` terms, relative to their magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 
-# Dtypes of x, residual, weight, scale and bias; of the matmul; of y, and whether y's is requested.
+# Dtypes of x, residual, weight, scale and bias; of the matmul; of y; and whether y's dtype is
+# requested.
 MIXES = [
     *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
     (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),
@@ -167,7 +171,7 @@ WIDE = (("float32", "float64", "float64", "float32", "float32"), "float64", "flo
 
 @functools.partial(jax.jit, static_argnames=("options",))
 def value_and_gradients(arrays, d, options=()):
-    """Return the results, and the gradients for the cotangents d of y and cos(d) of h."""
+    """Return the results and the gradients. The cotangents are d for y and cos(residual) for h."""
 
     def function(arrays):
         arrays = dict(arrays)

@@ -1,7 +1,8 @@
-"""Norms, and operations that are fused with them, in float64: results, gradients and error bounds.
+"""Norms, and operations fused with them, in float64: results, gradients and error bounds.
 
-Each class has rows (..., N) and parameters that broadcast to them, from exact float64 inputs.
-`expected` covers every operation of the family.
+Each class takes rows (..., N) and parameters that broadcast to them; these inputs are exact.
+`expected` covers every operation of the family. r is the reciprocal of the root mean square or of
+the standard deviation, xh = (x - mean) r is the normalised row, and gain is scale + scale_offset.
 """
 
 import dataclasses
@@ -16,7 +17,10 @@ from jaxnorm.tools import references
 
 @dataclasses.dataclass
 class GatedNorm:
-    """A norm with a gate after or before it. Rows are (..., N); parameters broadcast to them."""
+    """A norm whose input or result is multiplied by a = activation(gate).
+
+    Rows are (..., N); parameters broadcast to them.
+    """
 
     x: np.ndarray
     gate: np.ndarray
@@ -24,7 +28,7 @@ class GatedNorm:
     d: np.ndarray  # cotangent of y
     norm_before_gate: bool
     activation: str
-    dtypes: tuple[str, str, str]  # of x, of the gate and of y
+    dtypes: tuple[str, str, str]  # of x, gate and y
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -42,7 +46,7 @@ class GatedNorm:
             False,
             self.epsilon,
             "input",
-            wide,  # no result of the norm's own is rounded
+            wide,  # the norm's own results are not rounded
             wide,
         )
         if before:
@@ -54,12 +58,12 @@ class GatedNorm:
         self.dscale = self.norm.dscale
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return bounds for y, dx, dgate and dscale (as a sum, before it is stored)."""
+        """Return bounds of y, dx, dgate and dscale. dscale is a sum that is not rounded yet."""
         norm, u, few = self.norm, self.u, 8 * self.u
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
         if self.norm_before_gate:
             y = np.abs(self.a) * n + (np.abs(norm.y) + n) * self.a_error
-            # The norm's cotangent is dy a, and its gradients are linear in it.
+            # The norm's cotangent is dy a. The gradients are linear in it.
             error = np.abs(self.d) * self.a_error + u * np.abs(norm.d)
             dx = dt + self._of_cotangent(error)
             dscale = dscale + np.sum(error * np.abs(norm.xh), 0)
@@ -67,7 +71,8 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # xh = t r. The relative error of r is the mean of xh r times the error of t.
+            # t = x a is the norm's input, and xh = t r. The relative error of r is the mean of xh r
+            # times the error of t.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -95,7 +100,7 @@ class GatedNorm:
 
 @dataclasses.dataclass
 class ScaledSum:
-    """h = residual + branch_scale x, y = norm(h): the norm of h as it was stored."""
+    """h = residual + branch_scale x, and y = norm(h), computed from the stored h."""
 
     x: np.ndarray
     residual: np.ndarray
@@ -107,12 +112,12 @@ class ScaledSum:
     dh: np.ndarray
     subtract_mean: bool
     saved: str
-    dtypes: tuple[str, str, str]  # of x, of the residual and of y
+    dtypes: tuple[str, str, str]  # of x, residual and y
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         self.u = arithmetic(*self.dtypes)
-        # The norm's gradient is rounded when it is stored, which affects everything computed from
+        # The norm's gradient is rounded when it is stored, and dx and dresidual are computed from
         # it.
         wide = "float64" if "float64" in self.dtypes else "float32"
         options = self.subtract_mean, self.epsilon, self.saved, wide, self.dtypes[2]
@@ -123,19 +128,19 @@ class ScaledSum:
         self.dbranch_scale = np.sum(self.dresidual * self.x, 0)
 
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return h and its bound: a product, if there is a scale, then a sum, then the rounding."""
+        """Return h and its bound. The product (with a branch scale), the sum and h are rounded."""
         product = self.branch_scale * self.x
         total = self.residual + product
         error = 2 * self.u * (np.abs(product) * (self.branch_scale != 1) + np.abs(total))
         return total, error + rounding(np.abs(total) + error, self.dtypes[1])
 
     def bound(self) -> np.ndarray:
-        """The bound of dresidual before it is stored."""
+        """Return a bound of dresidual before it is rounded to its dtype."""
         few = 8 * self.u * (np.abs(self.dresidual) + np.abs(self.dh))
         return self.norm.gradient_bounds()[0] + few
 
     def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return gradients and bounds; those of parameters are sums that are not stored yet."""
+        """Return gradients and bounds. Parameters' gradients are sums before rounding."""
         bound, (_, dscale, dbias) = self.bound(), self.norm.gradient_bounds()
         of_x = np.abs(self.branch_scale) * bound + 2 * self.u * np.abs(self.dx)
         rows = {"x": (self.dx, of_x), "residual": (self.dresidual, bound)}
@@ -154,11 +159,11 @@ class ScaledSum:
 
 @dataclasses.dataclass
 class RotatedNorm(Norm):
-    """y = R n with n the RMSNorm of rows, and R the rotation of pairs of its columns.
+    """y = R n, where n is the RMSNorm of a row and R rotates pairs of its columns.
 
     Attributes:
-      cos, sin: (..., r / 2), of each row.
-      dcos, dsin: what each row adds to their gradients.
+      cos, sin: the rotary table of each row, of shape (..., r / 2), where r columns are rotated.
+      dcos, dsin: each row's term of the tables' gradients.
     """
 
     cos: np.ndarray
@@ -170,7 +175,7 @@ class RotatedNorm(Norm):
             self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
         )
         self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
-        # In each column, y = c n + s (n of its partner).
+        # In each column, y = c n + s n', where n' is the other column of the pair.
         self.c, self.s = rotation.cos, rotation.sin
         self.dy = self.d
         self.d = rotation.transposed(self.dy)
@@ -184,18 +189,18 @@ class RotatedNorm(Norm):
         return v[..., self.first], v[..., self.second]
 
     def _of_pairs(self, v):
-        """Return the sum of the magnitudes of all terms in a rotation of v, or in its transpose."""
+        """Return, per column, the sum of the terms' magnitudes in R v or in its transpose R' v."""
         return np.abs(self.c * v) + np.abs(self.s * v[..., self.partner])
 
     def _normalised_error(self):
-        """Return the error of n as the forward computes it."""
+        """Return a bound on the error of n in the forward."""
         floor = 2.0**-60
         error = self._xh_error() * (np.abs(self.gain) + floor) + floor * np.abs(self.xh)
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return the part of y's error that comes from the roundings of the rotation and of y."""
-        # A table is also rounded if its dtype differs from the arithmetic's.
+        """Return the part of y's error that comes from rounding the rotation and y."""
+        # A table is rounded, too, if its dtype differs from that of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
 
@@ -203,7 +208,7 @@ class RotatedNorm(Norm):
         return 1.01 * self._of_pairs(self._normalised_error()) + self._stored_error()
 
     def _undone_error(self):
-        """Return the error of R' y / (cos^2 + sin^2), without the part that n's error causes."""
+        """Return the error of n recovered as R' y / (cos^2 + sin^2), without n's own error."""
         error = self._of_pairs(self._stored_error()) + 8 * self.u * self._of_pairs(np.abs(self.y))
         square = self.c**2 + self.s**2
         return error / square + 8 * self.u * np.abs(self.normalised)
@@ -223,7 +228,7 @@ class RotatedNorm(Norm):
     def gradient_bounds(self):
         """Return bounds of dx and dscale.
 
-        n's cotangent is rounded to float32 before the norm's backward.
+        R' dy, the cotangent of n, is rounded to float32 before the norm's backward.
         """
         dx, dscale, _ = super().gradient_bounds()
         error = 4 * self.u * self._of_pairs(self.dy)
@@ -232,7 +237,7 @@ class RotatedNorm(Norm):
         return dx, dscale + 1.01 * np.sum(error * np.abs(self.xh), 0)
 
     def table_terms(self):
-        """Return each row's terms of dcos and dsin, with their bounds and sums of magnitudes."""
+        """Yield dcos and dsin of each row, with bounds and the sums of the terms' magnitudes."""
         error = self._normalised_error()
         error = error + (self._undone_error() if self.saved == "output" else 0)
         (da, db), (na, nb), (ea, eb) = (
@@ -245,13 +250,13 @@ class RotatedNorm(Norm):
 
 
 class Expected(NamedTuple):
-    """Values with bounds of their errors, by the names of results and of operands.
+    """Expected values with error bounds, by the names of results and operands.
 
     Attributes:
-      rows: results, and gradients of arrays of rows; bounds include the rounding to their dtypes.
+      rows: results, and gradients of arrays with rows; bounds include rounding to their dtypes.
       stats: statistics of rows.
-      terms: for each element, its term in the gradient of a parameter or a table, with the term's
-        bound and magnitude.
+      terms: for the gradient of a parameter or a table, the term that each element of x adds, with
+        the term's bound and magnitude.
     """
 
     rows: dict[str, tuple[Any, Any]]
@@ -266,11 +271,11 @@ def expected(
     """Return the expected values of a call on rows (M, N).
 
     Args:
-      given: float64 operands, and the cotangents dy and dh, with a value for each element.
+      given: the operands and the cotangents dy and dh in float64, expanded to the elements of x.
       h: the stored sum.
       dtypes: the dtypes of x, of the residual or the gate, and of y.
     """
-    # Rows become separate calls: a sum over the first axis is that of one row.
+    # With a new first axis of size 1, sums over the first axis keep a term for each row.
     a = {name: array[None] for name, array in given.items()}
     x, scale, bias, dy, dh = (a[name] for name in ("x", "scale", "bias", "dy", "dh"))
     of_x, of_second, of_y = dtypes
@@ -284,7 +289,7 @@ def expected(
         rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
         gradients = ref.gradients()
         rows |= {name: gradients.pop(name) for name in ("x", "residual")}
-        if op == "add_norm":  # one gradient, in the residual's dtype and then in x's
+        if op == "add_norm":  # one gradient, rounded to both dtypes
             value, error = rows["residual"]
             rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
         terms, norms = gradients, [ref.norm]
@@ -349,7 +354,7 @@ def expected(
     stats = []
     for i, norm in enumerate(norms):
         walk = SAFETY * norm.u * (math.sqrt(x.shape[-1]) + 4)
-        # The mean's error adds its square to the variance.
+        # An error of the mean adds its square to the variance.
         mean = np.max(np.abs(norm.x), -1, keepdims=True) * walk * norm.subtract_mean
         stats.append((norm.r, norm.r * (walk + (mean * norm.r) ** 2)))
         if i == len(norms) - 1 and subtract_mean and saved == "input":

@@ -1,7 +1,7 @@
-"""Calls and passes of norms, compared with float64 by the bounds of `norm_references`.
+"""Runs of norms that are compared with float64 values, within the bounds of `norm_references`.
 
-`check` compares a public function; `check_forward` and `check_backward` compare a pass of an
-implementation, whose operands `types_of` and `make_operands` derive from the table of operations.
+`check` compares a public function. `check_forward` and `check_backward` compare a pass of an
+implementation; `types_of` and `make_operands` derive its operands from the table of operations.
 """
 
 import functools
@@ -26,13 +26,17 @@ def normal(shape, dtype, seed, scale=1.0, shift=0.0):
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
-    """Return cos and sin of arbitrary angles, times a factor, as in YaRN."""
+    """Return cos and sin of random angles, multiplied by a factor, as in YaRN."""
     angle = np.random.default_rng(seed).uniform(-np.pi, np.pi, size=shape)
     return jnp.asarray(factor * np.cos(angle), dtype), jnp.asarray(factor * np.sin(angle), dtype)
 
 
 def assert_sums(gradient, like, index, terms):
-    """Assert that a gradient is the sum of terms over all elements that share an element of it."""
+    """Assert that each element of a gradient is the sum of the terms that belong to it.
+
+    `index` maps each term to its element. A term consists of its value, its error and its
+    magnitude.
+    """
     assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
     value, error, magnitude = (
         np.bincount(index.ravel(), weights=np.broadcast_to(a, index.shape).ravel(),
@@ -53,9 +57,9 @@ def _numbers(shape):
 
 
 def _spread(shape, of_x, axes):
-    """Return, for each element of (rows, cols), the index of its element in a parameter.
+    """Return, for each element of x as (rows, cols), the index of its element of a parameter.
 
-    A parameter broadcasts to the other axes of x, followed by the normalised axes.
+    A parameter broadcasts to the axes of x, with the normalised axes last.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -63,17 +67,17 @@ def _spread(shape, of_x, axes):
 
 
 def to_rows(array, axes):
-    """Return an array as (rows, cols). Unlike the library, numpy moves one axis at a time."""
+    """Return an array as (rows, cols), computed by NumPy instead of the library."""
     array = np.moveaxis(np.asarray(array), axes, range(-len(axes), 0))
     return array.reshape(-1, int(np.prod(array.shape[array.ndim - len(axes) :])))
 
 
 def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bias=None, **given):
-    """Check results and all gradients of a public function.
+    """Check the results and all gradients of a public function.
 
     Args:
-      given: the other operands, and options. None for an operand that is absent.
-      save: None for a function that has no such argument.
+      given: the other operands and options; None for an absent operand.
+      save: the option of this name; None for a function without it.
     """
     entry = FUNCTIONS[name]
     op = entry.gated if entry.gated and given.get("gate") is not None else entry.op
@@ -93,7 +97,8 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
         named.setdefault("scale", None)
         return jax.tree.leaves(getattr(jaxnorm, name)(**named, **options))
 
-    # Gradients of tables are tested separately, because kernels do not return them.
+    # Gradients of tables are taken separately: kernels do not compute them, so a call with them
+    # would run XLA's code.
     of_tables = {n: a for n, a in operands.items() if OPERANDS[n] == "table"}
     others = {n: a for n, a in operands.items() if n not in of_tables}
     results, vjp = jax.vjp(lambda others: call(others | of_tables), others)
@@ -123,7 +128,7 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
     saves |= {n: given[n] for n in taken if n in given}
     if op == "norm_gated":
         saves |= {"activation": given.get("activation", "silu")}
-    # The forward raises a scale of 0 if the output's dtype has room for it.
+    # The forward replaces a scale of 0 by a floor, if the output's dtype has enough range.
     lifts = saves["saved"] == "output" and found["y"].dtype.name in ("bfloat16", "float32")
     given = _given(
         operands,
@@ -143,7 +148,10 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
 
 
 def _given(operands, index, offset, rows, floor=None):
-    """Return float64 operands for each element; absent operands have their neutral values."""
+    """Return all operands in float64, expanded to the elements of x.
+
+    Absent operands are replaced by values without effect (a scale of 1, a bias of 0).
+    """
     given = {}
     for name, array in operands.items():
         value = exact(array)
@@ -159,7 +167,7 @@ def _given(operands, index, offset, rows, floor=None):
 
 
 def assert_expected(reference, found, operands, index, rows):
-    """Check results, and the gradients ``d`` of operands, against the expected values."""
+    """Assert that results and gradients are within the bounds of their expected values."""
     for name, (value, bound) in reference.rows.items():
         result = found.get(name if name in ("y", "h") else f"d{name}")
         if result is not None:
@@ -172,14 +180,14 @@ def assert_expected(reference, found, operands, index, rows):
             assert_sums(found[f"d{name}"], operands[name], index[name], terms)
 
 
-# ------------------------------------------------------------------------- passes of the contract
+# ---------------------------------------------------------------------- passes of an implementation
 
 
 def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
-    """Return a pass of an operation of norms, with all of its parameters.
+    """Return the spec of a pass of a norm's operation, with all of its parameters.
 
     Args:
-      mix: dtypes of x, of the second operand (residual, gate or tables), if there is one, and of y.
+      mix: the dtypes of x, of the second operand (residual, gate or tables), if any, and of y.
       kind: "layer_norm" or "rms_norm".
       given: other fields of a `Spec`, or flags of `build_spec`.
     """
@@ -201,7 +209,7 @@ def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
 
 
 def grouped(n, kind="layer_norm"):
-    """Return the fields for parameters that belong to n groups of rows."""
+    """Return the fields of a `Spec` whose parameters belong to n groups of rows."""
     names = ("scale", "bias", "branch_scale") if kind == "layer_norm" else ("scale", "branch_scale")
     return {f"{name}_groups": n for name in names}
 
@@ -223,7 +231,7 @@ def shape_of(spec, name):
 
 
 def dtype_of(spec, name):
-    """Return the dtype of an operand, a result or a result's cotangent, or None if it is absent."""
+    """Return the dtype of an operand, a result or a cotangent; None if it is absent."""
     if name in ("y", "dy"):
         return spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     if name in ("h", "dh"):
@@ -238,7 +246,7 @@ def dtype_of(spec, name):
 def names_of(spec):
     """Return the names of the arrays that a pass takes, in the order of `contract.call`.
 
-    A scale of each row's logits, which no kernel takes, is left out, as it is there.
+    It omits `logits_scale`, a scale of each row's logits, which no kernel supports.
     """
     operation = spec.operation
     if spec.direction == "fwd":
@@ -251,7 +259,7 @@ def names_of(spec):
 
 
 def types_of(spec, labels=np.dtype("int32")):  # noqa: B008
-    """Return the types of the operands of a pass."""
+    """Return the shapes and dtypes of a pass's operands."""
     number = jax.ShapeDtypeStruct((spec.rows,), np.dtype("float32"))
 
     def array(name):
@@ -267,7 +275,7 @@ def types_of(spec, labels=np.dtype("int32")):  # noqa: B008
 
 
 def make_operands(spec):
-    """Return arrays by the names of operands and cotangents, with None for absent ones."""
+    """Return a dict from the names of operands and cotangents to arrays; None for absent ones."""
     centres = {"x": (0.3, 1), "residual": (0, 2), "gate": (0, 2), "bias": (0, 0.3)}
     centres |= {"scale": (1, 0.3), "next_scale": (1, 0.3), "branch_scale": (0.5, 0.3)}
     found = {}
@@ -295,7 +303,7 @@ def _index(spec, name):
 
 
 def expected_of(spec, arrays, h):
-    """Return the expected values of the passes of `spec`, and how elements share parameters."""
+    """Return a pass's expected values and operands, and each element's parameter index."""
     operands = {n: arrays[n] for n in spec.operation.operands if arrays[n] is not None}
     index = {n: _index(spec, n) for n in operands if OPERANDS[n] != "array"}
     given = _given(operands, index, spec.norm.scale_offset, lambda a: a, spec.scale_floor)
@@ -320,7 +328,7 @@ def expected_of(spec, arrays, h):
 
 
 def check_forward(call, spec, arrays=None):
-    """Check the forward ``call(spec, *operands)``; return its operands, results and statistics."""
+    """Check a forward ``call(spec, *operands)``. Return its operands, results and statistics."""
     arrays = make_operands(spec) if arrays is None else arrays
     *results, stats = call(spec, *(arrays[name] for name in names_of(spec)))
     found = dict(zip(spec.operation.results, results))
@@ -336,14 +344,14 @@ def check_forward(call, spec, arrays=None):
 
 
 def backward_operands(spec, arrays=None, made=None):
-    """Return arrays by name, and the operands of a backward, with what plain JAX's forward saves.
+    """Return arrays by name, the forward's results, and the operands of the backward.
 
-    `made` replaces the results and statistics of that forward.
+    The saved arrays come from XLA's forward, unless `made` has the results and statistics.
     """
     arrays = make_operands(spec) if arrays is None else arrays
     forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)
     if made is None:
-        # Plain JAX needs tables with a row for each row of x.
+        # XLA's code needs rotary tables that are expanded to one row per row of x.
         operands = [
             arrays[name][_index(spec, name)[:, 0] // arrays[name].shape[1]]
             if OPERANDS[name] == "table"
@@ -359,7 +367,7 @@ def backward_operands(spec, arrays=None, made=None):
 
 
 def check_backward(call, spec, arrays=None, made=None):
-    """Check the backward ``call(spec, *operands)``; return its gradients by the operands' names."""
+    """Check a backward ``call(spec, *operands)``. Return its gradients by their operands' names."""
     arrays, results, taken = backward_operands(spec, arrays, made)
     if "h" not in spec.outputs:
         arrays = arrays | {"dh": jnp.zeros_like(arrays["dh"])}

@@ -1,4 +1,4 @@
-"""Combinations of parameters: fewer than all of them."""
+"""Combinations of parameters that cover all pairs of values in fewer cases than the product."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from typing import Any
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations of one value per axis, such that any two values of two axes meet in one.
+    """Return combinations with one value per axis, in which every pair of two axes' values occurs.
 
-    This is enough for parameters that do not interact in threes. The result is deterministic, and
-    in the order of the full product.
+    This is enough for parameters of which no three interact. The result is deterministic and in the
+    order of the full product.
     """
     places = [*itertools.product(*(range(len(axis)) for axis in axes))]
     pairs = [set(itertools.combinations(enumerate(at), 2)) for at in places]
     missing = set().union(*pairs)
     chosen = set()
-    # Choose greedily. If several add the same number, take the one whose values occurred least so
-    # far.
+    # Choose greedily. Among combinations that add equally many pairs, take the one whose values
+    # have occurred least often.
     times = dict.fromkeys(itertools.chain(*(enumerate(at) for at in places)), 0)
     while missing:
         best = min(

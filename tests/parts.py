@@ -1,7 +1,7 @@
-"""Operands and results that are parts of other arrays, at addresses that are not aligned.
+"""Operands and results that are slices of other arrays, at unaligned addresses.
 
 XLA passes a contiguous slice to a kernel as an address inside the sliced array, and lets a kernel
-write into a part of a larger array. `of_parts` gives any function such operands and results, and
+write into a part of a larger array. `of_parts` gives any function such operands and results.
 `fused` finds the addresses that a compiled program passes to kernels.
 """
 
@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Custom calls that are kernels of this library.
+# Targets of the custom calls that launch this library's kernels.
 TARGETS = ("mosaic_gpu", "triton_kernel_call")
-# Bytes of types whose names do not end in their bits.
+# Bytes per element of types whose names do not end in a number of bits.
 _ITEMSIZE = {"pred": 1}
 
 
 def around(a: jax.Array) -> jax.Array:
-    """Return a flat array that holds a 1 and then the elements of `a`."""
+    """Return a flat array that consists of a 1 and the elements of `a`."""
     return jnp.concatenate([jnp.ones(1, a.dtype), a.ravel()])
 
 
 def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of slices of flat arrays, with results that are written into flat arrays.
+    """Return `function` with slices as operands and with results written into larger arrays.
 
-    Each slice and each result starts at the second element of its flat array, so that no address is
-    a multiple of 16 bytes. `read` returns the elements of a result.
+    Each slice and each result starts at the second element of a flat array, so no address is a
+    multiple of 16 bytes. `read` returns the elements of a result.
     """
 
     def of_slices(*operands: Any) -> Any:
@@ -41,22 +41,22 @@ def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stored(a: jax.Array) -> jax.Array:
-    # Without the barrier, XLA would pad `a`.
+    # Without the barrier, XLA would turn this into a pad of `a`.
     whole = jax.lax.optimization_barrier(jnp.zeros(1 + a.size, a.dtype))
     return whole.at[1:].set(a.ravel())
 
 
 def read(whole: jax.Array) -> jax.Array:
-    """Return the elements of a result of such a function, as a one-dimensional array."""
+    """Return the elements of a result of a function made by `of_parts`, as a flat array."""
     return whole[1:]
 
 
 class Address(NamedTuple):
-    """An address inside an array that a kernel gets.
+    """An address inside an array that XLA passes to a kernel.
 
     Attributes:
-      operation: the slice, or the update of one, that XLA has made a part of the kernel's call.
-      unit: a number of bytes of which the offset in the array is a multiple.
+      operation: the slice, or the update of a slice, that XLA fused with the kernel's call.
+      unit: a divisor of the address's offset in the array, in bytes.
     """
 
     operation: str
@@ -64,20 +64,20 @@ class Address(NamedTuple):
 
 
 def fused(text: str) -> list[str]:
-    """The slices, and updates of slices, that a compiled program has inside of kernels' calls.
+    """Return the slices and updates of slices that XLA fused with calls of kernels.
 
-    Each is a line of the program with an address that a kernel gets.
+    Each is a line of the compiled program, and stands for an address that a kernel receives.
     """
     return [line for body in _bodies(text) for line in _slices(body)]
 
 
 def addresses(text: str) -> list[Address]:
-    """Return the addresses that `fused` finds."""
+    """Return the addresses of the slices that `fused` finds."""
     return [_address(line, body) for body in _bodies(text) for line in _slices(body)]
 
 
 def _bodies(text: str) -> list[str]:
-    """Return the calls of kernels with slices of operands or results, as XLA writes them."""
+    """Return the fusions that consist of a kernel's call and slices of its operands or results."""
     bodies = re.findall(r"^%?dynamic-slice-fusion[\w.]* \(.*?^\}", text, re.DOTALL | re.MULTILINE)
     return [b for b in bodies if any(f'custom_call_target="{target}' in b for target in TARGETS)]
 
@@ -101,5 +101,5 @@ def _address(line: str, body: str) -> Address:
 
 
 def kernels(text: str) -> int:
-    """Return the number of kernels' calls in a compiled program."""
+    """Return the number of calls of kernels in a compiled program."""
     return sum(text.count(f'custom_call_target="{target}') for target in TARGETS)

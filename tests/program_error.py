@@ -1,21 +1,21 @@
-"""Bounds on the rounding error of a whole JAX program, by running error analysis of its equations.
+"""Bounds on the rounding error of any JAX program, by error analysis of its equations.
 
-`analyse` traces a program and evaluates its jaxpr in float64 numpy. Beside each value it carries a
-bound on the error that a computation in the program's own dtypes makes: the error that the operands
-bring in, and the rounding of the equation itself. Two compilations of a program (jit and eager, on
-one device and on a mesh, with and without rematerialisation) differ in the order of sums and in
-what is fused, and both lie within the bound. So a comparison of them needs no tolerance.
+`analyse` traces a program and evaluates its jaxpr in float64 NumPy. For each value it computes a
+bound on the error of a run in the program's own dtypes: the error that the operands bring in, plus
+the rounding of the equation itself. Two compilations of a program (with and without jit, on one
+device or on a mesh, with or without rematerialisation) differ in the order of sums and in fusion,
+but both are within the bound. So a comparison of the two needs no tolerance.
 
-The rounding of one equation, with u the unit roundoff of its result's dtype:
+The rounding error of one equation, where u is the unit roundoff of its result's dtype:
 
-- Additions, products and conversions are correctly rounded: u of the result.
-- Other functions of one element (exp, rsqrt, tanh, a quotient) are accurate to ``FEW`` roundoffs.
-  A code for exp or a power first multiplies the argument x by a constant, which adds x u.
-- A sum of n terms, in any order, errs by ``SAFETY sqrt(n) u`` of the sum of the terms' magnitudes
-  (a random walk, as in `reference`).
-- What is below the smallest normal number may be flushed to zero.
+- Additions, products and conversions are correctly rounded: u times the result.
+- Other elementwise functions (exp, rsqrt, tanh, quotients) have an error of ``FEW`` roundoffs. Code
+  for exp or a power first multiplies the argument x by a constant, which adds x u.
+- A sum of n terms, in any order, has an error of at most ``SAFETY sqrt(n) u`` times the sum of the
+  terms' magnitudes (a random walk, as in `reference`).
+- Results below the smallest normal number may be flushed to zero.
 
-An error in a predicate or an index is not followed: operands should keep away from such steps.
+Errors of predicates and indices are not propagated: operands should not be near such thresholds.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
@@ -37,16 +37,17 @@ FEW = 8.0
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array of the program and a bound on the error of each element; integers are exact.
+    """An array of the program, and a bound on the error of each element.
 
-    A float is in float64, and a bool or an integer in its own dtype, with an error of zeros.
+    Floating-point values are stored in float64. Booleans and integers have their own dtype and are
+    exact.
     """
 
     value: np.ndarray
     error: np.ndarray
 
     def map(self, function: Callable) -> "Value":
-        """Apply a view, or a linear map with weights of 0 and 1, to the values and the errors."""
+        """Apply a reshape, or a linear map with weights 0 and 1, to both values and errors."""
         return Value(function(self.value), function(self.error))
 
 
@@ -59,7 +60,7 @@ def exact(array: Any) -> Value:
 
 
 def analyse(program: Callable, *operands: Any) -> Any:
-    """Return the results of ``program(*operands)`` in its tree, each as a `Value`."""
+    """Return the results of ``program(*operands)``, with a `Value` in place of each array."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
         operands = jax.tree.map(_on_the_host, operands)
         jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*operands)
@@ -73,9 +74,9 @@ def _on_the_host(array: Any) -> Any:
 
 
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
-    """Each array of `actual` is its `Value` in `analysed`, to within that error.
+    """Assert that each array is within the error of its `Value`.
 
-    `other`: the values of a second program, whose errors are allowed as well.
+    `other`: the values of a second program, whose errors are added to the bound.
     """
     actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
     others = values if other is None else jax.tree.leaves(other)
@@ -92,12 +93,12 @@ def assert_computes(
     like: Callable | None = None,
     expected: Any = None,
 ) -> None:
-    """`actual` is ``program(*operands)`` to within the rounding error of the program.
+    """Assert that `actual` is ``program(*operands)`` to within the program's rounding error.
 
     Args:
-      like: the program that computed `actual`, if its equations are others: it may add its own
-        error.
-      expected: the exact results, if they are known: then the program gives the bounds alone.
+      like: the program that computed `actual`, if its equations differ: its own error is added to
+        the bound.
+      expected: the exact results, if they are known. The program then provides only the bounds.
     """
     analysed = analyse(program, *operands)
     if expected is not None:
@@ -112,9 +113,9 @@ def assert_computes(
 
 
 def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
-    """Two programs without operands have the same results, in the same dtypes.
+    """Assert that two programs without operands have the same results, in the same dtypes.
 
-    `as_accurate`: ours may err as much as theirs, instead of as much as its own equations can.
+    `as_accurate`: allow our program the error bound of the other one, instead of its own.
     """
     results, types = ours(), jax.eval_shape(theirs)
     assert jax.tree.structure(results) == jax.tree.structure(types)
@@ -162,7 +163,7 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         (variable,) = equation.outvars
         result, rounding = _RULES[name](operands, **params)
         return [_stored(result, rounding, variable.aval.dtype)]
-    if name == "psum":  # over axes that `jax.vmap` has made positional
+    if name == "psum":  # over axes that `jax.vmap` replaced
         return [
             _stored(*_sum([o], **params), v.aval.dtype)
             for o, v in zip(operands, equation.outvars, strict=True)
@@ -187,7 +188,8 @@ def _iota(*, shape: Any, dimension: int, **_: Any) -> np.ndarray:
     return np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)
 
 
-# Operations on integers and booleans, or conversions of them. JAX would compile each separately.
+# Operations that only move elements or work on integers and booleans. JAX would compile each
+# separately.
 _EXACT: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast,
     "iota": _iota,
@@ -217,7 +219,7 @@ def _as_jax(operand: Value, atom: Any) -> Any:
 
 
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
-    """Run one of jaxnorm's primitives as the plain JAX code that it is without compilation."""
+    """Run one of jaxnorm's primitives as the JAX program that it runs under `jax.disable_jit`."""
     with jax.disable_jit():
         run = functools.partial(equation.primitive.impl, **equation.params)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
@@ -226,7 +228,7 @@ def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
 
 
 def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
-    """Run one of JAX's high-level primitives as the JAX program that it stands for."""
+    """Run one of JAX's high-level primitives as the JAX program that it expands to."""
 
     def run(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, arrays)))
@@ -237,7 +239,10 @@ def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> li
 
 
 def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
-    """Add the rounding of the equation, `rounding` roundoffs of a magnitude for each element."""
+    """Return the result with the equation's own rounding added to its error.
+
+    `rounding` is a magnitude per element, in units of the dtype's roundoff.
+    """
     dtype = np.dtype(dtype)
     value = np.asarray(result.value, np.float64)
     largest = float(ml_dtypes.finfo(dtype).max)
@@ -245,20 +250,21 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
         np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
     )
     least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
-    # The analysis itself is in float64: there its own roundings are as many.
+    # The analysis computes in float64 itself, so for float64 it has as many roundings as the
+    # program.
     own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
     error = np.broadcast_to(result.error, value.shape) + np.where(np.isfinite(value), own, 0)
-    # Infinities and NaN are expected to be met exactly.
+    # Infinities and NaN must be reproduced exactly.
     return Value(value, np.where(np.isfinite(value), error, 0))
 
 
-# A rule returns the result with the errors that operands bring in, and how much the equation itself
-# rounds, in roundoffs times magnitudes.
+# A rule returns the result with the error that the operands bring in, and the magnitude to which
+# the equation's own roundoff applies.
 
 
 def _product(a: Value, b: Value) -> Value:
     error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
-    # A select may leave out 0 times infinity.
+    # A select may discard a product of 0 and infinity.
     return Value(a.value * b.value, error)
 
 
@@ -270,7 +276,7 @@ def _quotient(a: Value, b: Value) -> Value:
 
 
 def _elementwise(function: Callable) -> Callable:
-    """Return the rule of a function whose largest change over an interval is at one of its ends."""
+    """Return the rule of an elementwise function that changes most at the ends of an interval."""
 
     def rule(operands, **params):
         (x,) = operands
@@ -379,7 +385,7 @@ def _matmul(operands, dimension_numbers, **_):
 
 
 def _bilinear(function: Callable, terms: Callable) -> Callable:
-    """Products that JAX itself sums; ``terms(b, params)`` says how many for each result."""
+    """Return the rule of an operation that sums products, ``terms(b, params)`` for each result."""
 
     def rule(operands, **params):
         (a, b), rest = operands[:2], [jnp.asarray(o.value) for o in operands[2:]]
@@ -419,10 +425,10 @@ def _added(sign: int) -> Callable:
 
 
 def _by_jax(primitive: Any, adds: bool = False) -> Callable:
-    """Let JAX move elements of values and errors; `adds` if several may be added up."""
+    """Return a rule that lets JAX's primitive move, or with `adds` add, values and errors."""
 
     def rule(operands, **params):
-        if adds:  # The equation's own addition is of the program's dtype.
+        if adds:  # The traced addition has another dtype.
             with jax.enable_x64(True):
                 params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}
 
@@ -484,7 +490,7 @@ def _divide(operands, **_):
 
 
 def _one_minus_square(operands, **_):
-    """The derivative of tanh. x * x is rounded as well, unless the subtraction is exact."""
+    """Analyse 1 - x * x, the derivative of tanh. x * x is rounded, too."""
     result, rounding = _elementwise(lambda x: 1 - x * x)(operands)
     return result, rounding + operands[0].value ** 2
 
@@ -534,12 +540,13 @@ _RULES: dict[str, Callable] = {
     "select_n": _select,
     "dot_general": _matmul,
     "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
-    # At most all rows of the weight, or all rows of the activations where those are summed.
+    # The number of terms is at most the rows of the weight or, where these are summed, of the
+    # activations.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
         operands[0],
-        # The array's own dtype may be wider than what it is rounded to.
+        # The array's dtype may be wider than the format to which it is rounded.
         np.abs(operands[0].value) * 2.0 ** (23 - mantissa_bits),
     ),
     "broadcast_in_dim": _view(_broadcast),
@@ -564,7 +571,7 @@ _RULES: dict[str, Callable] = {
     "scatter_add": _by_jax(jax.lax.scatter_add_p, adds=True),
 }
 
-# The jaxpr that an equation calls, by the names that JAX's call-like primitives use.
+# The parameters in which JAX's call-like primitives hold their jaxpr.
 _INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
 _IDENTITIES = {
     "mesh_cast",
@@ -577,7 +584,8 @@ _IDENTITIES = {
 }
 
 
-# ------------------------------------------------------- control flow, and more than one result
+# ---------------------------------------------------- control flow, and equations with several
+# results
 
 
 def _scan(operands, *, length, reverse, jaxpr, ft_in, **_):

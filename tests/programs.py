@@ -1,4 +1,4 @@
-"""A walk over all equations of a traced program."""
+"""Iterate over all equations of a traced program."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,8 @@ import jax.extend.core
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yield every equation of a jaxpr, including those of nested jaxprs.
 
-    JAX's next rematerialisation (``jax_remat3``) is a primitive of a high-level type, whose jaxpr
-    `jaxprs_in_params` does not return.
+    With ``jax_remat3``, `jax.checkpoint` is a high-level primitive whose jaxpr `jaxprs_in_params`
+    does not return.
     """
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
@@ -22,12 +22,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def primitives(jaxpr: Any) -> list[str]:
-    """Return the names of the primitives of all equations, in their order."""
+    """Return the primitive name of each equation, in order."""
     return [equation.primitive.name for equation in equations(jaxpr)]
 
 
 def names(jaxpr: Any) -> list[str]:
-    """Return the names of `checkpoint_name` in a jaxpr; `jax_remat3` has a primitive for each."""
+    """Return the names that `checkpoint_name` sets; with `jax_remat3` each is a primitive."""
     found = []
     for equation in equations(jaxpr):
         if equation.primitive.name == "name":

@@ -1,10 +1,10 @@
-"""Bounds for the rounding errors of the functions and their gradients, derived by hand.
+"""Bounds on the rounding errors of the functions and their gradients, derived by hand.
 
-The float64 values are those of `jaxnorm.tools.references`. Inputs are taken at their exact values,
-so a bound only covers arithmetic and storage. In the bounds, u is the unit roundoff of float32
-arithmetic, and v that of the stored output. A sum of n rounded terms has an error of at most about
-``sqrt(n) u`` times the sum of magnitudes (random walk). The factor ``SAFETY`` covers the tail of
-that walk over all elements that a test checks.
+`jaxnorm.tools.references` computes the float64 values. Inputs are taken as exact, so a bound only
+covers arithmetic and storage. In the bounds, u is the unit roundoff of the arithmetic (float32 or
+float64), and v that of the stored output. A sum of n rounded terms has an error of about ``sqrt(n)
+u`` times the sum of magnitudes (a random walk). The factor ``SAFETY`` covers the largest deviation
+among all elements that a test checks.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def of_roundings(count: int, dtype: str, size: float | np.ndarray) -> np.ndarray:
-    """Bound the error of `count` roundings that follow each other, of numbers up to `size`."""
+    """Return a bound on the error of `count` successive roundings of numbers up to `size`."""
     return np.asarray(count * unit_roundoff(dtype) * size)
 
 
 def tiny(dtype: str) -> float:
-    """Spacing of the subnormals."""
+    """Return the spacing of the dtype's subnormal numbers."""
     return float(ml_dtypes.finfo(dtype).smallest_subnormal)
 
 
 def rounding(value: np.ndarray, dtype: str) -> np.ndarray:
-    """Bound on the error of storing `value` in `dtype`."""
+    """Return a bound on the error of storing `value` in `dtype`."""
     return unit_roundoff(dtype) * np.abs(value) + tiny(dtype)
 
 
 def half_unit(value: np.ndarray, dtype: str) -> np.ndarray:
-    """Half a unit in the last place of `dtype` at `value`, a little enlarged: the same, closer."""
+    """Return half an ulp of `dtype` at `value`, slightly enlarged; tighter than `rounding`."""
     return 1.01 * np.maximum(unit_roundoff(dtype) * np.abs(value), tiny(dtype) / 2)
 
 
@@ -50,7 +50,7 @@ def exact(x) -> np.ndarray:
 
 
 def arithmetic(*dtypes: str) -> float:
-    """Unit roundoff of the arithmetic: float32, or float64 where x or the output is."""
+    """Return the unit roundoff of the arithmetic: float64 if any array is, else float32."""
     return unit_roundoff("float64" if "float64" in dtypes else "float32")
 
 
@@ -59,7 +59,7 @@ def arithmetic(*dtypes: str) -> float:
 
 def softmax(x: np.ndarray, axis, where=None, *, log: bool = False) -> np.ndarray:
     mask = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
-    with np.errstate(all="ignore"):  # rows that keep no entry, which the mask leaves out
+    with np.errstate(all="ignore"):  # rows that are fully masked
         return references.probabilities(x, mask, axis, log=log)
 
 
@@ -67,7 +67,7 @@ log_softmax = functools.partial(softmax, log=True)
 
 
 def softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
-    """exp's argument x - m is rounded, the sum is rounded, the quotient is stored."""
+    """Return the bound of a softmax: exp's argument x - m, the sum and the result are rounded."""
     depth = np.max(x, axis=axis, keepdims=True) - x
     n = y.size / max(1, np.max(y, axis=axis).size)
     return SAFETY * u * y * (depth + np.max(depth) + math.sqrt(n) + 2) + rounding(y, out)
@@ -86,9 +86,10 @@ log_softmax_gradient = functools.partial(softmax_gradient, log=True)
 def softmax_gradient_bound(
     y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, y_dtype: str, u: float
 ) -> np.ndarray:
-    """First order in y's error, then the arithmetic on d - sum(d y), then dx is stored.
+    """Return a bound on the error of dx, where d is the cotangent of y.
 
-    A y of 16 bits is divided by its sum, so a part that all d of a row have in common drops out.
+    It covers y's error to first order, the arithmetic of d - sum(d y), and the rounding of dx. A
+    16-bit y is divided by its sum, so a constant that all d of a row share cancels.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -124,9 +125,9 @@ def activated(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the activation of g, its derivative, and the errors of both for a roundoff u.
 
-    The exponent of s = 1 / (1 + exp(-z)) is a rounded product: exp errs by a few u, and by u for
-    each unit of its exponent. s has 1 - s times this relative error. Results below the smallest
-    normal number may be flushed to 0. 1 + tanh in gelu errs by u of 1.
+    The exponent of s = 1 / (1 + exp(-z)) is a rounded product, so exp has a relative error of a few
+    u plus u times its exponent. The relative error of s is 1 - s times that. Results below the
+    smallest normal number may be flushed to 0. In gelu, 1 + tanh has an error of u, relative to 1.
     """
     few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
     if name in ("relu", "leaky_relu"):
@@ -146,16 +147,17 @@ def activated(
     a, a_error = g * s, np.abs(g) * s_error + few * np.abs(g * s)
     product = np.abs(a) * other * dz
     error = s_error + dz * (a_error * other + np.abs(a) * (s_error + u)) + few * (s + product)
-    # 1 - tanh^2 of a tanh also has an error of u of 1.
+    # 1 - tanh^2 also has an error of u, relative to 1.
     return a, s + a * other * dz, a_error, error + lost * np.abs(g) * dz
 
 
 def after_norm(
     name: str | None, n: np.ndarray, error: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`activated` of a norm that has an error: of silu and gelu a slope changes by less than that.
+    """Return what `activated` returns, for an argument n (a norm's result) with an error.
 
-    Of relu it changes where n may be on the other side of 0. None for no activation.
+    The slopes of silu and gelu change by less than the argument. relu's slope changes only if n may
+    have the other sign. `name` is None without an activation.
     """
     if name is None:
         return n, np.ones_like(n), error, np.zeros_like(n)
@@ -166,7 +168,13 @@ def after_norm(
 
 @dataclasses.dataclass
 class Norm:
-    """A norm of rows (M, N), its gradients, and the bounds of both, from exact float64 inputs."""
+    """A norm of rows (M, N) and its gradients, with bounds on their errors. Inputs are exact.
+
+    Attributes:
+      r: the reciprocal of the root mean square or of the standard deviation.
+      xh: x_hat = (x - mean) r.
+      c1, c2: the means over a row in dx = r (d gain - c1 - xh c2).
+    """
 
     x: np.ndarray
     gain: np.ndarray  # scale + scale_offset, (N,)
@@ -177,7 +185,7 @@ class Norm:
     saved: str
     x_dtype: str
     y_dtype: str
-    #: After the norm, which then starts from the input.
+    #: The activation after the norm. If there is one, the input is saved.
     activation: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -191,7 +199,7 @@ class Norm:
         self.mean, self.r, self.xh, self.normal = norm.mean, norm.r, norm.x_hat, norm.y
         exactly = np.zeros_like(self.normal)
         self.y, slope, *_ = after_norm(self.activation, self.normal, exactly, self.u)
-        self.dn = self.d * slope  # cotangent of the norm
+        self.dn = self.d * slope  # cotangent of the norm's result
         self.c1, self.c2 = norm.means(self.dn * self.gain, self.xh)
         self.dx = norm.backward(self.dn)["x"]
         self.dscale, self.dbias = np.sum(self.dn * self.xh, 0), np.sum(self.dn, 0)
@@ -201,18 +209,18 @@ class Norm:
         return SAFETY * self.u * (math.sqrt(self.n) + 4)
 
     def _xh_error(self) -> np.ndarray:
-        """Return the error of the forward's x_hat: those of the mean, the subtraction and r."""
+        """Return the error of the forward's x_hat: from the mean, the subtraction and r."""
         biggest = np.max(np.abs(self.x), -1, keepdims=True) if self.subtract_mean else 0.0
         mean_error = self._walk * biggest
-        # A shift by mean_error moves the variance by its square, relative to the variance.
+        # An error of the mean adds its square to the variance; here it is relative to the variance.
         variance_error = self._walk + (mean_error * self.r) ** 2
         return mean_error * self.r + np.abs(self.xh) * variance_error
 
     def _normal_error(self) -> np.ndarray:
-        """Return the error of the norm before it is stored, and before an activation."""
+        """Return the error of the norm before the activation and before rounding."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
-        floor = 2.0**-60  # what a floored gain may add
+        floor = 2.0**-60  # the maximum change of a gain by a floor
         return (
             self._xh_error() * (np.abs(self.gain) + floor)
             + floor * np.abs(self.xh)
@@ -234,11 +242,11 @@ class Norm:
         gain = np.maximum(np.abs(self.gain), 2.0**-60)
         stored = np.abs(self.xh) * gain + np.abs(self.bias)
         recovered = (rounding(stored, self.y_dtype) + 4 * self.u * stored) / gain
-        # Clipped to sqrt(N), so never further off than twice that.
+        # x_hat is clipped to sqrt(N), so the error is at most twice that.
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
-        """Return the error of z / G in c2 = mean(d z); unlike x_hat, z is not clipped."""
+        """Return the error of z / gain in c2 = mean(d z), where z = y - bias; it is not clipped."""
         if self.saved == "input":
             return self._recovered_error()
         stored = np.abs(self.xh * self.gain) + np.abs(self.bias)
@@ -267,8 +275,8 @@ class Norm:
             + rounding(self.dx, self.x_dtype)
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
-        # The error of the cotangent after an activation; the gradients are linear in this
-        # cotangent.
+        # The activation's derivative has an error, and so has the norm's cotangent. The gradients
+        # are linear in this cotangent.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)
@@ -286,12 +294,12 @@ class Norm:
 
 @dataclasses.dataclass
 class TwoNorms:
-    """h = residual + norm(x), y = norm(h), RMSNorms of rows (M, N), from h as it was stored."""
+    """h = residual + norm(x), y = norm(h): RMSNorms of rows (M, N), computed from the stored h."""
 
     x: np.ndarray
     h: np.ndarray
-    gain: np.ndarray  # of the first norm, (N,)
-    next_gain: np.ndarray  # of the second, (N,)
+    gain: np.ndarray  # gain of the first norm, (N,)
+    next_gain: np.ndarray  # gain of the second norm, (N,)
     dy: np.ndarray
     dh: np.ndarray
     saved: str
@@ -309,7 +317,7 @@ class TwoNorms:
             self.h, self.next_gain, self.dy, self.saved, self.residual_dtype, self.y_dtype
         )
         self.dresidual = self.last.dx + self.dh
-        # Not rounded before it is added.
+        # This norm's result is not rounded before it is added.
         self.first = norm(self.x, self.gain, self.dresidual, "input", self.x_dtype, self.arithmetic)
         self.first.u = self.last.u = arithmetic(self.arithmetic)
 
@@ -317,11 +325,11 @@ class TwoNorms:
         """Return bounds of dx, dresidual, dscale and dnext_scale."""
         first, last = self.first, self.last
         of_last, dnext_scale, _ = last.gradient_bounds()
-        few = 8 * last.u  # a few operations
+        few = 8 * last.u
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # It goes through the first norm's backward, whose mean of dresidual u may be put together
-        # from those of its terms.
+        # dresidual is the cotangent of the first norm, whose result is u. Its backward needs the
+        # mean of dresidual times u, which a kernel may compute from the means of dresidual's terms.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(
@@ -334,7 +342,7 @@ class TwoNorms:
 
 
 def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:
-    """Each element of `actual` is within `bound` of `expected`; NaN and inf must match exactly."""
+    """Assert that `actual` is within `bound` of `expected`; NaN and infinities must be equal."""
     actual = exact(actual)
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     finite = np.isfinite(expected)
@@ -351,15 +359,15 @@ def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:
 
 
 def relative_error(actual, expected: np.ndarray) -> float:
-    """||actual - expected|| / ||expected||."""
+    """Return ||actual - expected|| / ||expected||."""
     return float(np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected))
 
 
 def assert_as_accurate(ours, theirs, expected) -> None:
-    """Assert that each leaf of `ours` is as close to float64's `expected` as `theirs` is.
+    """Assert that each leaf of `ours` is as close to the float64 `expected` as `theirs` is.
 
-    Both round at the same places but differently, so their errors are two samples of one size. If
-    one of them is exact, the roundoff of its dtype is used as its error.
+    Both round at the same points but differently, so their errors are two samples from one
+    distribution. If one of the two is exact, the roundoff of its dtype counts as its error.
     """
     structure = jax.tree.structure(ours)
     assert structure == jax.tree.structure(theirs) == jax.tree.structure(expected)

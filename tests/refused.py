@@ -1,8 +1,8 @@
-"""Calls that an implementation refuses: what tests expect of them, and how many there are.
+"""Calls that an implementation refuses: the reasons that tests expect, and the number of calls.
 
-An implementation that refused everything would make every test of it a skip. So a test names the
-reasons that it expects, and what is refused in a run on a GPU is counted and held against
-`refused.json` (written by ``pytest --write-refusals``).
+A test skips if the implementation refuses its call. If an implementation refused everything, every
+test of it would be skipped. So a test lists the reasons that it expects, and a run on a GPU
+compares the number of refused calls with `refused.json` (written by ``pytest --write-refusals``).
 """
 
 import collections
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-# Parts of the sentences of jaxnorm_kernels' tables.
+# Parts of the sentences with which implementations refuse calls.
 SOME_COLUMNS = "has all columns, or one value for a row"
 FLOAT64 = "float64 arrays ask for more"
 EMPTY = "an array of size 0"
@@ -27,12 +27,13 @@ SHORT_LOGITS = "take rows of 128 columns and more"
 CLASSES = "take no mask of classes"
 NO_KERNEL = "there is no kernel of this operation yet"
 
-#: ``@refused.expect(EMPTY, FLOAT64)``
+#: The mark of a test that expects refusals: ``@refused.expect(EMPTY, FLOAT64)``.
 expect = pytest.mark.refused
 
 COUNTS = Path(__file__).with_name("refused.json")
 
-#: Test and implementation -> cases that ran or were refused, and those that were refused.
+#: Maps a test and an implementation to two numbers: of cases that ran or were refused, and of cases
+#: that were refused.
 Counts = dict[str, tuple[int, int]]
 
 _REFUSAL = re.compile(
@@ -41,13 +42,13 @@ _REFUSAL = re.compile(
 
 
 def reason(error: ValueError) -> str | None:
-    """Return the sentence with which an implementation refuses, or None for another error."""
+    """Return the sentence with which an implementation refused a call; None for another error."""
     match = _REFUSAL.match(str(error))
     return match[2] if match else None
 
 
 def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
-    """Count the reports of a run, by outcome."""
+    """Return the numbers of cases and of refused cases, for each test and implementation."""
     counted: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for outcome in ("passed", "failed", "skipped"):
         for report in stats.get(outcome, ()):
@@ -62,7 +63,7 @@ def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
 
 
 def differences(counted: Counts) -> list[str]:
-    """Return the differences from the committed counts, for tests whose cases all ran."""
+    """Return the differences from the committed numbers, for tests of which all cases ran."""
     committed = read()
     return [
         f"{test}: {refusals} of {cases} cases refused; expected {committed[test][1]} "
@@ -88,6 +89,6 @@ def read() -> Counts:
 
 
 def write(counted: Counts) -> None:
-    """Add the counts of this run to the committed numbers."""
+    """Update the committed numbers with those of this run."""
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in (read() | counted).items())
     COUNTS.write_text(f"{{\n{lines}\n}}\n")

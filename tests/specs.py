@@ -1,4 +1,7 @@
-"""Static parts of passes for tests, whose outputs are described by flags."""
+"""Specs of passes for tests, built from flags instead of the names of results and operands.
+
+A `Spec` is the static description of one pass (the forward or the backward) of a call.
+"""
 
 import dataclasses
 from typing import Any
@@ -29,12 +32,13 @@ def build_spec(
 
     Args:
       parameters: dtypes of scale and bias.
-      want_stats: the forward returns the statistics.
-      unused: a result that the forward does not return, or whose cotangent no backward takes.
-      adds_dh: the backward takes the cotangent of h.
-      stat_cotangents: the backward takes cotangents of the statistics.
-      wants_tables: the backward returns the gradients of cos and sin.
-      overwrites_x: the backward of a loss may write dx over x.
+      want_stats: True if the forward returns the statistics.
+      unused: the name of a result that the forward does not return, or whose cotangent the backward
+        does not take.
+      adds_dh: True if the backward takes the cotangent of h.
+      stat_cotangents: True if the backward takes cotangents of the statistics.
+      wants_tables: True if the backward returns the gradients of cos and sin.
+      overwrites_x: True if the backward of a loss may write dx over x.
     """
     names = [name for name in OPERATIONS[op].results if name not in (unused, "h")]
     backward = direction == "bwd"
@@ -54,7 +58,7 @@ def build_spec(
 
 
 def changed(spec: Spec, **changes: Any) -> Spec:
-    """Return a `Spec` with other values of these fields, or of flags of `build_spec`."""
+    """Return a copy of a `Spec` with these fields, or flags of `build_spec`, changed."""
     backward = spec.direction == "bwd"
     unused = [name for name in spec.operation.results if name not in spec.outputs]
     flags = {
@@ -72,5 +76,5 @@ def changed(spec: Spec, **changes: Any) -> Spec:
 
 
 def vars_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by their names."""
+    """Return the fields of a dataclass as a dict."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

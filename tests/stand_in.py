@@ -1,4 +1,4 @@
-"""A stand-in for a kernel: a module that the default takes where there is no GPU."""
+"""A stand-in for kernels: an implementation that is the default on a machine without a GPU."""
 
 import contextlib
 import sys
@@ -19,10 +19,10 @@ from jaxnorm_kernels.specs import LogitsOptions, NormOptions, SoftmaxOptions
 
 
 class StandIn(types.ModuleType):
-    """The common part of stand-ins, beside their functions and `why_unsupported`.
+    """The common part of stand-ins. Subclasses add the functions and `why_unsupported`.
 
     Attributes:
-      shapes: the shapes of each launch, recorded by its functions.
+      shapes: the operands' shapes in each call of a function.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StandIn(types.ModuleType):
 
 
 class Kernels(StandIn):
-    """XLA's functions of whole rows, in two dimensions, like those of a kernel; no mesh is visible.
+    """XLA's functions, which like a kernel take two-dimensional rows and see no mesh.
 
     Attributes:
       tables: the shapes of rotary tables.
@@ -74,7 +74,7 @@ class Kernels(StandIn):
 
 
 def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
-    """Return one row of a table for each row, as `shared` describes it."""
+    """Return the table expanded to one row for each row of x; `shared` says how rows share it."""
     sizes = [size if has_axis else 1 for size, has_axis in shared.segments]
     whole = [size for size, _ in shared.segments]
     table = jnp.broadcast_to(table.reshape(*sizes, -1), (*whole, table.shape[-1]))
@@ -83,7 +83,7 @@ def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def as_default(module: StandIn) -> Iterator[StandIn]:
-    """Register the module as ``"stand_in"``, the default implementation on this platform."""
+    """Register the module as ``"stand_in"`` and make it the default implementation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         patch.setitem(backends.MODULES, "stand_in", module.__name__)

@@ -1,4 +1,4 @@
-"""memory_report's advice on an activation after a norm: `activation=` keeps x and the result."""
+"""memory_report's advice to pass `activation=` to a norm, which then saves only x."""
 
 import functools
 
@@ -21,7 +21,7 @@ each = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 class Blocks(flax.linen.Module):
-    """The block of a U-Net: GroupNorm, activation and convolution."""
+    """The block of a U-Net: GroupNorm, an activation and a convolution."""
 
     norm: functools.partial
     activation: str | None = None
@@ -45,7 +45,10 @@ def told(report, name):
 
 
 def is_true(before, after, name):
-    """Return whether advice saves what it says, within 10 %, and is gone after it was followed."""
+    """Return True if following the advice saves what it says, and leaves no such advice.
+
+    The saving may differ by 10 %.
+    """
     saves = sum(row.saves for row in told(before, name))
     return (
         saves > 0
@@ -63,7 +66,7 @@ def test_group_norm(module, activation):
 
 
 def test_group_norm_alone():
-    """GroupNorm consists of reshapes: without `activation=`, its result is saved twice."""
+    """Flax's GroupNorm saves its result twice, because it reshapes it; advice finds both."""
     before, after = (of_model(Blocks(m.GroupNorm)) for m in (flax.linen, jaxnorm.linen))
     assert is_true(before, after, "layer_norm")
 
@@ -129,7 +132,7 @@ def test_a_norm_that_has_one():
 
 
 def test_a_product_that_is_cast_twice():
-    """Each cast of a matmul is saved; a norm of the matmul saves neither."""
+    """If a norm casts a matmul twice, both casts are saved; jaxnorm's norm saves neither."""
 
     def twice(x, scale):
         x = x @ jnp.outer(scale, scale)
@@ -142,6 +145,9 @@ def test_a_product_that_is_cast_twice():
 
 
 def test_a_product_can_have_the_activation():
-    """`activation_linear` applies the activation: then only the norm's result is saved."""
+    """If a matmul follows the activation, the advice is `activation_linear`.
+
+    With it, only the norm's result is saved.
+    """
     report = of_rows(lambda x, scale: jax.nn.silu(jaxnorm.rms_norm(x, scale)))
     assert {row.advice.split(":")[0] for row in report if row.advice} == {"activation_linear"}

@@ -1,6 +1,6 @@
-"""An operation is data and formulas: everything else that a user sees is derived from them.
+"""An operation is an entry in a table and formulas: everything else is derived from them.
 
-`added_operation` defines an operation. These tests add it to the table, as CONTRIBUTING.md
+`added_operation` defines an operation. These tests add it to the tables, as CONTRIBUTING.md
 describes, and run the tests of every operation on it.
 """
 
@@ -41,7 +41,7 @@ SCALE = np.random.default_rng(1).uniform(0.5, 2, size=48)
 
 @pytest.fixture
 def added(monkeypatch):
-    """Add the operation in the places that CONTRIBUTING.md names."""
+    """Register the operation in all tables that CONTRIBUTING.md names."""
     monkeypatch.setitem(OPERATIONS, "norm_scaled", added_operation.OPERATION)
     monkeypatch.setitem(FUNCTIONS, "rms_norm_scaled", added_operation.FUNCTION)
     monkeypatch.setitem(xla.FORMULAS, "norm_scaled", added_operation.FORMULAS)
@@ -75,7 +75,7 @@ ENTRY = functions.Function(
 @pytest.mark.parametrize("form", ["whole arrays", "parts"])
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
 def test_values_and_gradients(added, dtype, form):
-    """Values and gradients match the self-check's case of the table's entry."""
+    """Values and gradients pass the self-check (`python -m jaxnorm --check`)."""
     (case,) = selfcheck.cases_of(NAME)
     forms = (parts.of_parts, parts.read) if form == "parts" else ()
     outcome = selfcheck.check(dataclasses.replace(case, options={"factor": FACTOR}), dtype, *forms)
@@ -83,7 +83,7 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# The tests of each suite, for one entry.
+# Each common test of the suite, as a function that runs it for the added operation.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
@@ -143,7 +143,7 @@ def test_over_other_axes(added, x64):
 
 
 def test_names(added):
-    """Check the names of primitives and residuals, and in an error and a plan."""
+    """The names in programs, policies, errors and plans are derived from the entry."""
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
     passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]
@@ -161,16 +161,17 @@ def test_names(added):
         jaxnorm.rms_norm_scaled(*operands, implementation="mosaic")
 
 
-# ----------------------------------------------------------------------------- what is written
+# ------------------------------------------------------------- what CONTRIBUTING.md and the docs
+# say
 
 
 def section(page, title):
-    """Return a section of CONTRIBUTING.md, or of a page of docs/."""
+    """Return the text of a section of CONTRIBUTING.md, or of a page of docs/."""
     return (ROOT / page).read_text().partition(f"# {title}\n")[2].partition("\n#")[0]
 
 
 def files_in(text):
-    """Yield the files that a text names, of the project or of the kernels' package."""
+    """Yield the project's files that a text names."""
     for name in re.findall(r"`([\w/]+\.(?:py|md|json))`", text):
         path = next(
             (p for p in (ROOT / name, ROOT / "kernels/jaxnorm_kernels" / name) if p.exists()), None
@@ -180,7 +181,7 @@ def files_in(text):
 
 
 def test_the_list_of_files_is_that_of_the_operations_that_there_are():
-    """The list names the files with an operation that has a residual, and no others."""
+    """CONTRIBUTING.md lists the files that mention an operation with a residual, and no others."""
     text = section("CONTRIBUTING.md", "Adding an operation")
     always, _, others = text.partition("\nOnly where")
     sources = {name for name in files_in(always) if name.startswith(("jaxnorm/", "kernels/"))}
@@ -214,7 +215,7 @@ def test_every_operation_has_formulas_and_a_reference():
 
 
 def test_the_docs_have_the_names_of_the_table():
-    """The docs list the names for policies of `jax.checkpoint`, and which the library's saves."""
+    """The docs list all residual names, and which of them the policy and each `save=` save."""
     text = section("docs/transformations.md", "Rematerialisation")
     rows = re.findall(r"^\| `(jaxnorm_\w+)` \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
     kept = {name: is_kept == "yes" for name, _, is_kept in rows}
@@ -232,7 +233,8 @@ def test_the_docs_have_the_names_of_the_table():
 def test_the_docs_say_what_the_table_s_entries_keep():
     lines = (ROOT / "docs/memory.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:3] == "| `"]
-    # Without the last column, which is plain JAX's. Functions without `save=` have one column.
+    # The last column, which is about plain JAX, does not count. Functions without `save=` have one
+    # column.
     said = {name: kept for names, *kept, _ in rows for name in re.findall(r"`(\w+)`", names)}
     for name, function in FUNCTIONS.items():
         operation = OPERATIONS[function.op]

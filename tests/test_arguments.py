@@ -1,4 +1,4 @@
-"""Arguments of unusual types: which are accepted, and the messages for common mistakes."""
+"""Arguments of unusual types: accepted types, and error messages for common mistakes."""
 
 import functools
 import inspect
@@ -68,7 +68,7 @@ def test_a_chunk_of_more_rows_than_there_are():
 
 W = jnp.ones((4, 5))
 NAMES = sorted(public_functions() - OTHERS)
-# Every option that is a number, of every function.
+# Every option of every function whose value is a number.
 NUMBERS = [
     *((n, o) for n in NAMES for o, default in options_of(n).items() if type(default) is float),
     *((n, "logit_softcap") for n in NAMES if "logit_softcap" in options_of(n)),
@@ -93,7 +93,7 @@ def test_a_boolean_is_no_number(name, option):
 
 
 @each_number
-@pytest.mark.parametrize("power", [400, 5000])  # the second has no decimal text in Python
+@pytest.mark.parametrize("power", [400, 5000])  # Python does not print 10**5000
 def test_a_number_that_no_float_holds(name, option, power):
     bits = (10**power).bit_length()
     expected = rf"{name}: {option}=\(an integer of {bits} bits\); expected a (finite )?number"
@@ -150,12 +150,12 @@ class TestLabels:
 
 
 def test_a_label_of_64_bits_that_is_numpys():
-    """A loss is NaN if the label is not a class, as for arrays; the label does not wrap around."""
+    """With a 64-bit NumPy label that is not a class, the loss is NaN; the label does not wrap."""
     loss = jaxnorm.softmax_cross_entropy_with_integer_labels(jnp.ones(4), np.int64(2**40))
     assert np.isnan(loss)
 
 
-@pytest.mark.parametrize("power", [400, 5000])  # the second has no decimal text in Python
+@pytest.mark.parametrize("power", [400, 5000])  # Python does not print 10**5000
 @pytest.mark.parametrize(
     ("function", "name", "expected"),
     [
@@ -175,7 +175,10 @@ def test_an_integer_in_place_of_an_array(function, name, expected, power):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_what_a_kernel_refuses_names_the_function(name):
-    """Rows of 4 columns are too short for each function's kernels."""
+    """An error about a call that kernels do not support names the public function.
+
+    Rows of 4 columns are too short for every kernel.
+    """
     sizes = dict.fromkeys(("weight", "teacher_weight"), np.s_[:4])
     sizes |= {"cos": np.s_[..., :2], "sin": np.s_[..., :2], "labels": ...}
     call = plain_call_of(name)
@@ -195,7 +198,7 @@ def test_what_a_kernel_refuses_names_the_function(name):
     ],
 )
 def test_what_is_refused_of_a_linear_loss_names_it(function, options):
-    """The reason is known at lowering, where the call for a chunk is one of the chunk's logits."""
+    """An error at lowering names the linear loss, not the inner loss of a chunk's logits."""
     x, weight, labels = jnp.ones((128, 256)), jnp.ones((256, 1024)), jnp.zeros(128, int)
     loss = functools.partial(function, implementation="mosaic", **options)
     gradient = jax.jit(jax.grad(lambda *arrays: sum(map(jnp.sum, jax.tree.leaves(loss(*arrays))))))
@@ -219,7 +222,7 @@ LINEAR_LOSSES = {
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", "bool"])
 def test_one_hot_labels(dtype):
-    """One-hot labels of any dtype get this message, not the one that suggests a cast."""
+    """One-hot labels of any dtype raise the error about one-hot labels, not one about the dtype."""
     labels = ONE_HOT.astype(dtype)
     for name, function in LOSSES.items():
         with pytest.raises(ValueError, match=rf"^{name}: .*one-hot.* jnp.argmax\(labels, axis=2\)"):
@@ -235,14 +238,14 @@ def test_one_hot_labels(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 5), (2, 3, 1)])
 def test_a_mask_of_classes_for_the_linear_loss(shape):
-    """The message names the loss that supports this mask."""
+    """The error about a mask of classes names a function that supports such a mask."""
     name, labels, weight = "linear_softmax_cross_entropy", jnp.zeros((2, 3), int), jnp.ones((4, 5))
     mask = jnp.ones(shape, bool).at[..., 1:2].set(shape[-1] == 1)
     with pytest.raises(ValueError, match=rf"^{name}: .*mask of classes.*bias=.*linear_log_prob"):
         LINEAR_LOSSES[name](X, weight, labels, where=mask)
     log_prob, _ = jaxnorm.linear_log_prob_and_entropy(X, weight, labels, where=mask)
     expected = jaxnorm.softmax_cross_entropy_with_integer_labels(X @ weight, labels, where=mask)
-    # The matmul's sums of 4 terms, 5 exponentials and their sum, and the logarithm: 16 roundings.
+    # Sums of 4 products, 5 exponentials, their sum, and the logarithm: 16 roundings.
     bound = of_roundings(16, "float32", 1.0)
     np.testing.assert_allclose(-log_prob, expected, rtol=bound)
     if shape == (1, 1, 5):

@@ -1,4 +1,4 @@
-"""The attention functions against Flax's, alone and inside Flax's attention modules."""
+"""The attention functions compared with Flax's, directly and inside Flax's attention modules."""
 
 import functools
 import inspect
@@ -39,7 +39,7 @@ def qkv(dtype="float32", kv_heads=4):
 
 def masks():
     some = np.random.default_rng(3).random((2, 4, 5, 7)) < 0.5
-    some[0, 0, 2] = False  # a query that may attend to nothing attends to everything
+    some[0, 0, 2] = False  # A fully masked query attends to all keys.
     return {"none": None, "full": some, "broadcast": some[:, :1]}
 
 
@@ -48,7 +48,7 @@ def masks():
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
-    operands = tuple(a[..., :6] for a in qkv(dtype))  # nnx's fast path wants equal depths
+    operands = tuple(a[..., :6] for a in qkv(dtype))  # nnx's fast path requires equal depths
     mask = masks()[kind]
     mask = None if mask is None else jnp.asarray(mask)
     bias = normal(1, 4, 5, 7, seed=4, dtype=dtype) if with_bias else None
@@ -57,9 +57,9 @@ def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
         y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *operands)
         return [y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))]
 
-    # The two round logits and weights at different places. Of ours, an analysis gives no bound in
-    # bfloat16: it does not know that the weights of a row sum to 1, and the gradient divides by
-    # that sum.
+    # The two functions round logits and weights at different points. For ours, `analyse` gives no
+    # finite bound in bfloat16: it does not use that the weights of a row sum to 1, and the gradient
+    # divides by that sum.
     assert_same_results(lambda: both(ours), lambda: both(theirs), as_accurate=True)
 
 
@@ -108,7 +108,7 @@ def test_grouped_queries_and_causal_mask_in_nnx(heads):
 
 @pytest.mark.parametrize("kind", [None, "mask", "bias"])
 def test_complex_operands_in_linen(kind):
-    """Complex operands work as in Flax, whose softmax is jax.nn's."""
+    """Complex operands work as in Flax, which computes their softmax with jax.nn.softmax."""
     shape = (2, 5, 3, 4)
     rng = np.random.default_rng(0)
     operands = [
@@ -125,7 +125,8 @@ def test_complex_operands_in_linen(kind):
         for f in (jaxnorm.linen.dot_product_attention, nn.dot_product_attention)
     )
     assert ours.dtype == theirs.dtype == "complex64"
-    # Sums of 4 and of 5 complex products, so 8 and 10 real ones, and a softmax of 5 between them.
+    # Sums of 4 and of 5 complex products, which are 8 and 10 real products, with a softmax over 5
+    # keys in between.
     size = float(max(jnp.abs(a).max() for a in operands)) ** 2
     bound = SAFETY * unit_roundoff("float32") * (math.sqrt(8) + 2 + math.sqrt(10)) * 8 * size
     assert np.abs(ours - theirs).max() <= bound
@@ -202,7 +203,7 @@ def test_in_the_nnx_module(sow):
 
 
 def test_keeps_only_the_weights_of_the_softmax():
-    """jax.nn.softmax saves two arrays of the logits' size; this softmax saves one."""
+    """The softmax saves one array of the logits' size; jax.nn.softmax saves two."""
     q = k = v = normal(1, 64, 1, 4)
 
     def square_residuals(f):

@@ -1,4 +1,4 @@
-"""Accuracy of the attention functions: float64 bounds, Flax's errors beside ours, masks, NaNs."""
+"""Accuracy of the attention functions: float64 bounds, comparison with Flax, masks and NaNs."""
 
 import math
 
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 
 LENGTH, HEADS, DEPTH = 48, 2, 64
 SIXTEEN = ["bfloat16", "float16"]
-FLUSHED = float(np.finfo(np.float32).tiny)  # XLA replaces smaller numbers by 0
+FLUSHED = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers to 0
 attend = jaxnorm.nnx.dot_product_attention
 
 
-# On a CPU, jax 0.11.2 adds up some batched bfloat16 matmuls in bfloat16: plain JAX's as well.
+# On a CPU, jax 0.11.2 adds some batched bfloat16 matmuls in bfloat16, also in plain JAX.
 adds_in_bfloat16 = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)
 accurate = [
     pytest.param("bfloat16", marks=pytest.mark.skipif(adds_in_bfloat16, reason="XLA's matmuls")),
@@ -35,7 +35,7 @@ def normal(shape, dtype, seed, scale=1.0):
 
 
 def operands(dtype, size, kv_heads=HEADS):
-    """Return query, key, value and a cotangent; queries and keys are about `size`."""
+    """Return query, key, value and a cotangent. Queries and keys have magnitudes around `size`."""
     q = normal((2, LENGTH, HEADS, DEPTH), dtype, 0, size)
     k = normal((2, LENGTH, kv_heads, DEPTH), dtype, 1, size)
     v = normal((2, LENGTH, kv_heads, DEPTH), dtype, 2)
@@ -43,16 +43,16 @@ def operands(dtype, size, kv_heads=HEADS):
 
 
 def results(f, q, k, v, ct):
-    """Return y, and the gradients of query, key and value."""
+    """Return the result of f and the gradients of query, key and value."""
     y, vjp = jax.vjp(f, q, k, v)
     return [y, *vjp(ct)]
 
 
 def expected(q, k, v, ct, kept, *, rounds_logits):
-    """Return the results in float64, and bounds of their errors.
+    """Return the results in float64, with bounds on their errors.
 
-    `rounds_logits`: the query is divided by sqrt(depth) and the logits are rounded, both to 16
-    bits, as in linen.
+    `rounds_logits`: True if the query divided by sqrt(depth) and the logits are rounded to 16 bits,
+    as in linen.
     """
     dtype = q.dtype.name
     u, u16 = reference.arithmetic(dtype), reference.unit_roundoff(dtype)
@@ -60,7 +60,7 @@ def expected(q, k, v, ct, kept, *, rounds_logits):
     scale = DEPTH**-0.5
 
     def matmul(subscripts, a, b, a_error=0.0, b_error=0.0, dtype=None):
-        """Return the matmul of a and b, and its bound: operands' errors, sums and rounding."""
+        """Return the matmul of a and b, with a bound from the operands' errors and the sums."""
         y, terms = np.einsum(subscripts, a, b), a.shape[subscripts.index(contracted(subscripts))]
         size = np.einsum(subscripts, np.abs(a), np.abs(b))
         error = reference.SAFETY * u * (math.sqrt(terms) + 2) * size
@@ -87,14 +87,14 @@ def expected(q, k, v, ct, kept, *, rounds_logits):
     dz_error = dz_error * scale + reference.rounding(dz, dtype) + FLUSHED
     dq, dq_error = matmul("bhqk,bkhd->bqhd", dz, k, dz_error, dtype=dtype)
     dk, dk_error = matmul("bhqk,bqhd->bkhd", dz, q, dz_error, dtype=dtype)
-    if rounds_logits:  # dq is rounded once before it is divided by sqrt(depth), and once after.
+    if rounds_logits:  # dq is rounded before and after the division.
         dq_error += u16 * np.abs(dq)
         dk_error += np.einsum("bhqk,bqhd->bkhd", np.abs(dz), q_error / scale)
     return [y, dq, dk, dv], [y_error, dq_error, dk_error, dv_error]
 
 
 def contracted(subscripts):
-    """Return the axis that both operands have and the result does not."""
+    """Return the einsum axis over which a matmul sums, which only its operands have."""
     a, b, y = subscripts.replace("->", ",").split(",")
     (axis,) = ({*a} & {*b}) - {*y}
     return axis
@@ -127,10 +127,10 @@ def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
 @pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
 @pytest.mark.parametrize("dtype", accurate)
 def test_as_accurate_as_flax(dtype, size):
-    """In nnx, no result is less accurate than Flax's by more than two units in the last place.
+    """In nnx, our errors exceed Flax's by at most two ulps; in linen, both have similar sizes.
 
-    In linen, logits are rounded, and for large logits their rounding outweighs all other errors.
-    Ours and Flax's are then two draws of one size.
+    linen rounds the logits. For large logits this rounding exceeds all other errors, so ours and
+    Flax's are two samples from one distribution.
     """
     given = operands(dtype, size)
     wanted, _ = expected(*given, np.ones_like(CAUSAL), rounds_logits=False)
@@ -148,14 +148,14 @@ def test_as_accurate_as_flax(dtype, size):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_float16_and_bfloat16_compile(dtype, kv_heads):
-    """Flax's own function fails inside `jax.jit` on a CPU in float16."""
+    """On a CPU, 16-bit attention works under `jax.jit`; Flax's function fails in float16."""
     given = operands(dtype, 200, kv_heads)
     for result in jax.jit(lambda *a: results(attend, *a))(*given):
         assert jnp.isfinite(result).all()
 
 
 def saved(f, *arrays):
-    """Return shapes and dtypes of the arrays that the derivative saves."""
+    """Return the shapes and dtypes of the arrays that the derivative saves."""
     leaves = jax.eval_shape(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]), *arrays)
     return [(a.shape, a.dtype.name) for a in leaves]
 
@@ -163,7 +163,7 @@ def saved(f, *arrays):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
-    """The weights are saved in 16 bits, and the cotangent of the logits has 16 bits too."""
+    """The saved weights and the cotangent of the logits have 16 bits."""
     q, k, v, ct = operands(dtype, 1)
     square = (2, HEADS, LENGTH, LENGTH)
 
@@ -173,7 +173,7 @@ def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
     assert [a for a in saved(f, q, k, v) if a[0] == square] == [(square, dtype)]
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(f, q, k, v)[1](*a))(ct).jaxpr
     made = [o.aval for e in jaxpr.eqns for o in e.outvars if o.aval.shape == square]
-    backward = [a.dtype.name for a in made[-2:]]  # of the weights, and of the logits
+    backward = [a.dtype.name for a in made[-2:]]  # of the weights and of the logits
     assert backward == [dtype, dtype]
 
 
@@ -182,7 +182,7 @@ def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
 
 @pytest.mark.parametrize("kind", ["none", "causal", "mask and bias", "grouped"])
 def test_derivatives_in_both_modes_to_second_order(kind):
-    """Compare values, tangents and derivatives of gradients with plain JAX, in float64."""
+    """Values, tangents and second derivatives agree with plain JAX's in float64."""
     with jax.enable_x64(True):
         q, k, v, _ = (
             a[:1, :7, :, :4] for a in operands("float64", 1, 1 if kind == "grouped" else 2)
@@ -211,7 +211,7 @@ def test_derivatives_in_both_modes_to_second_order(kind):
 
             return f(*given), jax.jvp(f, given, along), jax.jvp(gradient, given, along)
 
-        # Some 100 roundings follow each other, and condition numbers are below 100.
+        # Some 100 roundings follow one another, and condition numbers are below 100.
         bound = reference.of_roundings(100 * 100, "float64", 1.0)
         for a, b in zip(*map(jax.tree.leaves, map(all_orders, (ours, plain)))):
             np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
@@ -219,7 +219,7 @@ def test_derivatives_in_both_modes_to_second_order(kind):
 
 @pytest.mark.parametrize("dtype", accurate)
 def test_tangents_in_16_bits(dtype):
-    """Tangents along query and key at once: both terms and their sum are rounded to 16 bits."""
+    """Tangents in both query and key are within their bounds: each term and the sum are rounded."""
     q, k, v, t = operands(dtype, 1)
     _, dy = jax.jvp(lambda q, k: attend(q, k, v), (q, k), (t, 2 * t))
     with jax.enable_x64(True):
@@ -233,7 +233,7 @@ def test_tangents_in_16_bits(dtype):
     s = sum(terms)
     centred = np.abs(s - np.sum(p * s, axis=-1, keepdims=True))
     s_error = u16 * (sum(map(np.abs, terms)) + np.abs(s))
-    # The weights are rounded (u16 each, also inside the sum), then their tangent.
+    # The weights are rounded (by u16 each, also inside the sum), and then their tangent.
     p_error = p * (s_error + np.sum(p * s_error, axis=-1, keepdims=True))
     p_error += u16 * p * (3 * centred + np.sum(p * centred, axis=-1, keepdims=True))
     bound = 1.1 * np.einsum("bhqk,bkhd->bqhd", p_error, np.abs(v)) + reference.rounding(
@@ -260,7 +260,7 @@ def test_under_vmap_and_remat():
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
-    """A NaN cotangent of the first query only reaches the first key."""
+    """`is_causal=True` is the same as a causal mask, and keeps a NaN cotangent from other keys."""
     q, k, v, ct = operands(dtype, 1)
     ct = ct.at[:, 0].set(jnp.nan)
     causal = jnp.asarray(CAUSAL)[None, None]
@@ -270,7 +270,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
     a = results(lambda *a: attend(*a, bias, mask, is_causal=True), q, k, v, ct)
     both = causal if mask is None else causal & mask
     b = results(lambda *a: attend(*a, bias, both), q, k, v, ct)
-    _, _, dk, _ = a  # dv is a matmul of the weights and the cotangent: 0 * NaN
+    _, _, dk, _ = a  # dv has 0 * NaN, in both cases
     assert not jnp.isnan(dk[:, 1:]).any()
     for ours, by_mask in zip(a, b):
         np.testing.assert_array_equal(exact(ours), exact(by_mask))
@@ -279,9 +279,9 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
-    """A padding bias of -1e9 on every key that the mask selects: no other key gets a weight."""
+    """A bias of -1e9 on all unmasked keys gives no weight to masked keys."""
     q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
-    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # y is the row of weights
+    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # makes y the weights
     padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
     mask = None if is_causal else jnp.tri(4, dtype=bool)[None, None]
     weights = exact(attend(q, k, v, padding, mask, is_causal=is_causal))[0, :, 0, :4]
@@ -289,7 +289,7 @@ def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
 
 
 def biases():
-    """Return float32 biases whose smallest values are below or above the fill of a masked logit."""
+    """Return float32 biases with smallest values above, at or below the fill of masked logits."""
     lowest = float(np.finfo(np.float32).min)
     first = np.arange(5) < 3
     values = {"normal": 0.5, "-1e9": -1e9, "lowest": lowest, "-inf": -math.inf}
@@ -301,7 +301,7 @@ def biases():
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask, name):
-    """Weights agree with Flax's in rows whose keys are all masked, or have a bias near the fill."""
+    """Weights equal Flax's if all of a query's keys are masked or have a bias near the fill."""
     ours, theirs = {"linen": (jaxnorm.linen, nn), "nnx": (jaxnorm.nnx, nnx)}[api]
     q, k, _, _ = (a[:1, :5, :1, :8] for a in operands(dtype, 1))
     v = jnp.eye(8, dtype=dtype)[None, :5, None]
@@ -311,7 +311,7 @@ def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask
     kept = None if kept is None else kept[None, None]
     bias = biases()[name][None, None, None]
     a, b = (exact(m.dot_product_attention(q, k, v, bias, kept)) for m in (ours, theirs))
-    # The logits here are below 4, and those of linen are rounded to 16 bits; so are the weights.
+    # The logits are below 4; in linen they are rounded to 16 bits. The weights are rounded in both.
     bound = 8 * reference.unit_roundoff(dtype) * (np.abs(b) + (api == "linen"))
     np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
     assert np.all((np.abs(a - b) <= bound) | np.isnan(b))

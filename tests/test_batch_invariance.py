@@ -1,6 +1,6 @@
-"""The bits of a row's results do not depend on the other rows (docs/determinism.md).
+"""The bits of a row's results do not depend on other rows (docs/determinism.md).
 
-So a NaN stays in its row, in the results and in the gradient.
+So a NaN in one row does not affect the results or gradients of other rows.
 """
 
 import functools
@@ -12,15 +12,15 @@ import pytest
 from functions import BASIC, FUNCTIONS, Sizes, operands_of
 
 ROWS = 70
-KEPT = [0, 33, ROWS - 1]  # among others; the last rows of an array may be a tile's rest
+KEPT = [0, 33, ROWS - 1]  # rows that stay the same; the last is in a partial tile
 LINEAR = [name for name in BASIC if "linear" in name]
-# Parameters for each row are not supported by kernels.
+# Kernels do not support separate parameters for each row.
 NAMES = [n for n in BASIC if n not in LINEAR and "of_samples" not in FUNCTIONS[n].kinds]
 NAMES += ["layer_norm from input", "softmax with a bias", "add_rms_norm with a gate"]
 
 
 def sizes_of(name, cols):
-    if "rope" in name:  # Heads of sizes whose pairs Mosaic divides among threads.
+    if "rope" in name:  # Mosaic divides heads of these sizes among threads.
         head = 40 if cols % 40 == 0 else 64
         return Sizes((ROWS, cols // head), head)
     return Sizes((ROWS,), cols, cols)
@@ -42,9 +42,9 @@ def check(name, sizes, dtype, **options):
         return *jax.tree.leaves(y), *vjp(along)
 
     def rows_kept(value=0.0):
-        """Return the bits of the kept rows, in all results and in the gradient of x.
+        """Return the bits of the unchanged rows, in all results and in the gradient of x.
 
-        If the other rows of x are NaN, so are all their results.
+        If all other rows of x are NaN, assert that all their results are, too.
         """
         found = [np.asarray(a) for a in results(jnp.asarray(values, dtype))]
         if np.isnan(value).all():
@@ -72,5 +72,5 @@ ROWS_ALONE = ("linear_softmax_cross_entropy of rows", "linear_log_prob_and_entro
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*ROWS_ALONE, "rms_norm_linear silu"])
 def test_other_rows_do_not_matter_to_linear_layers(name, dtype):
-    """The default implementation is tested, because the matmuls are XLA's."""
+    """Rows of linear layers are independent, too. XLA computes the matmuls."""
     check(name, Sizes((ROWS,), 128, 256), dtype)

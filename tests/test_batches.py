@@ -1,4 +1,4 @@
-"""`jax.vmap` of every function over each operand, against a loop: values and gradients."""
+"""`jax.vmap` of every function over each operand equals a loop, in values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ OF_ROWS = {kind for kind in SHAPES if len(SHAPES[kind](Sizes())) == 3} - {"cos",
 
 
 def layouts(kinds):
-    """Yield the operands with a batch axis: one alone, those of rows, all, and other subsets."""
+    """Yield the batch axes of the operands: of one operand, of all, or of other subsets."""
     for i, kind in enumerate(kinds):
         axis = (i + 1) % (len(SHAPES[kind](Sizes())) + 1)
         yield tuple(axis if j == i else None for j in range(len(kinds)))
@@ -23,7 +23,8 @@ def layouts(kinds):
     yield (None, *[0] * (len(kinds) - 1))
 
 
-# Each function with a batch in each of its operands; variants alternate between the other cases.
+# Each function with a batch axis in each single operand. The other cases alternate over the
+# functions.
 CASES = [
     pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
     for n, (name, function) in enumerate(FUNCTIONS.items())
@@ -33,7 +34,7 @@ CASES = [
 
 
 def batched(array, dim):
-    """Return the array and similar ones, stacked along a new axis."""
+    """Return the array stacked with similar ones along axis `dim`, or unchanged if that is None."""
     if dim is None:
         return array
     each = [
@@ -45,7 +46,7 @@ def batched(array, dim):
 
 @pytest.mark.parametrize(("name", "dims"), CASES)
 def test_a_batch_is_a_loop(name, dims):
-    """A batch equals a loop, with the gradient inside `jax.vmap` and outside, in `jax.jit`."""
+    """A batch equals a loop, whether the gradient is taken inside or outside of `jax.vmap`."""
     function = FUNCTIONS[name].ours
     one = operands_of(name)
     operands = [*map(batched, one, dims)]

@@ -32,7 +32,7 @@ SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),)
 KERNELS = SUITES["kernels"]
 
 
-# Selections.
+# Selected cells.
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,13 @@ def test_bytes(direction, dtypes, arrays):
 @pytest.mark.parametrize(
     ("op", "dtype", "forward", "backward"),
     [
-        # x, residual, y, h; y, dy, dh and the one gradient.
+        # The arrays that the forward and the backward load and store: x, residual, y, h; y, dy, dh
+        # and the single gradient.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # A float32 residual, h and dh; gradients of x and residual.
+        # The same arrays, with a float32 residual, h and dh, and two gradients.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
-        # x, residual, y; x, dy, dx: the residual's gradient is dy.
+        # x, residual, y; x, dy, dx. dy is the residual's gradient itself.
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),
         # x, residual, y, h; x, y, dy, dh and two gradients.
         ("sandwich", "float32", 4 * 4, 6 * 4),
@@ -66,7 +67,7 @@ def test_bytes(direction, dtypes, arrays):
         ("group_norm_silu", "bfloat16", 2 * 2, 3 * 2),
         # x, residual, y, h; x, y, dy, dh and two gradients.
         ("gated_add_layer_norm", "bfloat16", 4 * 2, 6 * 2),
-        # x, the gate, y; both, dy and two gradients.
+        # x, gate, y; x, gate, dy and two gradients.
         ("gated_rms_norm", "bfloat16", 3 * 2, 5 * 2),
     ],
 )
@@ -87,7 +88,7 @@ def test_a_block_with_operands_that_are_broadcast():
     assert masked.row_operands == (((2, 3, 5, 7), "bfloat16"), ((2, 1, 5, 7), "bool"))
     assert masked.bytes == 210 * 2 * 2 + 70  # x, y and the mask
     biased = BlockWorkload("biased_softmax", "fwd+bwd", "2x3x5x7", "float32")
-    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x, y; y, dy, dx; the bias and its gradient
+    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x, y; y, dy, dx; bias, its gradient
     channels = BlockWorkload("channel_layer_norm", "fwd", "2x8x5x7", "float32")
     assert channels.cols == 8
     assert channels.parameter_shapes == ((8,), (8,))
@@ -96,14 +97,14 @@ def test_a_block_with_operands_that_are_broadcast():
     assert groups.bytes == 2 * 4 * 8 * 64 * 5 * 4
     assert groups.constants == ()
     rotated = BlockWorkload("rms_norm_rope", "fwd+bwd", "2x4x8x64", "bfloat16")
-    assert rotated.constants == (1, 2)  # its tables
+    assert rotated.constants == (1, 2)  # the rotary tables
 
 
 def test_the_grid():
     shapes = list(itertools.chain(*workloads.GRID.values()))
     assert len(shapes) == len(set(shapes)) == 29
     cells = list(workloads.grid())
-    # Two dtypes for each operation, a third for the norms; forward and backward.
+    # 29 shapes, forward and backward, of 4 operations in two dtypes; norms also in mixed dtypes.
     assert len(cells) == len(set(cells)) == 29 * 2 * (4 * 2 + 2)
     assert {w.op for w in cells if w.x_dtype != w.y_dtype} == {"layer_norm", "rms_norm"}
 
@@ -196,7 +197,7 @@ def test_rotating_buffers_are_colder_than_the_cache():
         assert calls.buffers_for(size) * size >= 5 * calls.L2_BYTES
 
 
-# The largest batch.
+# The search for the largest batch that fits into memory.
 
 
 @pytest.mark.parametrize("limit", [0, 99, 100, 101, 1234, 54_321])
@@ -220,7 +221,7 @@ def test_a_line_needs_few_questions():
     assert len(asked) <= 5
 
 
-# Gradients in float64.
+# What the providers compute.
 
 
 def plain(op):
@@ -244,12 +245,12 @@ def test_every_provider_has_a_line_of_its_own():
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "jnp", "flax"])
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_providers_compute_the_operation(name, op):
-    """All providers compute the same function, including epsilon and the output's dtype."""
+    """All providers compute the same function, with the same epsilon and dtype of y."""
     workload = Workload(op, "fwd", 4, 32, "float32", "float32")
     if not PROVIDERS[name].offers(workload):
         pytest.skip(f"{name} has no {op}")
     (x,), parameters, _ = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
-    operands = 1e-3 * x, *parameters  # small, where epsilon counts
+    operands = 1e-3 * x, *parameters  # so small that epsilon matters
     function = providers.function(name, op, "float32")
     assert_computes(function(*operands), plain(op), *operands, like=function)
 
@@ -263,7 +264,10 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_adapters_have_what_the_table_offers(name, monkeypatch):
-    """Adapters of libraries that need a GPU are tested with stand-ins for their modules."""
+    """Each adapter has all functions that the provider table lists for it.
+
+    Libraries that need a GPU are replaced by mocks.
+    """
     provider = PROVIDERS[name]
     adapter = f"benchmarks.providers.{provider.adapter}"
     for module in ("torch", *LIBRARIES[name]):
@@ -272,17 +276,17 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
     monkeypatch.delitem(sys.modules, adapter, raising=False)
     for op in (*provider.operations, *provider.blocks, *provider.losses, *provider.linear):
         assert callable(providers.function(name, op, "float32"))
-    del sys.modules[adapter]  # it was made with the stand-ins
+    del sys.modules[adapter]  # It uses the mocks.
 
 
-#: Shapes of blocks, by their number of axes.
+#: Small shapes of blocks, by their number of axes.
 SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
 
 
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed", "jnp"])
 @pytest.mark.parametrize("op", BLOCKS)
 def test_the_providers_compute_the_block(name, op):
-    """The results of jnp's composition, in the dtypes that the least bytes are counted by."""
+    """All providers compute the same results as jnp, in the dtypes with which bytes are counted."""
     shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
     for dtype in ("float32", "mixed"):
         workload = BlockWorkload(op, "fwd", shape, dtype)
@@ -349,9 +353,9 @@ ENTRY %main.1 (x.1: bf16[8,4]) -> (f32[8,4], bf16[8,4], f32[8,4]) {
 
 
 def test_extra_passes():
-    """A converting fusion, the copy in a command buffer, and an asynchronous copy count."""
+    """Converting fusions, copies in command buffers and asynchronous copies are extra passes."""
     assert hlo.extra_passes(PROGRAM, 32) == 3
-    assert hlo.extra_passes(PROGRAM, 4) == 4  # of the parameter, too
+    assert hlo.extra_passes(PROGRAM, 4) == 4  # also the copy of 4 elements
     assert hlo.extra_passes(PROGRAM, 33) == 0
 
 
@@ -380,7 +384,10 @@ ENTRY %main.2 (param.1: f32[8]) -> f32[8] {
 
 
 def test_collectives_of_a_program():
-    """The bytes that a device sends: by a ring, and in a loop each time."""
+    """`hlo.collectives` returns the bytes that a device sends in each run, and the number of runs.
+
+    All-reduces use a ring; a collective in a loop runs several times.
+    """
     found = hlo.collectives(COLLECTIVES, 8)
     assert [(each.name, each.size, each.runs) for each in found] == [
         ("all-reduce", 2 * 32 * 3 // 4, 3),

@@ -1,4 +1,4 @@
-"""The benchmarks of matmuls without a GPU: selections, computations and tables."""
+"""The benchmarks of matmuls without a GPU: selected cells, results and tables."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
 
 
 def test_flops_and_bytes():
-    """Each array once in the forward, and once in the backward; products of M x K and K x N."""
+    """FLOPs are those of M x K times K x N; bytes count each array once per pass."""
     x, weight, y = 10 * 20 * 2, 20 * 30 * 2, 10 * 30 * 2
     forward = LinearWorkload("product", "fwd", "10x20x30", "bfloat16")
     assert forward.flops == 2 * 10 * 20 * 30
@@ -78,14 +78,14 @@ def result(cell):
 
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed"])
 def test_the_providers_compute_the_product_of_a_norm(name):
-    """y and the gradients of x, weight and scale, as plain jnp has them, in their dtypes."""
+    """All providers compute the same y and gradients of x, weight and scale as jnp."""
     actual = result(dataclasses.replace(BOTH, provider=name))
     expected = result(dataclasses.replace(BOTH, provider="jnp"))
     assert [a.shape for a in actual] == [(6, 48), (6, 32), (32, 48), (32,)]
     assert [a.dtype for a in actual] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
     for a, e in zip(actual, expected):
         a, e = (np.asarray(array, np.float64) for array in (a, e))
-        # Each has a few arrays rounded to 8 bits on its way, differently.
+        # A few intermediate arrays are rounded to 8 bits, differently by each provider.
         assert np.linalg.norm(a - e) <= 4 * 2**-8 * np.linalg.norm(e)
 
 
@@ -134,7 +134,8 @@ def test_torch_products(op, name, monkeypatch):
     if scale:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale[0]
     expected = (x @ weight).numpy()
-    # Each term has the rounding of the norm to bfloat16: their errors walk randomly.
+    # Each term has an error from rounding the norm to bfloat16. These errors add up as a random
+    # walk.
     walk = SAFETY * unit_roundoff("bfloat16") * (x.square() @ weight.square()).sqrt().numpy()
     assert_within(y.detach().double().numpy(), expected, walk + rounding(expected, "bfloat16"))
     measured = torch_side.prepare("linear", cell)()
@@ -142,7 +143,7 @@ def test_torch_products(op, name, monkeypatch):
 
 
 def test_one_process_compiles(monkeypatch):
-    """One cell after the other: compilers time products on the GPU."""
+    """A single process compiles matmuls, because compilers time them on the GPU."""
     asked = []
     monkeypatch.setattr(
         processes, "outcomes", lambda *_, workers, **__: asked.append(workers) or []
@@ -180,7 +181,7 @@ def test_a_run(tmp_path, monkeypatch):
     )
 
 
-# The report's results for rows: the times of a matmul alone, and of a norm and a matmul.
+# The report of a matmul's times, and of a norm and a matmul's.
 
 
 def written(folder, rows):

@@ -1,4 +1,4 @@
-"""The benchmarks of losses without a GPU: selections, the sides' programs, and the table."""
+"""The benchmarks of losses without a GPU: selected cells, providers' programs, and the table."""
 
 import dataclasses
 import functools
@@ -30,25 +30,25 @@ CELLS = [
 
 
 def of(cell, provider):
-    """The cell of another provider."""
+    """Return the same cell for another provider."""
     return dataclasses.replace(cell, provider=provider)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_bytes(dtype, size):
-    """The logits once, and backwards read again, with the gradient written."""
-    forward = 10 * 30 * size + 10 * (4 + 4)  # labels and losses, too
+    """Bytes count the logits once in the forward, and twice (with the gradient) in the backward."""
+    forward = 10 * 30 * size + 10 * (4 + 4)  # also labels and losses
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes
     assert both == 2 * forward + 10 * 30 * size
-    # A second result of each position, and its cotangent.
+    # log_prob_and_entropy has a second result per position, with a cotangent.
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2
 
 
 def test_flops():
-    """There are three matmuls, or four if the logits are not saved."""
+    """FLOPs are those of three matmuls, or of four if the logits are not saved."""
     for op, products in [("linear_cross_entropy", 3), ("linear_log_prob_and_entropy", 4)]:
         workload = LossWorkload(op, "fwd+bwd", "2x3x5", "bfloat16")
         assert workload.flops == products * 2 * 2 * 3 * 5
@@ -124,7 +124,7 @@ def program(cell):
     [(n, c) for c in CELLS for n in ("jaxnorm", "optax") if PROVIDERS[n].offers(c.workload)],
 )
 def test_the_providers_compute_the_loss(name, cell):
-    """The loss and the gradients of the plain formula, in its dtypes."""
+    """All providers compute the same loss and gradients as jnp, in the same dtypes."""
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
     expected, actual = (
         jax.tree.leaves(each.call(*each.operands(*inputs)))
@@ -132,8 +132,8 @@ def test_the_providers_compute_the_loss(name, cell):
     )
     results, gradients = len(cell.workload.results), len(cell.workload.gradients)
     assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
-    # Both round logits, or their gradients, to the cell's dtype, at other places. What is summed of
-    # them is up to as many terms as an operand has numbers in a row.
+    # The two providers round logits, or their gradients, to the cell's dtype at different points. A
+    # sum has at most as many such terms as the longest row of an operand has elements.
     walk = 2 * SAFETY * unit_roundoff(cell.dtype) * np.sqrt(max(a.shape[-1] for a in inputs[0]))
     for a, e in zip(actual, expected):
         assert_within(a, exact(e), walk * np.abs(exact(e)).max())
@@ -141,7 +141,7 @@ def test_the_providers_compute_the_loss(name, cell):
 
 @pytest.mark.parametrize("cell", [c for c in CELLS if c.workload.flops])
 def test_the_products_are_those_of_the_loss(cell):
-    """The reference has the matmuls of the loss, after XLA's passes, and results of its shapes."""
+    """The provider "products" runs only the loss's matmuls, with results of the same shapes."""
     theirs, products = program(of(cell, "jnp")), program(of(cell, "products"))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), theirs.call.out_info)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), products.call.out_info) == shapes

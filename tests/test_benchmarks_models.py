@@ -1,4 +1,4 @@
-"""The models whose training steps are measured, without a GPU: their variants are one function."""
+"""The models of the training benchmarks, without a GPU: all variants compute one function."""
 
 import dataclasses
 import functools
@@ -27,7 +27,8 @@ has_rope = pytest.mark.skipif(
 )
 
 
-# Variant, remat, layers and dtype. The variant with linear layers has all values of the others.
+# Variant, remat, layers and dtype. The variant with linear layers covers all values that the others
+# have.
 CASES = [
     ("jaxnorm-norms", "none", "scan", "float32"),
     ("jaxnorm-everything", "dots", "scan", "float32"),
@@ -45,7 +46,7 @@ WITH_QK_NORMS = [
 
 @functools.cache
 def loss_and_gradients(kind, variant=models.PLAIN, remat="none", layers="scan", dtype="float32"):
-    """Gradients of layers are stacked, also of those that are unrolled."""
+    """Return the loss and the gradients of a model; gradients of layers are always stacked."""
     size = TINY[kind]
     model = Model(size, VARIANTS[variant], remat, dtype, layers)
     shape = (size.batch, size.seq + 1)
@@ -58,13 +59,14 @@ def loss_and_gradients(kind, variant=models.PLAIN, remat="none", layers="scan", 
 
 
 def bound(size, dtype):
-    """Relative, of a loss or a gradient in norm.
+    """Return a bound on the relative error of the loss, and of a gradient in norm.
 
-    Forward and back a layer takes some 20 operations that round or sum at most as many terms as it
-    has hidden features or tokens. Their errors are independent, and add up like a random walk.
+    In both passes together, a layer has some 20 operations that round, or sum at most as many terms
+    as there are hidden features or tokens. Their errors are independent and add up as a random
+    walk.
     """
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
-    # In bfloat16 sums are float32, and round once.
+    # For bfloat16, sums are computed in float32 and rounded once.
     terms = max(size.hidden, size.batch * size.seq, size.vocabulary) if dtype == "float32" else 1
     return unit * math.sqrt(20 * 2 * (size.layers + 1) * terms)
 
@@ -82,7 +84,7 @@ def test_variants_are_one_function(kind, variant, remat, layers, dtype):
     expected, expected_gradients = loss_and_gradients(kind)
     allowed = bound(TINY[kind], dtype)
     assert abs(loss - expected) <= allowed * expected
-    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # nothing is learned yet
+    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # not trained yet
     for (path, ours), theirs in zip(
         jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
     ):
@@ -107,7 +109,10 @@ def test_variants_are_one_function(kind, variant, remat, layers, dtype):
     ],
 )
 def test_kernels_in_programs_for_a_gpu(name, variant, remat, kernels):
-    """In the sizes that are measured; the loss's kernels are there once the default takes them."""
+    """Programs of the benchmarked sizes contain the expected norm kernels.
+
+    Kernels of losses do not count, because the default may not use them.
+    """
     size = MODELS[name]
     model = Model(size, VARIANTS[variant], remat)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -139,7 +144,7 @@ def test_a_training_step(cell):
     tokens = np.asarray(small.batch(0))
     assert tokens.min() == 0
     assert 60 < tokens.max() < 97
-    # Token 0 is about as frequent as 1 and 2 together.
+    # Token 0 is about as frequent as tokens 1 and 2 together.
     assert np.mean(np.concatenate([small.batch(i) for i in range(20)]) == 0) == pytest.approx(
         math.log(2) / math.log(98), rel=0.1
     )
@@ -148,7 +153,7 @@ def test_a_training_step(cell):
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPU devices")
 def test_a_training_step_on_a_mesh(cell, monkeypatch):
-    """Losses are those of one device; parameters, their moments, and batches are split."""
+    """Losses on a mesh equal those of one device; parameters, moments and batches are sharded."""
     monkeypatch.setattr(training, "_SPLIT_FROM", 1000)
     monkeypatch.setattr(training, "LOSS_STEPS", LOSS_STEPS[:2])
     alone, over_two = (
@@ -163,7 +168,7 @@ def test_a_training_step_on_a_mesh(cell, monkeypatch):
     ours, expected = over_two(), alone()
     assert ours["tokens_per_s"] == pytest.approx(4 * 24 / ours["ms"] * 1e3)
     for n in LOSS_STEPS[:2]:
-        # A mean of losses near log(97), whose sums over rows are in another order.
+        # The loss is near log(97); on the mesh, sums over rows are added in another order.
         loss = expected[f"loss_{n}"]
         assert ours[f"loss_{n}"] == pytest.approx(loss, abs=1e-4)
 
@@ -186,7 +191,7 @@ def test_what_fits(cell, monkeypatch):
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_the_step_trains_in_place(layers):
-    """It returns the state's own types, which a donated argument needs."""
+    """A training step returns a state of its own shapes and dtypes, so the state can be donated."""
     model = Model(TINY["gpt2"], VARIANTS["jnp"], layers=layers)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape(language_models.OPTIMIZER.init, params)
@@ -232,7 +237,7 @@ def test_classes_of_kernels(name, kind):
 def test_a_profile(cell, monkeypatch, capsys):
     ran = [("jaxnorm_rms_norm_fwd", 3000.0)] * training.KERNEL_STEPS
     monkeypatch.setattr(training.Step, "kernels", lambda step, state: ran)
-    monkeypatch.setattr(profile, "LOSS_STEPS", (training.WARMUP + 2,))  # enough for a median
+    monkeypatch.setattr(profile, "LOSS_STEPS", (training.WARMUP + 2,))  # enough steps for a median
     figures = profile.column(cell, list_kernels=True)
     assert figures["norms"] == figures["all"] == pytest.approx(3.0)
     assert figures["tokens/s"] == pytest.approx(4 * 24 / figures["step"] * 1e3)

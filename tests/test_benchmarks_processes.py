@@ -1,4 +1,8 @@
-"""The benchmark harness' processes: who compiles and measures when, and what a failure costs."""
+"""Processes of the benchmark harness: who compiles and measures when, and what a failure costs.
+
+A *side* is JAX or torch. Its workers are processes that prepare (compile) benchmark cells in
+parallel, and measure them on the GPU one after the other.
+"""
 
 import collections
 import dataclasses
@@ -26,7 +30,11 @@ CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
 
 
 class Side:
-    """Each cell has the error that it raises when it is prepared, and when it is measured."""
+    """A stand-in for a side (JAX or torch), whose cells fail as requested.
+
+    `errors` has, for each cell, the error that preparing it raises and the one that measuring it
+    raises.
+    """
 
     THREADS = 1
 
@@ -60,7 +68,10 @@ def raised(error):
 
 
 def spoken(side, cells, *, turn=True, threads=1):
-    """A worker's exit code and answers to one batch; `{}` ends its preparation and its turn."""
+    """Return the exit code and the output of a worker for one batch of cells.
+
+    With `turn`, a second request (`{}`) lets the worker measure the cells that it has prepared.
+    """
     request = {"suite": "kernels", "cells": [*map(dataclasses.asdict, cells)]}
     requests = [json.dumps(request), *(["{}"] if turn else [])]
     out = io.StringIO()
@@ -106,7 +117,10 @@ def test_an_implementation_whose_packages_lack_is_missing():
 
 
 def test_a_context_that_is_lost_in_preparation():
-    """Among several cells, the failing one is unknown; a single cell gets the error's reason."""
+    """If the GPU's context is lost while cells are prepared, only a single cell gets the error.
+
+    With several cells, it is unknown which one failed.
+    """
     side = Side((None, None), (RuntimeError("illegal address"), None))
     assert spoken(side, cells_of([0, 1])) == (worker.RESTART, [])
     code, (prepared, answer) = spoken(side, cells_of([1]))
@@ -146,7 +160,8 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         assert [a["status"] for a in got[1:-1]] == ["ok", "ok"]
 
 
-# What the processes of a side do together. A cell's provider names what happens to the cell.
+# Several workers of one side. They run this script, where the provider of a cell says what happens
+# to the cell.
 
 WORKER = """
 import os, sys, time
@@ -196,7 +211,10 @@ os._exit(worker.main())
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Workers are WORKER; the list has their processes, with `asked`: the command for each."""
+    """Make workers run the script WORKER, and return the list of started processes.
+
+    `asked` of a process is the command that would have been run.
+    """
     found = []
 
     def popen(command, *, real=subprocess.Popen, **options):
@@ -212,7 +230,7 @@ def started(monkeypatch, tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A cell that was prepared or measured, from begin to end."""
+    """The time during which a worker prepared or measured a cell."""
 
     process: str
     name: str
@@ -274,7 +292,7 @@ def test_a_failure_costs_one_cell(started, workers):
         assert got[n].status == "failed: RuntimeError: illegal address"
     assert all(process.poll() is not None for process in started)
     if workers == 1:
-        assert [o.cell for o in outcomes] == cells  # in order, whatever has to be done again
+        assert [o.cell for o in outcomes] == cells  # in order, even if some were repeated
 
 
 @pytest.mark.parametrize("when", ["prepared", "measured"])
@@ -294,7 +312,7 @@ def test_an_interrupted_run_leaves_no_process(started):
     several = processes.outcomes("jax", KERNELS, cells, workers=2)
     assert next(several).status == "ok"
     start = time.monotonic()
-    several.close()  # while a worker measures, and another waits for its turn
+    several.close()  # while one worker measures and another waits
     assert time.monotonic() - start < 30
     assert len(started) == 2
     assert all(process.returncode is not None for process in started)
@@ -309,7 +327,7 @@ def test_the_workers_share_the_cores(started, monkeypatch):
 
 
 def test_the_workers_share_the_memory(monkeypatch):
-    """A lone process keeps what its user has set."""
+    """JAX does not preallocate GPU memory in several workers; one keeps the user's setting."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     monkeypatch.setattr(processes, "cores", lambda: 16)
     alone, beside = processes.environment(1), processes.environment(8)
@@ -334,7 +352,7 @@ def test_batches_are_even_and_keep_workloads_together():
     ]
     parts = processes.batches(cells, 3, 32)
     assert [cell for part in parts for cell in part] == cells
-    assert len(parts) == 9  # three rounds of three: 200 cells are more than two of 3 x 32
+    assert len(parts) == 9  # three rounds of three workers, with up to 32 cells each
     assert {len(part) for part in parts} <= {8, 24}
     assert all(part[0].provider == "xla" for part in parts)
     assert processes.batches([], 3, 32) == []

@@ -1,4 +1,4 @@
-"""Plots and tables from the committed CSV files, and the pages that show them."""
+"""Plots and tables made from the committed CSV files, and the docs pages that show them."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_the_committed_rows_agree_with_themselves(found):
         shape = (int(r["rows"]), int(r["cols"]))
         size = Workload(r["op"], r["direction"], *shape, r["x_dtype"], r["y_dtype"]).bytes
         us, gbps = float(r["us"]), float(r["gbps"])
-        # us is rounded to 0.01, gbps to 0.1.
+        # us is rounded to 0.01, and gbps to 0.1.
         assert gbps == pytest.approx(size / us / 1e3, abs=0.051 + gbps * 0.0051 / us)
 
 
@@ -76,7 +76,7 @@ def test_the_main_table(found):
 
 
 def written(folder, rows):
-    """A folder whose kernels.csv has these rows: provider, us or a failure's status."""
+    """Return a folder whose kernels.csv has these rows (provider, us or a failure's status)."""
     table = Table(folder, SUITES["kernels"])
     for provider, us in rows:
         ok = isinstance(us, float)
@@ -139,7 +139,7 @@ def test_a_report_of_another_folder(tmp_path):
 
 def test_a_report_of_blocks(tmp_path):
     table = Table(tmp_path, SUITES["blocks"])
-    # Shape, provider, us, extra passes; a copy takes 4 us.
+    # Shape, provider, us, extra passes. A copy of the array takes 4 us.
     for shape, provider, us, extra_passes in [
         ("8192x4096", "jaxnorm", 5.0, 0),
         ("8192x4096", "jnp", 6.0, 1),
@@ -229,7 +229,7 @@ def test_a_report_of_training_steps(tmp_path):
     assert "| llama-1b, 8 x 2048, fsdp=2 | dots | plain JAX and optax | 210.0 | 1.00 |" in text
     assert "jaxnorm's residual norms and loss | 189.0 | 0.90 |" in text
     assert "losses are at most 0.2500 nats from jnp's" in text
-    # Only measured cells are listed.
+    # The table lists only measured cells.
     assert "| llama-1b, length 2048 | dots | 9 | - |\n" in text
     assert "| llama-1b, length 2048, unrolled | dots | - | 14 |\n" in text
     assert "| bar |" not in text
@@ -240,11 +240,11 @@ def test_a_report_of_training_steps(tmp_path):
         f"| --- |{' ---: |' * 7}\n"
         "| llama-1b, 4 x 2048 | dots | 200.0 | - | 20.0 | - | 9 | - |"
     )
-    assert page_tables.steps(rows, []).count("\n") == 1  # no largest batch
+    assert page_tables.steps(rows, []).count("\n") == 1  # no row for the largest batch
 
 
 def test_a_report_of_bars(tmp_path):
-    """The table has the measured steps. Ratios are compared before they are rounded."""
+    """The report of bars (limits of ratios) lists measured steps, and compares unrounded ratios."""
     table = Table(tmp_path, SUITES["training"])
 
     def step(provider, ms, temp, **cell):

@@ -1,4 +1,4 @@
-"""The benchmark harness, without a GPU: how it is run, what fails, and what is kept."""
+"""The benchmark harness without a GPU: command lines, failures, and the rows that are written."""
 
 import collections
 import csv
@@ -23,7 +23,7 @@ KERNELS = SUITES["kernels"]
 CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
 
 
-# Rows.
+# The rows of the CSV files.
 
 
 def test_rows_survive_the_csv(tmp_path):
@@ -35,7 +35,7 @@ def test_rows_survive_the_csv(tmp_path):
     for row in (first, failed):
         table.append(row)
     assert results.read(table.file, KERNELS.columns) == [first, failed]
-    assert table.rows() == [failed]  # the last one counts
+    assert table.rows() == [failed]  # the last row of a cell counts
     assert first["roof"] == "0.9877"
     assert failed["us"] == ""
 
@@ -66,7 +66,7 @@ def test_the_machine(monkeypatch):
     assert results.this_machine() == Machine("cpu")
 
 
-# Providers that fail, or are not there.
+# Providers that fail, or that are not installed.
 
 
 def test_a_provider_that_is_not_installed_is_a_row(tmp_path):
@@ -85,7 +85,7 @@ def test_a_provider_that_is_not_installed_is_a_row(tmp_path):
 
 
 def test_a_run_on_the_cpu(tmp_path, capfd):
-    """The whole way, in two processes: cells, rows, report; then nothing is left to do."""
+    """A run in two processes writes rows and a report; a second run finds nothing left to do."""
     arguments = ["kernels", "api", "--ops", "rms_norm", "--dtypes", "bfloat16"]
     arguments += ["--shapes", "4x32", "--providers", "xla", "jnp", "--out", str(tmp_path)]
     arguments += ["--workers", "2"]
@@ -123,7 +123,7 @@ def test_a_run_of_blocks(tmp_path):
 
 
 def test_a_run_of_first_calls(tmp_path, capfd):
-    """On the CPU programs are lowered for a GPU, and not compiled."""
+    """On a CPU, the suite `compile` lowers programs for a GPU but does not compile them."""
     arguments = ["compile", "--ops", "rms_norm", "--dtypes", "bfloat16", "mixed"]
     arguments += ["--shapes", "1x128", "--workers", "1", "--out", str(tmp_path)]
     if results.this_machine() != Machine("cpu"):
@@ -147,7 +147,7 @@ def test_a_run_of_first_calls(tmp_path, capfd):
 
 
 def test_first_calls_of_training_steps(monkeypatch):
-    """Plain JAX, jaxnorm's norms, and all of jaxnorm: each is lowered for a GPU."""
+    """Training steps of plain JAX, of jaxnorm's norms and of all of jaxnorm lower for a GPU."""
     tiny = Size("gpt2", 2, 64, 2, 2, 128, 96, seq=16, batch=2)
     monkeypatch.setitem(MODELS, "tiny", tiny)
     monkeypatch.setitem(compile_times.STEPS, "tiny scan", ("tiny", "scan", 2))
@@ -168,14 +168,14 @@ def test_first_calls_of_training_steps(monkeypatch):
 
 
 def test_first_calls_are_of_every_public_function():
-    """Cells cover each width and dtype, and no cell is impossible."""
+    """The suite `compile` covers every public function that has kernels."""
     cells = list(SUITES["compile"].cells(Selection()))
     ours = {
         providers.function("jaxnorm", cell.op, cell.workload.y_dtype).func
         for cell in cells
         if cell.provider == "jaxnorm"
     }
-    # Plain JAX, without kernels to lower, and what makes no program.
+    # These functions have no kernels, or make no program at all.
     none = {
         "gated_linear",
         "activation_linear",
@@ -184,9 +184,9 @@ def test_first_calls_are_of_every_public_function():
         "implementation_for",
         "save_policy",
     }
-    # The benchmarks do not have divergences yet.
+    # The benchmarks do not include divergences yet.
     none |= {"kl_divergence", "linear_kl_divergence"}
-    assert "rms_norm_rope" in compile_times.OPS  # By a function that puts x before the tables.
+    assert "rms_norm_rope" in compile_times.OPS  # called through a lambda
     none.add("rms_norm_rope")
     functions = {f for f in map(vars(jaxnorm).get, jaxnorm.__all__) if inspect.isfunction(f)}
     assert len(functions) >= 14
@@ -201,7 +201,7 @@ def test_first_calls_are_of_every_public_function():
 
 
 def asked(*arguments):
-    """Cells of the suite `training`."""
+    """Return the selected cells of the suite `training`."""
     selection = run.selected(run.parse(["training", *arguments]))
     return list(SUITES["training"].cells(selection))
 
@@ -223,13 +223,13 @@ def test_training_steps_are_selected():
 
 
 def test_training_steps_on_a_mesh():
-    """Each device gets the same number of sequences, and the mesh has a name."""
+    """On a mesh, the batch grows with the number of devices, and the mesh has a name."""
     found = asked("--ops", "llama-1b", "--quick", "--variants", "jnp", "--devices", "1", "2")
     assert [(c.batch, c.mesh, c.devices) for c in found] == [(4, "", 1), (8, "fsdp=2", 2)]
 
 
 def test_steps_that_bars_compare():
-    """Both steps of each selected bar are measured, each once."""
+    """`--bars` selects both steps of each comparison, each step once."""
     every = asked("--bars")
     assert len({*every}) == len(every)
     assert {cell for bar in BARS for cell in bar.cells} == {*every} <= {*asked()}
@@ -242,7 +242,7 @@ def test_steps_that_bars_compare():
 
 
 def test_neither_side_is_needed_to_plan():
-    """The parent takes no GPU memory: it imports neither JAX nor torch."""
+    """The parent process imports neither JAX nor torch, so it takes no GPU memory."""
     program = "import sys, benchmarks.run; print([m for m in ('jax', 'torch') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

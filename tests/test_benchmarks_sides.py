@@ -1,4 +1,4 @@
-"""The two sides of the benchmark harness: what is compiled before a turn, and what is kept."""
+"""The two sides of the benchmark harness, JAX and torch: compiled programs and held memory."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd")]
 
 @pytest.fixture
 def compiled():
-    """The list grows with every program that XLA compiles."""
+    """Return a list that grows with every program that XLA compiles."""
     found = []
 
     def note(event, seconds, **_):
@@ -37,7 +37,7 @@ def compiled():
 def test_jax_compiles_nothing_in_its_turn(suite, direction, compiled):
     cell = BLOCK
     if suite != "blocks":
-        cols = 37 + CASES.index((suite, direction))  # of no other test
+        cols = 37 + CASES.index((suite, direction))  # a width that no other test compiles
         cell = dataclasses.replace(CELL, direction=direction, cols=cols)
     measure = jax_side.prepare(suite, cell)
     assert compiled
@@ -115,7 +115,7 @@ def test_torch_blocks(op, torch, torch_side, monkeypatch):
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_torch_compiles_nothing_in_its_turn(direction, torch, torch_side, monkeypatch):
-    """Whatever was compiled in between, more shapes than torch keeps for one function."""
+    """torch compiles nothing while it measures, even for more shapes than its cache holds."""
     eager = functools.partial(torch.compile, backend="aot_eager")  # Inductor needs a C++ compiler
     monkeypatch.setattr(torch, "compile", eager)
     cell = dataclasses.replace(CELL, direction=direction, provider="torch.compile")
@@ -140,6 +140,6 @@ def test_torch_keeps_no_operands(torch, torch_side):
     measure = torch_side.prepare("kernels", cell)
     assert held() == 0
     measure()
-    assert held() > 0  # for the workload's other providers
+    assert held() > 0  # held for the workload's other providers
     torch_side.release()
     assert held() == 0

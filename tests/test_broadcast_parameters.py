@@ -1,4 +1,4 @@
-"""Parameters that are broadcast along normalised axes: GroupNorm and InstanceNorm."""
+"""Parameters that broadcast along normalised axes: GroupNorm and InstanceNorm."""
 
 import functools
 
@@ -13,7 +13,7 @@ from program_error import analyse, assert_computes
 import jaxnorm
 from jaxnorm_kernels.implementation import takes_no_inner
 
-# x, axis, scale, bias.
+# Shapes of x, the normalised axes, and shapes of scale and bias.
 CASES = {
     "group norm": ((2, 37, 4, 8), (1, 3), (4, 1, 8), (4, 1, 8)),
     "images": ((2, 5, 8, 4, 8), (1, 2, 4), (4, 1, 1, 8), (4, 1, 1, 8)),
@@ -71,7 +71,7 @@ def summed(name, x, *parameters, scale_offset=1.0, **given):
     ("name", "save"), [(name, ("output", "input")[i % 2]) for i, name in enumerate(FUNCTIONS)]
 )
 def test_whole_parameters_give_the_same(name, save):
-    """Broadcast parameters give the same results as whole ones, also in forward mode."""
+    """Broadcast parameters give the same results as expanded ones, also in forward mode."""
     given = {} if name == "rms_norm_add" else {"save": save}
 
     def whole(x, *parameters):
@@ -94,7 +94,8 @@ def test_float64(x64):
         operands[0], operands[1] - step, operands[2]
     )
     assert dx.dtype == dscale.dtype == dbias.dtype == "float64"
-    # Central differences err by the step's square and by the roundings of two values, each a sum.
+    # The error of a central difference is the square of the step, plus the rounding errors of both
+    # sums.
     sizes = step.size * np.abs(step).max() ** 2 + 2 * analyse(function, *operands).error
     assert np.abs(jnp.sum(dscale * step) * 2 - slope) <= sizes
 
@@ -113,7 +114,7 @@ def test_check_params():
 
 
 def test_implementations_without_strided_views_refuse_groups(monkeypatch):
-    """Parameters of groups that are not consecutive have no view in rows."""
+    """Without strided kernels, an implementation refuses parameters of interleaved groups."""
     from jaxnorm_kernels import mosaic
 
     without = mosaic.IMPLEMENTATION._replace(takes_inner=takes_no_inner)

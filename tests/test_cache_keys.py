@@ -1,7 +1,8 @@
-"""JAX's persistent compilation cache: one key for one program in any process, two for two.
+"""JAX's persistent compilation cache: equal programs have one key in all processes, others differ.
 
-On Auto axes a program holds the address of a Python function, which JAX leaves out of its keys by
-`jax_remove_custom_partitioning_ptr_from_cache_key`. All else that tells calls apart must be in it.
+On Auto axes, a program contains the address of a Python function. JAX omits this address from its
+keys with `jax_remove_custom_partitioning_ptr_from_cache_key`. So everything else that distinguishes
+calls must be in the program.
 """
 
 import os
@@ -22,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
 ]
 
-# Programs that differ in nothing but a call's options: `python programs.py DIRECTORY`.
+# A script (`python programs.py DIRECTORY`) that compiles programs that differ only in a call's
+# options.
 PROGRAMS = """
 import sys
 
@@ -82,7 +84,7 @@ print(len(programs))
 
 
 def keys_of(directory: Path) -> tuple[int, set[str]]:
-    """Return how many programs a process compiles, and their keys in the cache."""
+    """Run the script, and return the number of its programs and their keys in the cache."""
     directory.mkdir()
     script = directory.parent / "programs.py"
     script.write_text(PROGRAMS)
@@ -108,7 +110,10 @@ def test_keys_of_two_processes(tmp_path):
 
 
 def test_what_else_decides_which_kernels_run_is_in_the_name(monkeypatch):
-    """A kernel that the environment names runs more than the default's; compilers are others."""
+    """The digest of a call includes the preferred implementation and the compilers' versions.
+
+    Both determine which kernels run.
+    """
     names = [auto_axes._digest("call")]
     for preferred in ("mosaic", "triton"):
         monkeypatch.setattr(backends, "_PREFERRED", preferred)

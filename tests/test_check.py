@@ -1,4 +1,4 @@
-"""check_params: what it finds, what it says, how it prints."""
+"""check_params: its verdicts on norms, their messages, and the printed table."""
 
 import flax.linen as nn
 import jax
@@ -46,7 +46,7 @@ def test_prints_a_table():
 
 
 def test_float16_degrades_below_its_normal_numbers():
-    """2 % off at 2^-20, 30 % at 2^-24, lost at 0."""
+    """In float16, the gradient's error is 2 % at a scale of 2^-20, 30 % at 2^-24, 100 % at 0."""
     for scale, low, high in [(2**-20, 0.01, 0.03), (2**-24, 0.2, 0.4), (0.0, 1.0, 1.0)]:
         (norm,) = jaxnorm.check_params({"scale": jnp.full(4, scale)}, jnp.float16)
         assert norm.under_floor == 4
@@ -134,7 +134,7 @@ LLAMA_S_NORMS = [
 
 
 def joined(separator):
-    """Leaves by one long name each, as a state dictionary of PyTorch has them."""
+    """Return a flat dict from joined names to arrays, as in a PyTorch state dictionary."""
     return {
         f"{module}.{name}".replace(".", separator): jnp.ones(shape)
         for module, parameters in LLAMA.items()
@@ -154,7 +154,11 @@ def nested(batch=()):
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=["a layer", "stacked", "twice"])
 def test_weights_of_norms_and_of_others(batch):
-    """In one layer by their shape; in stacked ones by the bias's shape, or the module's name."""
+    """Norms are recognised among other layers, also if layers are stacked.
+
+    A vector is a norm's weight in a single layer. In stacked layers, the bias's shape or the
+    module's name decides.
+    """
     assert names(nested(batch)) == LLAMA_S_NORMS
 
 
@@ -189,7 +193,7 @@ def test_the_name_decides_on_a_stacked_weight_without_a_bias(name, is_a_norm_s):
 
 
 def test_norm_classes_of_models_own():
-    """Tunix's have ``w``; other names are given."""
+    """Parameters named ``w``, as in Tunix, are recognised; other names can be passed."""
     w, matrix = np.ones((2, 4)), np.ones((4, 4))
     tree = {
         "q_norm": {"w": w, "b": np.full((2, 4), 1e3)},
@@ -242,7 +246,7 @@ def test_models_of_equinox():
 @pytest.mark.parametrize("bias", [None, 0.0, 1e-6, 1.0, 1e3])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 2.0**-15, 1e-8, 0.0])
 def test_conversions_judge_as_it_does(scale, bias, dtype):
-    """A norm keeps its input exactly where it is not safe; one column is enough."""
+    """Conversions save the input of exactly the norms that check_params does not call safe."""
     params = {"scale": jnp.ones(8).at[5].set(scale)}
     if bias is not None:
         params["bias"] = jnp.full(8, bias)
@@ -254,7 +258,7 @@ def test_conversions_judge_as_it_does(scale, bias, dtype):
         assert "in 1 of 8 columns" in why or bias == 1e3
 
 
-# --------------------------------------------------------------------- norms that are rotated
+# ------------------------------------------------------------- norms followed by rotary embedding
 
 
 def heads(q, k=None, layers=()):
@@ -277,7 +281,7 @@ def test_a_rotated_norm_errs_by_its_partners(name):
     assert q.max_partner_ratio == 8
     assert q.dscale_error == pytest.approx(0.83 * 2**-9 * np.sqrt((1 + 8**2) / 2))
     assert (k.max_partner_ratio, norm.max_partner_ratio) == (None, None)
-    # Norms without a rotation are unchanged.
+    # The other norms' reports are unchanged.
     assert [k, norm] == list(jaxnorm.check_params(stored, jnp.bfloat16))[::2]
     k, _, _ = jaxnorm.check_params(stored, jnp.bfloat16, rotated=("q_norm", "k_norm"))
     assert (k.max_partner_ratio, k.dscale_error) == (1, pytest.approx(0.83 * 2**-9))
@@ -291,12 +295,12 @@ def test_a_zero_beside_a_partner_is_lost():
             assert report["attention/q_norm"].verdict.endswith(verdict), (dtype, scale)
         if dtype != "float16":
             assert jaxnorm.check_params(heads(one), dtype).safe
-    # Gemma's: it is 1 + scale that counts.
+    # For Gemma, the scale is 1 + the parameter.
     assert jaxnorm.check_params(heads(one), "bfloat16", scale_offset=1, rotated="q_norm").safe
 
 
 def test_pairs_of_rotated_columns():
-    """Pairs may be halves or neighbours, of the first columns only, and of stacked layers."""
+    """Pairs of rotated columns may be halves or neighbours, of all columns or the first ones."""
     scale = [0, 1, 0, 1, 0, 1, 1, 1]
 
     def lost(columns, **options):
@@ -304,7 +308,7 @@ def test_pairs_of_rotated_columns():
         assert found["attention/q_norm"].columns == 24
         return found["attention/q_norm"].verdict != "safe"
 
-    assert lost(scale)  # 2 beside 6
+    assert lost(scale)  # columns 2 and 6 are a pair
     assert lost(scale, interleaved=True)
     assert not lost([0, 1, 1, 1, 0, 1, 1, 1])
     assert lost([0, 1, 1, 1, 0, 1, 1, 1], interleaved=True)

@@ -1,9 +1,9 @@
-"""Devices of a mesh exchange no more bytes for a function and its gradients than for plain JAX's.
+"""On a mesh, a function and its gradients exchange no more bytes than plain JAX.
 
-Each function is compiled for eight CPU devices with a stand-in for a kernel (Auto axes), as XLA's
-code (Auto axes), and with Explicit axes; plain JAX with Auto axes, where XLA chooses what to do.
-Arrays are float32, because XLA's code for CPUs exchanges numbers of 16 bits as such of 32:
-`mosaic/test_mesh_programs.py` looks at the dtypes in programs for GPUs.
+Each function is compiled for eight CPU devices in three ways: with a stand-in for a kernel on Auto
+axes, as XLA's code on Auto axes, and on Explicit axes. Plain JAX runs on Auto axes, where XLA
+chooses the exchanges. Arrays are float32, because XLA's CPU code exchanges 16-bit numbers as 32-bit
+ones. `mosaic/test_mesh_programs.py` tests the exchanged dtypes in programs for GPUs.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ class Kernels(StandIn):
 
 
 class Function(NamedTuple):
-    """A function beside plain JAX's.
+    """A function, and the same in plain JAX.
 
     Attributes:
-      operands: kinds of arrays, which `SHAPES` has.
-      recomputes: the backward computes a part of the forward again, and gathers its weight again,
-        instead of saving more. Plain JAX does so under `jax.checkpoint`.
+      operands: the kinds of its operands, which are keys of `SHAPES`.
+      recomputes: True if the backward recomputes a part of the forward, and gathers its weight
+        again, to save less. Plain JAX then runs under `jax.checkpoint`.
     """
 
     ours: Callable[..., Any]
@@ -106,7 +106,7 @@ def log_prob_and_entropy(logits: Any, labels: Any) -> Any:
 
 
 def rotated(x: Any) -> Any:
-    """Heads of 32 features, and the tables of their rotation."""
+    """Return x as heads of 32 features, and their rotary tables."""
     angles = jnp.arange(LENGTH)[:, None, None] * 0.9 ** jnp.arange(16.0)
     return x.reshape(*x.shape[:2], -1, 32), jnp.cos(angles), jnp.sin(angles)
 
@@ -195,7 +195,14 @@ FUNCTIONS = {
 
 
 class Layout(NamedTuple):
-    """How rows, features, a weight's two axes, and vectors of features are split."""
+    """Mesh axes that split the axes of operands.
+
+    Attributes:
+      rows: of the rows of x.
+      features: of the last axis of x.
+      weight: of a weight's two axes.
+      scale: of vectors with one element per feature.
+    """
 
     rows: tuple[Any, ...]
     features: Any = None
@@ -207,7 +214,7 @@ class Layout(NamedTuple):
             return P(self.scale)
         if kind in ("weight", "down", "head"):
             return P(*self.weight)
-        # The logits of a head that is split over classes are split too.
+        # If the head is split over classes, so are its logits.
         features = self.features or (self.weight[1] if kind == "logits" else None)
         return P(*self.rows) if kind == "labels" else P(*self.rows, features)
 
@@ -249,20 +256,21 @@ def operands(kinds: Sequence[str]) -> list[Any]:
     return [*map(operand, kinds)]
 
 
-#: Why devices exchange more than in plain JAX, by function (or its start), layout and way.
+#: Cases that exchange more than plain JAX, with the reason. The key is a function's name, a layout,
+#: and a way to compile it (or "*" for all ways).
 EXCEPTIONS = {
-    # x is replicated over the axes that split the head. Plain JAX has all their devices compute the
-    # loss of the same rows; here they share the rows out and exchange gradients.
+    # x is replicated over the axes that split the head. In plain JAX, all devices of these axes
+    # compute the loss of the same rows. jaxnorm splits the rows over them and exchanges gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
-    # Plain JAX sums logits, which have no more rows than the head here: 128. The additional bytes
-    # are those of x. In training, heads are smaller than logits.
+    # Plain JAX adds up partial logits. They have 128 rows here, no more than the head. The
+    # additional bytes of jaxnorm are those of x. In training, heads are smaller than logits.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
-    # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes for each
-    # row. Plain JAX under `jax.checkpoint` saves 4 of them.
+    # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes per row.
+    # Plain JAX under `jax.checkpoint` saves 4 bytes per row.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
-    # XLA has each device normalise a part of x, which is replicated; a kernel has whole rows.
+    # x is replicated. XLA's code normalises a part of x on each device; a kernel needs whole rows.
     ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
-    # JAX sums a gradient over all devices before it reshards it to the weight's own sharding.
+    # JAX sums a gradient over all devices before it reshards it to the weight's sharding.
     ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
     ("gated_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
     ("activation_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
@@ -272,7 +280,10 @@ EXCEPTIONS = {
 def exchanged(
     function: Callable[..., Any], kinds: Sequence[str], layout: Layout, kind: str
 ) -> list[hlo.Collective]:
-    """Return the collectives of gradients that are sharded like their operands, without scalars."""
+    """Return the collectives of a gradient whose results are sharded like the operands.
+
+    Collectives of scalars are left out.
+    """
     mesh = mesh_of(Case("", MESH, P()), kind)
     shardings = [NamedSharding(mesh, layout.spec(kind)) for kind in kinds]
     arrays = [jax.device_put(a, s) for a, s in zip(operands(kinds), shardings)]
@@ -280,7 +291,7 @@ def exchanged(
 
     def step(*arrays: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            # A cotangent that each element makes of itself needs no exchange.
+            # The loss is a sum of sines. Its cotangent is elementwise, so it needs no exchange.
             results = jax.tree.leaves(function(*arrays))
             return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in results)
 
@@ -311,7 +322,8 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
     with as_default(Kernels()) if way == "kernel" else contextlib.nullcontext():
         found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
     expected = plain_exchanges(name, its)
-    # XLA may gather vectors of parameters more than once. It runs all of a rotation's programs.
+    # XLA may gather vectors of parameters more than once, so only larger arrays count here. All
+    # programs of rms_norm_rope run XLA's code.
     if way == "xla" or name == "rms_norm_rope":
         found, expected = ([c for c in side if large(c)] for side in (found, expected))
     ours, most = (sum(each.bytes for each in side) for side in (found, expected))
@@ -320,5 +332,5 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
 
 
 def large(collective: hlo.Collective) -> bool:
-    """Return True if the collective exchanges arrays of more than one axis."""
+    """Return True if the exchanged array has more than one axis."""
     return "," in collective.array

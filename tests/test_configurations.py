@@ -1,4 +1,4 @@
-"""Every operation in every configuration of JAX that changes how code is traced."""
+"""Every operation in every JAX configuration that changes how code is traced."""
 
 import contextlib
 import functools
@@ -17,7 +17,10 @@ import jaxnorm
 
 @contextlib.contextmanager
 def leaks_raise():
-    """Check for leaks. Existing objects are frozen, because JAX collects garbage in each trace."""
+    """Raise an error if a tracer leaks.
+
+    JAX then collects garbage in each trace; freezing all existing objects makes this fast.
+    """
     gc.freeze()
     try:
         with jax.check_tracer_leaks(True):
@@ -44,7 +47,7 @@ FUNCTIONS = {
     "layer_norm silu": lambda *a, **o: jaxnorm.layer_norm(*a, activation="silu", **o),
     "rms_norm_gated": lambda x, scale, bias, **o: jaxnorm.rms_norm_gated(x, x, scale, **o),
 }
-# Functions whose rows are too long or too short for their kernels.
+# Functions for which the rows of the other tests are too long or too short for their kernels.
 OTHERS = {
     "log_prob_and_entropy": lambda x, scale, bias, **o: jaxnorm.log_prob_and_entropy(
         x, jnp.arange(len(x)), **o
@@ -52,13 +55,13 @@ OTHERS = {
     "rms_norm_rope": lambda x, scale, bias, **o: jaxnorm.rms_norm_rope(
         x, scale, bias[::2], bias[1::2].astype("bfloat16"), **o
     ),
-    # One scale of all rows, and another of each.
+    # The first scale is shared by all rows; the second has a row for each row of x.
     "rms_norm_add_rms_norm": lambda x, scale, bias, **o: jaxnorm.rms_norm_add_rms_norm(
         x, x, scale.astype("bfloat16"), x.astype("float32"), **o
     )[0],
 }
-# A width for each kind of kernel: rows in parts of warps, in warps, in warpgroups, in clusters, and
-# rows of odd length.
+# Shapes for each kind of kernel: rows in parts of a warp, in a warp, in a warpgroup, and in a
+# cluster, and rows of odd length.
 SHAPES = [(65536, 64), (8192, 1024), (1024, 8192), (256, 65536), (2048, 4095)]
 WIDTHS = [(shape, dtype) for shape, dtype in zip(SHAPES, itertools.cycle(["bfloat16", "float32"]))]
 
@@ -86,12 +89,15 @@ def kernels_of(lowered):
 
 
 def with_gradient(name, shape):
-    """The kernels of a function and its gradient: norms of unaligned rows have no backward."""
+    """Return the number of kernels of a function and its gradient.
+
+    A norm of unaligned rows has no backward kernel.
+    """
     return 1 if "norm" in name and shape[1] % 8 else 2
 
 
 def check_lowering(configuration, shape, dtype, *programs):
-    """The configuration does not change what runs: kernels for CUDA, XLA's code for a CPU."""
+    """Assert that the configuration changes neither CUDA's kernels nor a CPU's XLA code."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     with CONFIGURATIONS[configuration]():
@@ -101,7 +107,7 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-# Each operation runs in each configuration, with alternating shapes, so that both meet all shapes.
+# The cases cover every pair of a configuration, an operation and a shape.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
@@ -112,7 +118,7 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# The shapes alternate here too.
+# The cases cover every pair of a configuration, an operation and a shape.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],
@@ -124,7 +130,10 @@ def test_lowering_with_checks(configuration, name, shape, dtype):
 
 @functools.cache
 def by_default(name):
-    """Arrays, and the analysed results of a function and its gradient, with their dtypes."""
+    """Return operands, the dtypes of a function's results and gradients, and their analysed values.
+
+    The values are computed in JAX's default configuration.
+    """
     function = (FUNCTIONS | OTHERS)[name]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 40)), "bfloat16")

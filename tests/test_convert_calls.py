@@ -1,4 +1,4 @@
-"""Models with custom norm classes: ``calls=`` of the three conversions."""
+"""Conversion of models with custom norm classes: ``calls=`` of the three conversions."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -23,7 +23,7 @@ def plain(x, w):
     return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * w
 
 
-# -------------------------------------------------------------- one model in each of the libraries
+# ------------------------------------------------------------- one model in each of the libraries
 
 
 class NnxNorm(nnx.Module):
@@ -79,7 +79,7 @@ class EqxSubclass(EqxNorm):
 
 
 class EqxBlock(eqx.Module):
-    """A class of calls with modules inside it."""
+    """A class that is passed in `calls`, with a module inside it."""
 
     norm: EqxNorm
 
@@ -97,7 +97,7 @@ def equinox_model():
 
 
 def assert_as_accurate(ours, theirs, x, times=1):
-    """A norm's result, of scales of 1, or of so many in a row."""
+    """Assert that `times` norms in sequence, with scales of 1, are as accurate as plain JAX's."""
     with jax.enable_x64(True):
         expected = jnp.asarray(np.asarray(x, "float64"))
         for _ in range(times):
@@ -109,7 +109,7 @@ def norms_in(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("jaxnorm.rms_norm")
 
 
-# ------------------------------------------------------------------------------------- what it does
+# ------------------------------------------------------------------------- results of conversions
 
 
 def test_nnx(caplog):
@@ -221,7 +221,7 @@ def test_other_calls_are_other_traces():
 
 
 def test_converted_again(caplog):
-    """The last function counts; equal calls make equal graphs."""
+    """Of two conversions, the last function counts; equal calls give equal graphs."""
     x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
     graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]
     assert graphs[0] == graphs[1]
@@ -250,7 +250,7 @@ def test_classes_that_were_not_found(caplog):
 
 
 def test_norm_classes_that_are_left_are_named(caplog):
-    """The log names the classes, and what to write for them."""
+    """The log names norm classes that are not converted, and what to pass for them."""
     jaxnorm.nnx.convert(nnx_model())
     jaxnorm.equinox.convert({"a": EqxNorm(jnp.ones(4)), "c": eqx.nn.LayerNorm(4)})
     with jaxnorm.linen.converted():
@@ -264,7 +264,7 @@ def test_norm_classes_that_are_left_are_named(caplog):
 
 def test_subclasses_whose_body_is_pass(caplog):
     class OfNnx(nnx.LayerNorm):
-        """With a docstring."""
+        """A class with nothing but a docstring."""
 
     class Again(OfNnx):
         pass

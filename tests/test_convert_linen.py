@@ -1,4 +1,4 @@
-"""linen models that exist: jaxnorm.linen.converted."""
+"""Conversion of existing linen models with `jaxnorm.linen.converted`."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ each_norm = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 
 
 class LinenModel(nn.Module):
-    """Two scanned and rematerialised layers, and a norm at the end."""
+    """A model of two scanned and rematerialised layers, with a norm at the end."""
 
     @nn.compact
     def __call__(self, x):
@@ -140,7 +140,7 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
     with jaxnorm.linen.converted():
         y, variables = Several().init_with_output(jax.random.key(0), x)
     size = float(jnp.abs(y).max())
-    # Six norms with sums of 16 or 4 x 16 terms; the last norm is of complex numbers.
+    # Six norms with sums of 16 or 64 terms; the last norm is complex.
     error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
     assert np.abs(y - Several().apply(variables, x)).max() <= error
     norms = [
@@ -168,7 +168,7 @@ def test_a_norm_with_a_named_axis_is_left(caplog):
 
 
 def lost(variables, *path):
-    """The variables with two columns of a norm that cannot be read from the output."""
+    """Return variables with two columns of a norm that cannot be recovered from the output."""
     if not path:
         return with_lost_columns(variables)
     name, *rest = path
@@ -180,7 +180,7 @@ KEPT = 'norms keep their input, as with save="input": '
 
 
 def saves(function, *arguments):
-    """Return the ``save`` arguments of a function's norms, in program order."""
+    """Return the ``save`` options of a function's norms, in program order."""
     return re.findall(r"save=(\w+)", str(jax.make_jaxpr(function)(*arguments)))
 
 
@@ -191,7 +191,10 @@ class TwoNorms(nn.Module):
 
 
 def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
-    """Parameters have values outside jax.jit, also in a gradient or as closed-over constants."""
+    """Outside of jax.jit, a norm whose x cannot be recovered saves its input instead.
+
+    This also holds under jax.grad and with closed-over parameters, whose values are known.
+    """
     model, x = TwoNorms(), normal((6, 16))
     variables = lost(model.init(jax.random.key(0), x), "params", "first")
 
@@ -219,7 +222,10 @@ def in_double(function, *arguments):
 
 @pytest.mark.parametrize("given", ["variables", "params", "boxed"])
 def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
-    """Parameters of scanned and compiled layers are tracers, so other values are judged."""
+    """`params=` provides values if a model's parameters are traced.
+
+    The parameters of scanned or compiled layers are tracers, which have no values to judge.
+    """
     model, x = LinenModel(), normal((3, 5, 16))
     variables = model.init(jax.random.key(0), x)
     variables = lost(variables, "params", "layers", "LayerNorm_0")
@@ -237,7 +243,7 @@ def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
     of_two = REASON.replace("2 of 16", "4 of 32")
     message = f"jaxnorm.linen.converted: 1 of 3 {KEPT}layers/LayerNorm_0 {of_two}"
     assert record.getMessage() == message
-    # The same function is traced anew where other norms keep their input, and only there.
+    # A different set of norms that save their input causes a new trace; the same set does not.
     with jaxnorm.linen.converted():
         assert programs() == ["output"] * 3
     with jaxnorm.linen.converted(params=jax.tree.map(jnp.copy, params)):
@@ -259,7 +265,7 @@ def test_norms_that_params_lack_are_named(caplog):
 
 @pytest.fixture
 def nothing_before(monkeypatch):
-    """Contexts of this process have seen nothing yet."""
+    """Reset the record of the classes that contexts of this process have named."""
     monkeypatch.setattr(linen_calls, "_seen_before", {})
 
 
@@ -276,7 +282,7 @@ def test_where_nothing_is_converted_it_says_so(caplog):
     )
     with jaxnorm.linen.converted():
         model.apply(variables, x)
-    assert len(caplog.records) == 1  # These classes it has named.
+    assert len(caplog.records) == 1  # these classes were named before
     with jaxnorm.linen.converted():
         nn.Embed(3, 4).init_with_output(jax.random.key(0), jnp.zeros(3, int))
     assert "only Embed;" in caplog.records[1].getMessage()

@@ -1,4 +1,4 @@
-"""Flax models that exist: jaxnorm.nnx.convert."""
+"""Conversion of existing nnx models with `jaxnorm.nnx.convert`."""
 
 import flax.linen as nn
 import jax
@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Norms in every kind of place that nnx has."""
+    """A model with norms wherever an nnx model can have them."""
 
     def __init__(self, rngs):
         @nnx.split_rngs(splits=2)
@@ -91,14 +91,14 @@ def test_every_norm_of_a_model_is_converted():
         assert (norm.save, norm.implementation, norm.scale_offset) == ("input", "xla", 0.0)
     assert after["layers", 0, "after"].epsilon == 1e-3
     assert model.shared is model.chain.layers[1]
-    # A checkpoint of either is one of the other: the same variables, at the same paths.
+    # Checkpoints are interchangeable: both models have the same variables at the same paths.
     new_paths, new_leaves = zip(*nnx.to_flat_state(nnx.state(model)))
     assert new_paths == paths
     assert all(a is b for a, b in zip(new_leaves, leaves))
 
 
 def test_a_converted_model_trains_as_before():
-    """Under nnx.jit and nnx.grad; scanned layers too."""
+    """Under nnx.jit, a converted model (with scanned layers) has the same results and gradients."""
     x = normal((3, 5, 16))
     model = model_of_flax()
     for i, norm in enumerate(norms_of(model).values()):
@@ -121,7 +121,10 @@ def test_a_converted_model_trains_as_before():
 
 
 def test_an_optimizer_may_be_made_before():
-    """It holds the parameters, which stay; only what `nnx.split` gave describes the old model."""
+    """An optimizer that was created before the conversion still works.
+
+    It refers to the parameters, which do not change. Only results of `nnx.split` become invalid.
+    """
     optax = pytest.importorskip("optax")
     x = normal((3, 5, 16))
 
@@ -223,7 +226,7 @@ def test_a_model_without_such_norms_is_told(caplog):
 
 
 def lost(norm):
-    """A norm with two columns that cannot be read from the output."""
+    """Return the norm with two columns that cannot be recovered from the output."""
     for name, value in with_lost_columns({"scale": norm.scale[...]}).items():
         if getattr(norm, name, None) is not None:
             getattr(norm, name)[...] = value
@@ -276,7 +279,10 @@ def test_what_is_left_and_what_keeps_its_input_are_one_line(caplog):
 
 
 def test_a_norm_that_keeps_its_input_has_every_gradient():
-    """From the output, the gradient of a scale of 0 beside a bias is 0: it would never train."""
+    """A conversion saves the input of a norm whose scale is 0 next to a bias, so its scale trains.
+
+    With the saved output, the gradient of this scale would be 0.
+    """
     x, d = normal((6, 16)), normal((6, 16), 1)
 
     def loss(norm):
@@ -338,7 +344,7 @@ def test_errors_of_convert(model, options, error, message):
 
 
 def test_kernels_of_a_converted_nnx_model():
-    """The model is abstract, so that it can be large enough for a kernel by default."""
+    """A converted model runs kernels. It is abstract, so it can be large enough for them."""
 
     class Wide(nnx.Module):
         def __init__(self, rngs):

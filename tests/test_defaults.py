@@ -1,4 +1,4 @@
-"""The calls that the default leaves to the next implementation, compared with committed figures."""
+"""Calls for which kernels are not the default, compared with committed timings."""
 
 import collections
 import statistics
@@ -29,8 +29,9 @@ def support(request, monkeypatch):
 H200, H100 = (folder.name for folder in report.SHOWN)
 MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
-# Slower by 5 and 2 %: arrays of 16 MiB, which an H100's cache holds in part. In RMSNorm blocks of
-# two tiles of 16 rows make up for it, at this size alone; of nine schedules of log_softmax none.
+# Calls that are slower than XLA by 5 % and by 2 %. Their arrays have 16 MiB, a part of which stays
+# in an H100's cache. For RMSNorm, blocks of two tiles of 16 rows are as fast as XLA, but only at
+# this size; for log_softmax, none of nine schedules is.
 SLOWER_ON_H100 = {
     KernelWorkload("rms_norm", "fwd", 32768, 256, "bfloat16", "bfloat16"),
     KernelWorkload("log_softmax", "fwd", 32768, 128, "float32", "float32"),
@@ -38,12 +39,12 @@ SLOWER_ON_H100 = {
 
 
 def replaced(device, workload):
-    """Return True if the committed figures are of an older kernel: long rows of odd length."""
+    """Return True if the committed timings are of an older kernel: long rows of odd length."""
     return device == H200 and (workload.direction, workload.cols) == ("bwd", 50257)
 
 
 def timed(name):
-    """Microseconds by device and workload that both have run: of the kernels, and of XLA's."""
+    """Return the microseconds of the kernels and of XLA's code, by device and workload."""
     return {
         (folder.name, KernelWorkload(*question)): (answers[name].us, answers["xla"].us)
         for folder in report.SHOWN
@@ -78,7 +79,10 @@ def test_no_call_as_in_training_is_slower_than_plain_jax():
 
 
 def test_a_call_that_is_left_has_a_reason(support):
-    """Calls for which XLA's fusions are better are left out here; the tests below check them."""
+    """Each reason why a kernel is not the default holds for a call that was measured as slower.
+
+    Calls that XLA fuses with others are left out; other tests check these.
+    """
     name, support = support
     left = [
         (support.why_not_default(w.spec), ours > theirs)
@@ -86,7 +90,7 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # No sentence holds back calls for which the kernels are always faster.
+    # No reason applies only to calls for which the kernels are faster.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 
@@ -97,7 +101,7 @@ def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
 
 
 def stacks():
-    """Milliseconds over plain jnp's, of each provider and direction, by cell."""
+    """Return times relative to jnp, by provider and direction, and then by cell."""
     (rows,) = [
         table.rows()
         for folder in sorted(report.RESULTS.iterdir())

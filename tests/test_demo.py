@@ -1,4 +1,4 @@
-"""The training run of `make demo`: a short one end to end, its checks, its errors, the docs."""
+"""The training run of `make demo`: a short run, checks, errors, and the docs that show it."""
 
 import pydoc_data.topics
 import subprocess
@@ -27,7 +27,7 @@ def demo(*arguments, cwd):
 @pytest.fixture
 def main(monkeypatch, tmp_path):
     """Return the demo's main function, running in a temporary folder."""
-    jax.devices()  # all: before they are there, a mesh makes as many as it takes
+    jax.devices()  # Creates all devices; a mesh created first would limit their number.
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
     import train_transformer
@@ -41,7 +41,10 @@ OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--layers=1", "--mesh", "data=
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_short_run(options, main, tmp_path, monkeypatch, capsys):
-    """The text is a tenth of the demo's, because evaluation takes most of a short run."""
+    """A short run prints its results, and each step that adopts more of jaxnorm saves memory.
+
+    The text is a tenth of the demo's, because evaluation takes most of a short run.
+    """
     topics = pydoc_data.topics.topics
     monkeypatch.setattr(pydoc_data.topics, "topics", dict([*topics.items()][::10]))
     assert main([*SMALL, *options, "--markdown", "table.md"]) == 0
@@ -58,7 +61,7 @@ def test_short_run(options, main, tmp_path, monkeypatch, capsys):
         "and activation_linear",
     ]
     saved = [float(row[4]) for row in cells]
-    assert sorted(saved, reverse=True) == saved  # each step of adoption saves
+    assert sorted(saved, reverse=True) == saved  # each step of adoption saves memory
     assert cells[0][5:] == ["-", "-"]
     assert all(float(row[6]) > 0 for row in cells[1:])
 
@@ -131,7 +134,7 @@ def test_checks_can_fail(report):
     assert learned == [[True, True], [True, False], [None, None]]
 
 
-# `make demo ARGS="--markdown examples/demo.md --out examples/demo.png"` writes both.
+# `make demo ARGS="--markdown examples/demo.md --out examples/demo.png"` writes both files.
 def test_the_docs_show_what_the_demo_printed():
     page = (ROOT / "docs" / "memory.md").read_text()
     for line in (EXAMPLES / "demo.md").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Second derivatives where the output lacks or rounds something: see also `test_forward_mode`."""
+"""Second derivatives if the output lacks or rounds something (see also `test_forward_mode`)."""
 
 import functools
 
@@ -21,7 +21,10 @@ def normal(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_second_derivative_at_a_floored_scale_is_loud(dtype):
-    """First derivatives are right at scale 0; second ones are not in y, and say so with NaN."""
+    """At a scale of 0, first derivatives are correct; second ones from the output are NaN.
+
+    The output does not determine them.
+    """
     x, w = normal(4, 6).astype(dtype), normal(6, seed=1).at[2].set(0)
 
     def loss(w, save):
@@ -30,7 +33,8 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
     ours, theirs = (lambda w, save=save: jax.grad(loss)(w, save) for save in ("output", "input"))
     others = np.arange(6) != 2
     assert_computes(ours(w)[others], lambda w: theirs(w)[others], w, like=lambda w: ours(w)[others])
-    # 3 y^2 x_hat of four rows, where |x_hat| <= sqrt(6) and y = 2^-60 x_hat.
+    # The gradient of this scale is a sum of 3 y^2 x_hat over four rows, where |x_hat| <= sqrt(6)
+    # and y = 2^-60 x_hat.
     assert np.abs(ours(w)[2]) <= 3 * 4 * 6**1.5 * 2.0**-120
     penalty = jax.grad(lambda w, save: jnp.sum(jax.grad(loss)(w, save) ** 2))
     np.testing.assert_array_equal(np.isnan(penalty(w, "output")), np.arange(6) == 2)
@@ -39,7 +43,10 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
 
 @pytest.mark.parametrize("save", ["output", "input"])
 def test_one_hot_rows(save):
-    """|x_hat| sits on its bound sqrt(N) there, where the clip must not cut derivatives."""
+    """Second derivatives are correct for one-hot rows, where |x_hat| is at its bound sqrt(N).
+
+    The clip to this bound must not set derivatives to 0.
+    """
     x = jnp.eye(4) * 3
     norm = functools.partial(jaxnorm.rms_norm, save=save, epsilon=1e-3)
     check_grads(lambda x: norm(x, jnp.full(4, 0.7)), (x,), order=2)
@@ -47,7 +54,7 @@ def test_one_hot_rows(save):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_second_derivative_through_a_rounded_bias(dtype):
-    """The bias is rounded to the output's dtype, but its derivative is the identity's."""
+    """The bias is rounded to the output's dtype, but its derivative is that of the identity."""
     x, d = normal(3, 8).astype(jnp.float32), normal(3, 8, seed=1).astype(jnp.float32)
     for bias in (jnp.full(8, 1e-5, jnp.float32), jnp.full(8, 1.001, jnp.float32)):
 
@@ -56,6 +63,6 @@ def test_second_derivative_through_a_rounded_bias(dtype):
             return jnp.sum(d * y**2)
 
         hessian = jax.jacrev(jax.grad(loss))(bias)
-        # The cotangent 2 d of y is stored in y's dtype before the rows are summed.
+        # The cotangent 2 d of y is rounded to y's dtype before the rows are summed.
         bound = unit_roundoff(dtype) * np.sum(2 * np.abs(d), 0).max()
         assert_within(hessian, np.diag(2 * exact(d).sum(0)), bound)

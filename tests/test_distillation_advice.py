@@ -1,4 +1,4 @@
-"""memory_report's advice on divergences is true, and no other function gets it."""
+"""memory_report's advice on divergences is true, and other functions do not get it."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_linear_layers(loss, temperature):
 
 @pytest.mark.parametrize("loss", [kl, reverse_kl])
 def test_other_logits(loss):
-    """Logits of 16 bits that are cast: both casts' exponentials are saved."""
+    """If 16-bit logits are cast, both exponentials are saved; the advice is `kl_divergence`."""
 
     def logits_of(x, weight, teacher_x, teacher_weight):
         pairs = (x, weight), (teacher_x, teacher_weight)
@@ -72,7 +72,7 @@ def test_other_logits(loss):
 
 
 def test_what_is_no_divergence():
-    """Distributions that are both trained; logits that are used elsewhere keep their matmul."""
+    """Advice does not fuse the matmul if both models are trained or the logits are used twice."""
 
     def both_trained(x, weight, teacher_x, teacher_weight):
         log_q, log_p = jax.nn.log_softmax(x @ weight), jax.nn.log_softmax(x @ (2 * weight))

@@ -1,4 +1,4 @@
-"""The examples in docstrings: all that is public has one, and it runs as it is printed."""
+"""The examples in docstrings: every public function and class has one, and it runs as printed."""
 
 import doctest
 import importlib
@@ -15,12 +15,12 @@ import jaxnorm.nnx
 MODULES: list[ModuleType] = [jaxnorm, jaxnorm.linen, jaxnorm.nnx]
 if importlib.util.find_spec("equinox"):
     MODULES.append(importlib.import_module("jaxnorm.equinox"))
-# Classes that functions return and users do not construct.
+# Classes of results, which users do not construct.
 RESULTS = {
     *("jaxnorm.Choice", "jaxnorm.MemoryReport", "jaxnorm.NormReport", "jaxnorm.ParamReport"),
     "jaxnorm.Plan",
 }
-# A value of JAX's; docs/transformations.md has its example.
+# A value that is passed to JAX; docs/transformations.md has its example.
 VALUES = {"jaxnorm.save_policy"}
 PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in module.__all__}
 
@@ -28,7 +28,7 @@ PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - RESULTS - VALUES))
 def test_the_example_runs(name):
-    """The example runs alone: it imports all it uses, and prints something."""
+    """The example of a public function or class runs by itself and prints something."""
     public = getattr(PUBLIC[name], name.rpartition(".")[2])
     text = inspect.getdoc(public)
     example = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)

@@ -1,4 +1,4 @@
-"""Calls outside `jax.jit`, and what importing the library costs."""
+"""Calls outside of `jax.jit`, and the cost of importing the library."""
 
 import subprocess
 import sys
@@ -23,7 +23,10 @@ PAIRS = {
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host's time alone, as on a CPU")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_call_costs_what_jax_nn_s_does(name):
-    """At most 1.3 times as much; the best of many, because the machine has other things to do."""
+    """A call outside of `jax.jit` takes at most 1.3 times as long as jax.nn's function.
+
+    The shortest of many timings counts, because other processes slow down the rest.
+    """
     x = jnp.ones((8, 128))
     best = dict.fromkeys(PAIRS[name], np.inf)
     for _ in range(200):
@@ -40,10 +43,10 @@ def test_a_call_costs_what_jax_nn_s_does(name):
 @pytest.mark.parametrize(("order", "constants"), [(1, "JAX"), (2, "JAX"), (1, "NumPy")])
 @pytest.mark.parametrize("name", BASIC)
 def test_a_gradient_is_traced_once(name, order, constants):
-    """A warm gradient outside `jax.jit` runs no Python of ours but what looks a program up.
+    """Outside of `jax.jit`, computing a gradient a second time traces nothing again.
 
-    Tracing anything anew would run the checks, the rules or the formulas. Labels, masks and tables
-    are arrays of JAX or of NumPy.
+    Tracing would run the checks, the rules or the formulas. Labels, masks and tables are JAX or
+    NumPy arrays.
     """
     operands = [*map(jnp.asarray, operands_of(name))]
     arrays = [operands[i] for i in floats_in(operands)]
@@ -87,7 +90,7 @@ def test_arguments_that_cannot_be_hashed():
 
 
 def test_a_traced_argument_meets_no_jit():
-    """The primitive is in the caller's own jaxpr, whichever argument is traced."""
+    """If any argument is traced, the primitive itself is in the caller's jaxpr, without jit."""
     x, scale = jnp.ones((4, 8)), jnp.ones(8)
     for function, operand in (
         (lambda x: jaxnorm.rms_norm(x, scale), x),
@@ -111,7 +114,7 @@ def test_without_jit():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("compiles", [True, False])
 def test_debug_nans_names_the_call(compiles):
-    """Errors name the call as for JAX's own primitives, in both passes, in `jax.jit` and outside.
+    """`jax_debug_nans` names the function in both passes, with and without `jax.jit`.
 
     In a composition, the error names the norm.
     """
@@ -146,7 +149,10 @@ def test_debug_nans_names_the_call(compiles):
 
 
 def test_debug_infs_stays_silent_where_positions_do_not_count():
-    """The derivative marks positions that do not count by an infinity, which raises no error."""
+    """`jax_debug_infs` raises no error for masked positions.
+
+    The derivative marks them internally by an infinity.
+    """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     where = jnp.array([True, False])
     loss, log_prob = jaxnorm.softmax_cross_entropy_with_integer_labels, jaxnorm.log_prob_and_entropy
@@ -172,7 +178,7 @@ def test_debug_infs_stays_silent_where_positions_do_not_count():
     ],
 )
 def test_what_an_import_brings(module, absent):
-    """No half of Flax that is not asked for, and no kernels before they run."""
+    """Importing a module imports only the Flax API (linen or nnx) that it needs, and no kernels."""
     program = (
         f"import sys\nbefore = set(sys.modules)\nimport {module}\nprint(*set(sys.modules) - before)"
     )

@@ -1,4 +1,4 @@
-"""jaxnorm.equinox against equinox's own modules, and converted models."""
+"""jaxnorm.equinox compared with equinox's own modules, and conversion of models."""
 
 import inspect
 
@@ -35,7 +35,7 @@ def normal(shape, seed=0, dtype="float32"):
 
 
 def with_parameters(norm):
-    """`norm` with weight and bias of no special values."""
+    """Return `norm` with weight and bias changed to random values."""
     return jax.tree.map(lambda a: a + normal(a.shape, 1, a.dtype), norm)
 
 
@@ -44,7 +44,7 @@ def with_parameters(norm):
 @pytest.mark.parametrize(("save", "dtype"), [("output", "bfloat16"), ("input", "float32")])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: "-".join(a) or "default")
 def test_values_and_gradients(ours, theirs, arguments, dtype, save):
-    """Rows under jax.vmap are compared with float64."""
+    """Values and gradients of rows under jax.vmap are as accurate as equinox's, against float64."""
     norm = with_parameters(ours(16, **arguments, save=save))
     fields = ("shape", "eps", "use_weight", "use_bias")
     equinox_s = theirs(16, **arguments)
@@ -87,7 +87,7 @@ def test_shapes_and_dtypes_are_equinox_s(ours, theirs, shape, dtype):
 
 
 @each
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of equinox's own
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # by equinox
 def test_numpy_s_float64_becomes_jax_s_float(ours, theirs):
     x = np.random.default_rng(0).normal(size=16)
     y, expected = ours(16)(x), theirs(16)(x)
@@ -150,7 +150,7 @@ def test_one_kernel_each_way_over_all_rows(ours, theirs):
 
 
 class Model(eqx.Module):
-    """Layers of one structure, stacked, and a norm after them, which is in two places."""
+    """A model of stacked layers with equal structure, and a norm that is used twice after them."""
 
     layers: list
     last: eqx.nn.LayerNorm
@@ -183,7 +183,7 @@ def test_a_converted_model(tmp_path, caplog):
     assert (converted.last.save, converted.last.implementation) == ("output", None)
     assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(model)))
     assert not caplog.records
-    # A checkpoint of either is one of the other.
+    # Checkpoints are interchangeable.
     paths, others = (jax.tree_util.tree_leaves_with_path(m) for m in (converted, model))
     assert [path for path, _ in paths] == [path for path, _ in others]
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)

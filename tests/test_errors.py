@@ -1,7 +1,7 @@
 """Bad arguments: every error names the function, what was given, what was expected, and the fix.
 
-`OPTIONS` and the tests of arrays hold for each function that has an argument of that name;
-`ARGUMENTS` has what is one function's own.
+`OPTIONS` and the tests of arrays apply to every function that has an argument of that name.
+`ARGUMENTS` has errors of single functions.
 """
 
 import functools
@@ -19,7 +19,7 @@ NAMES = sorted(public_functions() - OTHERS)
 SOFTMAXES, CAUSED = ("softmax", "log_softmax"), (TypeError, ValueError)
 T = jnp.ones
 
-# Option -> values that no function accepts, and the error message.
+# Maps an option to values that no function accepts, each with its error message.
 OPTIONS = {
     "epsilon": [
         (-1.0, "epsilon=-1.0; expected a finite number of at least 0"),
@@ -99,7 +99,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "options", "message"), WRONG)
 def test_options(name, options, message):
-    """Errors are raised outside `jax.jit`, and inside, where the caller's code is traced."""
+    """Bad options raise the same error outside and inside of `jax.jit`."""
     call = functools.partial(plain_call_of(name), **options)
     for run in (call, lambda: jax.jit(lambda: call())()):
         with pytest.raises(CAUSED, match=f"^{name}: .*{message}"):
@@ -114,7 +114,7 @@ def test_traced_options(name):
             jax.jit(lambda v: call(**{option: v}))(1.0)  # noqa: B023
 
 
-# Arrays of the functions, and what else they may be.
+# Names of floating-point arguments, and of other arrays.
 FLOATS = (
     "x",
     "logits",
@@ -138,7 +138,7 @@ def arrays_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_that_are_none(name):
-    """Arguments that must be arrays are lists, strings or None, or arrays of integers."""
+    """A list, a string, None or integers in place of a floating-point array raise an error."""
     call = plain_call_of(name)
     for argument in arrays_of(name):
         like = call.keywords.get(argument, T(8))
@@ -173,7 +173,7 @@ def test_labels(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_a_kernel_on_a_cpu(name):
-    """The error on a CPU is the same for rows that are long enough for a kernel."""
+    """On a CPU, requesting kernels raises an error, even for rows that a kernel supports."""
     arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
     arrays |= dict.fromkeys(("cos", "sin"), T((128, 128))) | {"teacher_weight": T((256, 256))}
     given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}
@@ -186,7 +186,7 @@ def test_a_kernel_on_a_cpu(name):
             run()
 
 
-# ------------------------------------------------------------------------ of one function's own
+# ---------------------------------------------------------------------- errors of single functions
 
 ROPE = {"x": T((4, 8, 2, 16)), "scale": T(16), **dict.fromkeys(("cos", "sin"), T((8, 1, 8)))}
 GATED = {"x": T((4, 6, 16)), "gate": T((4, 6, 16))}
@@ -259,7 +259,7 @@ OF_POSITIONS = [
     ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
 ]
 
-# Function -> its arguments, and the message for each change of them.
+# Maps a function to its arguments, and to the error message for each change of an argument.
 ARGUMENTS = {
     **dict.fromkeys(SOFTMAXES, ({"x": T((2, 3))}, OF_SOFTMAX)),
     **dict.fromkeys(("layer_norm", "rms_norm"), ({"x": T((2, 3, 4))}, OF_NORM)),

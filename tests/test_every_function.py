@@ -1,7 +1,4 @@
-"""Forms of a call that every public function is tested with.
-
-Results are compared in float64.
-"""
+"""Forms of a call with which every public function is tested. Results are compared in float64."""
 
 import functools
 
@@ -35,7 +32,7 @@ each = pytest.mark.parametrize("name", NAMES)
 def assert_close(results, expected):
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype == np.float64
-        # At most some hundred roundings follow each other.
+        # At most some hundred roundings follow one another.
         bound = of_roundings(1024, "float64", np.abs(theirs).max())
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
 
@@ -48,12 +45,12 @@ def test_every_public_function_has_a_call():
     assert {name.split()[0] for name in FUNCTIONS} | OTHERS == public_functions()
 
 
-# ------------------------------------------------------------------------- partial transposes
+# ------------------------------------------------------------- transposes in some of the arguments
 
 
 @each
 def test_a_custom_jvp_with_frozen_arguments(x64, name):
-    """JAX instantiates zeros for the tangents of arguments that are not differentiated."""
+    """A gradient is correct if `jax.custom_jvp` provides zero tangents for the other arguments."""
     function, operands = call_of(name, "float64")
 
     @jax.custom_jvp
@@ -68,7 +65,7 @@ def test_a_custom_jvp_with_frozen_arguments(x64, name):
 
 @each
 def test_the_transpose_of_one_tangent(x64, name):
-    """The other tangents are known, and are not 0."""
+    """The transpose in one tangent is correct if the other tangents are known and not zero."""
     function, operands = call_of(name, "float64")
     y, pullback = jax.vjp(function, *operands)
     cotangents = cosines(y)
@@ -82,10 +79,11 @@ def test_the_transpose_of_one_tangent(x64, name):
         assert_close(got, expected)
 
 
-# ------------------------------------------------- 64-bit types in a part of a program's life
+# --------------------------------- programs made with 64-bit types that run without them, or vice
+# versa
 
 
-# The backward of rms_norm_linear is JAX's own transpose of a matmul, which sums in float32 there.
+# rms_norm_linear's backward uses JAX's transpose of a matmul, which sums in float32 there.
 each_with_rules = pytest.mark.parametrize(
     "name", [name for name in NAMES if not name.startswith("rms_norm_linear")]
 )
@@ -115,7 +113,7 @@ def test_derivatives_made_with_64_bit_types_and_used_without(name):
 
 @each_with_rules
 def test_second_derivatives_of_what_was_made_with_64_bit_types(name):
-    """Rules of differentiation that were made with 64-bit types also run without them."""
+    """A program that was traced with 64-bit types can be differentiated without them."""
     with jax.enable_x64(True):
         function, operands = call_of(name, "float64")
         program = jax.make_jaxpr(scalar(function))(*operands)
@@ -154,7 +152,10 @@ def test_traced_without_64_bit_types_and_lowered_with(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @each
 def test_partitioned_without_64_bit_types(name):
-    """XLA's partitioner asks for the code of a shard during compilation."""
+    """A program that was traced with 64-bit types can be partitioned without them.
+
+    XLA's partitioner requests the code of a shard during compilation.
+    """
     with jax.enable_x64(True):
         function, operands = call_of(name, "float64")
         mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -165,10 +166,11 @@ def test_partitioned_without_64_bit_types(name):
     assert_close(traced.lower().compile()(*sharded), expected)
 
 
-# ----------------------------------------------------------- static arguments, outside `jax.jit`
+# ------------------------------------------------------------- static arguments outside of
+# `jax.jit`
 
-# Pairs of equal values, of which the second is refused: for the type of an option's default, or for
-# the option's name.
+# Pairs of equal values of which the second raises an error, by the type of the option's default or
+# by the option's name.
 EQUAL = {
     bool: [(True, 1), (False, 0)],
     float: [(1.0, True), (0.0, False)],
@@ -187,14 +189,14 @@ def equal_options():
 
 @pytest.mark.parametrize(("name", "option", "good", "bad"), [*equal_options()])
 def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
-    """The cache of compiled calls distinguishes static arguments by their types too."""
+    """The cache of compiled calls distinguishes equal static arguments by their types."""
     call = plain_call_of(name)
     with pytest.raises(TypeError, match=f"{name}: {option}") as first:
         call(**{option: bad})
     accepted = True
     try:
         call(**{option: good})
-    except ValueError:  # 0 for a scale, or axes that a function does not take
+    except ValueError:  # a scale of 0, or unsuitable axes
         accepted = False
     with pytest.raises(TypeError) as then:
         call(**{option: bad})
@@ -210,7 +212,7 @@ def test_numbers_of_several_types_are_taken():
 
 @pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
 def test_names_of_unexpected_types(name):
-    """Neither an array nor a list is a name, even one that holds a name."""
+    """An array, a list or bytes that contain a valid name are not accepted as an option's name."""
     call = plain_call_of(name)
     names = {"implementation": "xla", "save": "input", "activation": "silu", "reduction": "sum"}
     for option in names.keys() & options_of(name).keys():
@@ -236,7 +238,8 @@ def test_dtypes_of_another_byte_order(name):
             call(**{argument: np.asarray(value).astype(order)})
 
 
-# For each option that is a number, a size that float64 can represent and float32 cannot.
+# Options that are numbers. They raise an error for a value that float64 can represent and float32
+# cannot.
 HUGE = {"scale", "epsilon", "scale_offset", "z_loss", "logits_scale", "logit_softcap"}
 
 

@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm of jaxnorm.linen and jaxnorm.nnx against Flax's own.
+"""LayerNorm and RMSNorm of jaxnorm.linen and jaxnorm.nnx, compared with Flax's own.
 
-Fields, parameters, values, dtypes, gradients; GroupNorm is in `test_group_norm_modules`.
+The tests cover fields, parameters, values, dtypes and gradients. GroupNorm is in
+`test_group_norm_modules`.
 """
 
 import dataclasses
@@ -32,12 +33,12 @@ def data(dtype="float32", shape=(4, 5, 16)):
 
 
 def keep_dtypes(operands, *, dtype):
-    """A user's own promote_dtype, which changes nothing."""
+    """A user-defined `promote_dtype` that leaves all dtypes unchanged."""
     del dtype
     return operands
 
 
-# One entry or more for every field of Flax's modules.
+# At least one entry for every field of Flax's modules.
 FIELDS = [
     {},
     {"epsilon": 1e-2},
@@ -53,9 +54,9 @@ FIELDS = [
     {"reduction_axes": (1, 2), "feature_axes": (1, 2)},
     {"reduction_axes": (1, 2), "feature_axes": -1},
     {"axis_name": "batch"},
-    {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # no effect without axis_name
     {"use_fast_variance": False},
-    # Fields of linen's modules, then of nnx's.
+    # Fields that only linen's modules have, then those that only nnx's have.
     {"reduction_axes": (-1, -2), "feature_axes": (-2, -1), "name": "norm"},
     {"force_float32_reductions": False},
     {"promote_dtype": keep_dtypes},
@@ -65,7 +66,7 @@ FIELDS = [
 
 
 class Module(NamedTuple):
-    """A module with its parameters: a tree, and a function of it and x."""
+    """A module with its parameters (a tree), and a function of the parameters and x."""
 
     module: Any
     parameters: Any
@@ -182,7 +183,7 @@ def test_a_mask_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_other_dtypes_are_left_to_flax(make, ours, theirs):
-    # nnx casts integers, and ours runs then.
+    # Integers in nnx are cast to floats, so our code runs; these dtypes are left to Flax's code.
     for dtype in ("complex64", *(["int32"] if make is linen else [])):
         x = data().astype(dtype)
         assert_same(make(ours)(x), make(theirs)(x))
@@ -193,7 +194,10 @@ EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
 
 @each
 def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
-    """Each argument has a name, so that type checkers and editors know it."""
+    """Calls have Flax's arguments by the same names, so that type checkers and editors know them.
+
+    Three more are jaxnorm's own.
+    """
 
     def call(module):
         return [(p.name, p.kind) for p in inspect.signature(module.__call__).parameters.values()]
@@ -226,13 +230,13 @@ def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
 
 @each
 def test_scale_offset(make, ours, theirs):
-    """Gemma stores its scale as w, and multiplies by 1 + w."""
+    """With scale_offset=1, as in Gemma, the normalised x is multiplied by 1 + scale."""
     x, plain = data(), make(ours)
     offset = make(ours, scale_offset=1.0, scale_init=nn.initializers.zeros)
     scales = values_of(offset.parameters)
     np.testing.assert_array_equal(scales.get("params", scales)["scale"], 0)
     assert_computes(offset(x), plain, x, like=offset)
-    # Flax's own code runs such a call, and has no offset.
+    # A call with a mask runs Flax's code, which has no offset.
     with pytest.raises(ValueError, match=r"scale_offset=1\.0 in a call that is left to Flax's own"):
         offset(x, mask=jnp.ones(x.shape, bool))
 
@@ -266,7 +270,10 @@ def test_errors_reach_the_user(make, ours, theirs):
     ids=lambda f: "-".join(f) or "default",
 )
 def test_residual(make, ours, theirs, fields, x_dtype, save):
-    """The module returns (y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
+    """With a residual, a module returns y, Flax's norm of h, and h = x + residual.
+
+    h has the residual's dtype.
+    """
     x, residual = data(x_dtype), jnp.sin(data())
     ours, theirs = make(ours, residual, **fields, save=save), make(theirs, residual, **fields)
     assert_same(values_of(ours.parameters), values_of(theirs.parameters))
@@ -288,7 +295,7 @@ def test_residual_of_a_call_that_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_the_saving_rule_is_used(make, ours, theirs):
-    """The arrays that the norm saves have names; those of Flax's own code have none."""
+    """The arrays that a norm saves have names for policies, except in calls left to Flax."""
     x = data()
 
     def names(module, **call):
@@ -303,7 +310,8 @@ def test_the_saving_rule_is_used(make, ours, theirs):
     assert not names(make(theirs))
 
 
-# ----------------------------------------------------------------------------------- linen's, nnx's
+# ------------------------------------------------------------- tests of linen alone, and of nnx
+# alone
 
 
 def test_bfloat16_input_with_float32_parameters_gives_float32():
@@ -362,7 +370,7 @@ def test_parameters_are_cast_to_dtype_first():
     rounded = x.astype(jnp.bfloat16)
     assert_same(ours(x), ours(rounded))
     assert_same_results(lambda: ours(rounded), lambda: theirs(rounded))
-    # The spacing of bfloat16 at 100 is half of the standard deviation of x.
+    # bfloat16's spacing near 100 is half the standard deviation of x.
     assert np.abs(ours(x) - of_nnx(jaxnorm.nnx.LayerNorm)(x)).max() > 0.1
 
 

@@ -1,4 +1,4 @@
-"""Imports go one way: from the public modules down (kernels: `test_kernel_imports.py`)."""
+"""Imports go one way, from the public modules down (for kernels see `test_kernel_imports.py`)."""
 
 import ast
 import graphlib
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: Folders of the package, each of which imports those before it.
+#: Folders of the package. Each imports only itself and the folders before it.
 FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
 
 
 def imported(file: Path) -> set[str]:
-    """Yield the names that a file imports, also inside functions and for type checkers only."""
+    """Return all names that a file imports, also inside functions and for type checkers only."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -37,14 +37,17 @@ def test_a_folder_imports_those_below(folder):
     for file in (ROOT / "jaxnorm" / folder).glob("*.py"):
         names = {name for name in imported(file) if name.split(".")[0] == "jaxnorm"}
         above = {name for name in names if name != "jaxnorm" and name.split(".")[1] not in below}
-        # The modules that check the package call its public functions.
+        # The modules that check the package call its public functions, so they may import it.
         is_check = folder == "tools" and file.stem in ("machine", "plan", "selfcheck", "wall_time")
         assert not above, file
         assert "jaxnorm" not in names or is_check, file
 
 
 def test_no_file_is_in_a_circle_of_imports():
-    """`jaxnorm/__init__.py` is left out: modules that check the package call its functions."""
+    """No file is part of an import cycle, including imports inside functions.
+
+    `jaxnorm/__init__.py` is left out: modules that check the package call its public functions.
+    """
     folders = {"jaxnorm": ROOT, "kernels": ROOT / "kernels"}
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
@@ -53,7 +56,7 @@ def test_no_file_is_in_a_circle_of_imports():
     }
 
     def module(name: str) -> str:
-        """Return the longest part of an imported name that is a file."""
+        """Return the longest prefix of an imported name that is a file."""
         while name and name not in files:
             name = name.rpartition(".")[0]
         return name
@@ -62,11 +65,14 @@ def test_no_file_is_in_a_circle_of_imports():
         importer: {module(name) for name in imported(file)} - {importer, "jaxnorm", ""}
         for importer, file in files.items()
     }
-    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle.
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_one_module_imports_what_is_private_in_jax():
-    """`test_kernel_imports.py` has the same test for the kernels."""
+    """Only one module of the package imports private parts of JAX.
+
+    `test_kernel_imports.py` has the same test for the kernels.
+    """
     importers = {
         file.name
         for file in (ROOT / "jaxnorm").rglob("*.py")
@@ -76,7 +82,7 @@ def test_one_module_imports_what_is_private_in_jax():
 
 
 def table_of_files() -> str:
-    """Return a line for each file of both packages: its name and how its docstring begins."""
+    """Return a line for each file of both packages, with the first line of its docstring."""
     lines = []
     for package in ("jaxnorm", "kernels/jaxnorm_kernels"):
         for folder in sorted({file.parent for file in (ROOT / package).rglob("*.py")}):
@@ -89,7 +95,10 @@ def table_of_files() -> str:
 
 
 def test_the_page_of_the_structure_lists_each_file():
-    """If this test fails, replace the table of the page by the table that the failure shows."""
+    """docs/structure.md lists each file.
+
+    If this test fails, replace the page's table by the table that the failure shows.
+    """
     page = (ROOT / "docs" / "structure.md").read_text()
     assert page.partition("## Files\n")[2].strip() == table_of_files()
 
@@ -100,6 +109,6 @@ def test_only_public_modules_are_at_the_top():
 
 
 def test_a_file_of_tests_has_a_name_of_its_own():
-    """pytest identifies a file by its name alone, in whatever folder it is."""
+    """No two test files have the same name, because pytest identifies a file by its name only."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py")]
     assert len(names) == len({*names})

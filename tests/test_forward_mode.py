@@ -1,6 +1,6 @@
-"""Forward mode, also combined with reverse mode, under all transformations, against plain JAX.
+"""Forward mode, also combined with reverse mode and all transformations, compared with plain JAX.
 
-XLA's code runs in float64. Kernels have no float64, so they run in float32 on a GPU, and are
+XLA's code runs in float64. Kernels do not support float64, so they run in float32 on a GPU and are
 compared with the same float64 results.
 """
 
@@ -40,7 +40,7 @@ def two_norms(x, s, b):
 
 
 def with_residual(function, **options):
-    """Return a function of x, scale and bias that uses both results."""
+    """Return a function of x, scale and bias that uses both results, y and h."""
 
     def both(x, *parameters, **more):
         y, h = function(x, residual(x), *parameters, **options, **more)
@@ -50,7 +50,10 @@ def with_residual(function, **options):
 
 
 def rotated(function, **options):
-    """Return a function of x, scale and a bias, from which it makes tables without zero pairs."""
+    """Return a function of x, scale and bias, which computes rotary tables from the bias.
+
+    No pair of cos and sin is near 0.
+    """
 
     def call(x, scale, bias, **more):
         cos, sin = halves(bias)
@@ -60,7 +63,7 @@ def rotated(function, **options):
 
 
 def gated(function, **options):
-    """Return a function of x, scale and bias, with a gate made of x and the bias."""
+    """Return a function of x, scale and bias, which computes the gate from x and the bias."""
     return lambda x, s, b, **more: function(x, jnp.sin(x) + b, s, **options, **more)
 
 
@@ -79,7 +82,7 @@ def our_causal_softmax(x, s, b, **options):
     return y.reshape(x.shape)
 
 
-# Pairs of the plain formula and our function.
+# Pairs of plain JAX's formula and our function.
 FUNCTIONS = {
     "softmax causal": (causal_softmax, our_causal_softmax),
     "log_softmax with a bias": (
@@ -133,7 +136,7 @@ FUNCTIONS = {
 
 
 def matrix(s, b):
-    """Return a weight that depends on scale and bias."""
+    """Return a matmul's weight that depends on scale and bias."""
     return jnp.outer(jnp.sin(s), jnp.cos(b)) / s.size
 
 
@@ -142,7 +145,7 @@ def labels_of(x):
 
 
 def of_rows(function, **options):
-    """Return a function with x's shape, from a function with one or two numbers for each row."""
+    """Return a function with a result like x, from one with one or two numbers per row."""
 
     def call(x, s, b):
         y = function(x, s, b, labels_of(x), **options)
@@ -169,7 +172,7 @@ def our_log_prob(x, s, b, labels, **options):
 
 
 def weights_of(labels):
-    """Return weights of both signs, which are 0 for some rows."""
+    """Return weights of positions, of both signs and 0 for some rows."""
     return jnp.cos(2.0 * labels) * (labels % 5 != 1)
 
 
@@ -208,7 +211,7 @@ def plain_norm_linear(x, s, b):
 
 
 def masked(function):
-    """Leave out every third entry, at which a logarithm would be infinite."""
+    """Mask every third entry, also in the result, where a logarithm would be infinite."""
 
     def call(x, s, b):
         kept = jnp.arange(x.size).reshape(x.shape) % 3 > 0
@@ -221,8 +224,8 @@ def some_zeros(s):
     return jnp.where(jnp.arange(s.shape[-1]) % 2 == 0, 0, s)
 
 
-# Other axes, masks and scales; one result alone; losses and linear layers, whose kernels take other
-# shapes.
+# Functions with other axes, masks and scales, with one of two results, and with shapes of their own
+# (losses and linear layers).
 OTHERS = {
     "softmax of all axes": (
         lambda x, s, b: jax.nn.softmax(x * s, axis=None),
@@ -284,7 +287,7 @@ OTHERS = {
             x, jnp.sin(x), matrix(s, b), bias=b, activation="gelu"
         ),
     ),
-    # Functions that users write. The activation of one closes over an array.
+    # Activations that are Python functions; one closes over an array.
     "activation_linear": (
         lambda x, s, b: jnp.tanh(s * x) @ matrix(s, b) + b,
         lambda x, s, b: jaxnorm.activation_linear(
@@ -321,7 +324,7 @@ def reverse_over_reverse(f):
     return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in gradient(f)(*a)), (0, 1, 2))
 
 
-# Derivatives of a function of x, scale and bias.
+# Each maps a function of x, scale and bias to one of its derivatives.
 DERIVATIVES = {
     "jvp": jvp,
     "jvp along scale": lambda f: lambda x, s, b: jax.jvp(lambda s: f(x, s, b), (s,), along((s,))),
@@ -384,7 +387,7 @@ def operands(dtype, rows, cols):
 
 
 def transformed(function, derivative, transformation):
-    """Return the derivative of a function under a transformation, if there is one."""
+    """Return the derivative of a function, transformed if `transformation` is not None."""
     if transformation is not None:
         function = TRANSFORMATIONS[transformation](function)
     return derivative(function)
@@ -392,12 +395,12 @@ def transformed(function, derivative, transformation):
 
 @functools.cache
 def expected_of(reference, derivative, transformation, *of):
-    """Return the analysed reference, which is shared by functions that differ in what they save."""
+    """Return the reference's analysed results; functions that differ only in `save` share them."""
     return analyse(transformed(reference, derivative, transformation), *operands(*of))
 
 
 def error_of(program, *of):
-    """Return the analysed values of a program that saves other arrays than its reference."""
+    """Return the analysed results of our program, whose bounds differ from the reference's."""
     return analyse(program, *operands(*of))
 
 
@@ -406,8 +409,8 @@ def check(name, derivative, transformation, implementation):
     if name in FUNCTIONS:
         function = functools.partial(function, implementation=implementation)
     of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
-    # All other transformations change no value, so the reference does without them. Under vmap,
-    # each row is equal to the first, and has its label.
+    # Other transformations do not change values, so the reference omits them. Under vmap, all rows
+    # equal the first and have its label.
     repeated = transformation if transformation in ("scan", "vmap") else None
     expected = expected_of(reference, derivative, repeated, *of)
     program = transformed(function, derivative, transformation)
@@ -418,7 +421,7 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# Variants whose rules differ from those of other functions in one formula.
+# Variants whose rules differ from another function's in one formula.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
@@ -436,9 +439,9 @@ IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels compute each derivative of each function. xla computes every other variant, alternating,
+# Kernels run every derivative of every function. XLA's code runs every other variant, alternating,
 # so that each derivative runs for half of the variants. In per-example gradients, each row is a
-# separate group. Heads that are rotated have one scale.
+# separate group. All heads of a rotary norm share one scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),
@@ -456,8 +459,8 @@ def test_derivatives(name, derivative, implementation):
 
 
 @pytest.mark.remat
-# Each function runs under each transformation, with alternating derivatives, so that both meet all
-# derivatives. Of variants each one under three transformations.
+# The cases cover every pair of a function, a transformation and a derivative. Each variant runs
+# under three transformations.
 @pytest.mark.parametrize(
     ("derivative", "transformation", "name"),
     [
@@ -491,7 +494,7 @@ def test_outside_jit(name):
 
 
 def test_hutchinson_s_estimator():
-    """optax's estimate of a Hessian's diagonal uses forward over reverse mode."""
+    """optax's estimate of a Hessian's diagonal (forward over reverse) equals plain JAX's."""
     optax = pytest.importorskip("optax")
     x, scale, _ = operands("float64", 4, 6)
 
@@ -512,7 +515,10 @@ def test_hutchinson_s_estimator():
 
 @pytest.mark.parametrize(("save", "bound"), [("output", 2.2e-2), ("input", 2e-3)])
 def test_a_tangent_has_the_accuracy_of_what_is_saved(save, bound):
-    """Test the documented law along scale: bfloat16 LayerNorm with a bias of 10."""
+    """The error of a tangent along the scale is within the documented limit for each `save`.
+
+    The case is a bfloat16 LayerNorm with a bias of 10.
+    """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(256, 1024)), jnp.bfloat16)
     scale, bias = jnp.ones(1024, jnp.float32), jnp.full(1024, 10, jnp.float32)
@@ -524,7 +530,7 @@ def test_a_tangent_has_the_accuracy_of_what_is_saved(save, bound):
     assert error < bound
 
 
-# --- what the programs hold
+# --------------------------------------------------------------------------- contents of programs
 
 
 def test_the_jaxpr_of_a_gradient_is_short():
@@ -539,7 +545,7 @@ def test_the_jaxpr_of_a_gradient_is_short():
 
 @each_function
 def test_primitives_are_named_after_the_functions(name):
-    """The names are in the jaxpr, and in the metadata that profilers show."""
+    """Primitives have the public functions' names, in jaxprs and in profilers' metadata."""
     function = FUNCTIONS[name][1]
     public = name.split()[0]
     arrays = operands("float32", 4, 16)
@@ -551,7 +557,7 @@ def test_primitives_are_named_after_the_functions(name):
 
 
 def jaxprs(jaxpr):
-    """Yield a jaxpr and all jaxprs inside of it."""
+    """Yield a jaxpr and all jaxprs nested in it."""
     yield jaxpr
     for equation in jaxpr.eqns:
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
@@ -561,7 +567,10 @@ def jaxprs(jaxpr):
 @pytest.mark.parametrize("around", TRANSFORMATIONS)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
 def test_x_is_not_kept(name, around):
-    """x is 3 u, computed inside of the transformed function. Its own derivative needs no array."""
+    """The derivative does not save x, under any transformation.
+
+    x = 3 u is computed inside the transformed function, and this product needs no saved array.
+    """
     u, scale, bias = operands("float32", 4, 16)
     block = TRANSFORMATIONS[around](lambda u, s, b: FUNCTIONS[name][1](3 * u, s, b))
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block, *a)[1])(u, scale, bias).jaxpr

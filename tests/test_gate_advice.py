@@ -1,4 +1,4 @@
-"""memory_report's advice on DiT's blocks: a norm after a gated sum."""
+"""memory_report's advice on DiT's blocks: to pass `gate=` to a norm after a gated sum."""
 
 import functools
 
@@ -15,7 +15,7 @@ LAYERS, BATCH, LENGTH, WIDTH = 3, 4, 32, 64
 
 
 def plain_norm(x, scale, shift):
-    """adaLN's: scale and shift are those of a sample."""
+    """Compute adaLN's norm, whose scale and shift differ by sample."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, -1, keepdims=True)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + 1e-6)
@@ -61,12 +61,15 @@ def report_of(sum_and_norm, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("own", [plain_norm, norm])
 def test_a_gated_sum(own, dtype):
-    """A residual stream of float32 has a cast of each branch, which gate= does not save."""
+    """The advice saves what it says, and appears only where `gate=` saves memory.
+
+    With a float32 residual stream, each branch is cast, which `gate=` does not save.
+    """
     before = report_of(functools.partial(gated_sum, own), dtype)
     after = report_of(ours, dtype)
     told = [row for row in before if row.advice and row.advice.startswith("add_layer_norm:")]
     if own is norm and dtype == "bfloat16":
-        assert not told  # there gate= saves time, not memory
+        assert not told  # gate= saves time here, but no memory
     else:
         assert told
         assert all("with gate=" in row.advice for row in told)

@@ -1,4 +1,4 @@
-"""gated_linear and activation_linear: values and gradients against float64 numpy; errors."""
+"""gated_linear and activation_linear: values and gradients against float64 NumPy; errors."""
 
 import functools
 
@@ -41,7 +41,7 @@ def check_case(shape, features, mix, activation, present):
         assert_within(np.reshape(exact(gradient), value.shape), value, error)
 
 
-# The mixes of activation_linear are those whose gate and up are alike.
+# activation_linear runs the combinations of dtypes in which gate and up are equal.
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "shape"),
     [
@@ -68,7 +68,7 @@ def test_float64(mix, activation):
 
 
 def test_shapes():
-    """Arrays have no rows, or no features of either kind, or one of each."""
+    """Arrays may have no rows, no features of either kind, or only one of each."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         arrays = operands(shape, features)
         y, gradients = value_and_gradients(arrays, jnp.ones((*shape[:-1], features)))
@@ -103,12 +103,12 @@ def test_rows_of_nan_stay_where_they_are():
     assert np.isfinite(gradients["gate"][3:]).all()
 
 
-# ------------------------------------------------------------------------ functions of users
+# ----------------------------------------------------------------------- functions of users
 
 
 @pytest.mark.parametrize("around", ["grad", "jit", "scan", "checkpoint"])
 def test_an_activation_closes_over_arrays(around):
-    """Traced ones, which have gradients."""
+    """An activation may close over traced arrays, which have gradients."""
     a = operands((5, 8), 6)
 
     def loss(function, slope, gate, up, weight):
@@ -148,7 +148,7 @@ def test_an_activation_closes_over_arrays(around):
 
 
 def test_experts():
-    """`jax.lax.ragged_dot` replaces the matmul, and gets both factors in the matmul's dtype."""
+    """`jax.lax.ragged_dot` may replace the matmul; both operands arrive in the matmul's dtype."""
     rng = np.random.default_rng(0)
     gate, up = (jnp.asarray(rng.normal(size=(12, 8)), BF16) for _ in range(2))
     weight = jnp.asarray(rng.normal(size=(3, 8, 6)), F32)
@@ -179,9 +179,9 @@ def test_experts():
 
 
 def test_a_product_of_a_tree():
-    """A custom matmul gets integers as they are, and floats in its dtype. h has dropout.
+    """A user's matmul gets a tree of weights: integers unchanged, floats in the matmul's dtype.
 
-    The key of the dropout is traced.
+    Its activation has dropout with a traced key.
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 8)), BF16)

@@ -1,4 +1,4 @@
-"""Programs of gated_linear and activation_linear: what is saved; calls outside `jax.jit`."""
+"""Programs of gated_linear and activation_linear: saved arrays, and calls outside of `jax.jit`."""
 
 import functools
 
@@ -41,7 +41,7 @@ def arrays_of(dtype="float32"):
 
 
 def made(function, *arrays):
-    """Types of the arrays that go from forward to backward, but for arguments; each once."""
+    """Return the shapes of the arrays that a derivative saves, except arguments and scalars."""
     kept = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*arrays).jaxpr
     inputs = {*kept.invars, *kept.constvars}
     found = [v for v in kept.outvars if isinstance(v, jax.extend.core.Var) and v not in inputs]
@@ -67,7 +67,7 @@ def test_operands_alone_are_kept(function, options):
     function = functools.partial(function, options)
     assert made(function, *arrays_of()) == []
     assert made(jax.jit(function), *arrays_of()) == []
-    # Computed operands are saved themselves.
+    # Operands that are computed inside the function are saved, and nothing else.
     of_sines = made(lambda g, u, w, b: function(3 * g, 3 * u, w, b), *arrays_of())
     assert of_sines == [(4, INNER)] * (2 if function.func is gated else 1)
 
@@ -76,7 +76,7 @@ def test_operands_alone_are_kept(function, options):
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_blocks(function, around):
-    """The inputs of matmuls are saved, and a policy's arrays, but not the elementwise result."""
+    """A block saves its matmuls' operands and a policy's arrays, but no elementwise result."""
 
     def block(x, w_gate, w_up, weight, bias):
         gate, up = checkpoint_name(x @ w_gate, "gate"), checkpoint_name(x @ w_up, "up")
@@ -89,7 +89,7 @@ def test_blocks(function, around):
     kept = made(AROUND[around](block), x, *weights)
     assert kept.count((4, INNER)) == expected
     assert not [shape for shape in kept if shape not in ((4, INNER), (4, WIDTH))]
-    # A policy that saves matmuls also saves this one.
+    # A policy that saves results of matmuls also saves this one.
     assert kept.count((4, WIDTH)) <= (around == "dots")
 
 
@@ -119,7 +119,7 @@ def test_a_scan_stacks_gate_and_up():
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_compiled_memory(stack, dtype, activation, has_gate):
-    """A layer takes the memory of gate, up and x, and nothing else of their size."""
+    """In compiled programs, a layer saves gate, up and x, and nothing else of their size."""
     tokens, width, inner = 512, 64, 256
 
     def block(x, w_gate, w_up, weight):
@@ -139,13 +139,12 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
     of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
     activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
-    # x has a quarter of an activation's size, and each weight, of which there may be a copy, an
-    # eighth.
+    # x has a quarter of an activation's size. Each weight has an eighth, and may be copied once.
     assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
 
 
 def products_of(function, *arrays):
-    """Dtypes of the operands and of the result of each matrix product."""
+    """Return the dtypes of both operands and of the result of each matmul."""
     jaxpr = jax.make_jaxpr(function)(*arrays)
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     return [tuple(v.aval.dtype.name for v in (*e.invars, *e.outvars)) for e in products]
@@ -154,7 +153,7 @@ def products_of(function, *arrays):
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_products_behind_a_product_of_16_bits(function, has_bias):
-    """The matmuls of the backward have the dtype of the matmul, even if operands are float32."""
+    """With dtype=bfloat16, the backward's matmuls are bfloat16, too, even for float32 operands."""
     arrays = arrays_of("float32")
 
     def loss(gate, up, weight, bias):
@@ -166,29 +165,29 @@ def test_products_behind_a_product_of_16_bits(function, has_bias):
     half = "bfloat16"
     assert forward == (half, half, "float32" if has_bias else half)
     assert backward == [(half,) * 3] * 2
-    # Tangents do not need float32 matmuls either.
+    # The matmuls of tangents are bfloat16 as well.
     tangents = products_of(lambda *a: jax.jvp(loss, a, a), *arrays)
     assert [types[:2] for types in tangents] == [(half, half)] * 3
 
 
 def test_no_product_runs_twice():
-    """A call that is not differentiated has one matmul, and no barrier."""
+    """A call that is not differentiated has one matmul and no optimization barrier."""
     arrays = arrays_of()
 
     def loss(*arrays):
         return jnp.sum(jnp.sin(gated({}, *arrays)))
 
     assert len(products_of(jax.value_and_grad(loss, range(4)), *arrays)) == 3
-    assert len(products_of(jax.grad(loss), *arrays)) == 2  # of frozen weights
+    assert len(products_of(jax.grad(loss), *arrays)) == 2  # frozen weights
     text = jax.jit(loss).lower(*arrays).as_text()
     assert "optimization_barrier" not in text
 
 
-# ------------------------------------------------------------------------------- outside jit
+# --------------------------------------------------------------------------- outside of `jax.jit`
 
 
 def test_a_call_is_compiled_once(monkeypatch):
-    """But one with a function, which may be another each time, is traced each time."""
+    """A call is compiled once, unless an argument is a function, which may differ each time."""
     traced = []
     plain = products.Dot.__call__
 

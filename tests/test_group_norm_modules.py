@@ -1,4 +1,4 @@
-"""jaxnorm.linen.GroupNorm and jaxnorm.nnx.GroupNorm against Flax's: fields, states, conversions."""
+"""GroupNorm of jaxnorm.linen and jaxnorm.nnx compared with Flax's, and conversions to it."""
 
 import dataclasses
 import inspect
@@ -29,7 +29,7 @@ random_init = {
     "bias_init": nn.initializers.normal(1.0),
 }
 
-# One entry or more for every field of Flax's modules; num_groups is 4 by default.
+# At least one entry for every field of Flax's modules. num_groups is 4 unless an entry has it.
 FIELDS = [
     {},
     {"num_groups": 1},
@@ -44,11 +44,11 @@ FIELDS = [
     random_init,
     {"reduction_axes": (1, 2, -1)},
     {"reduction_axes": (-3, 2, 3)},
-    {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # no effect without axis_name
     {"use_fast_variance": False},
 ]
 OF_LINEN = [
-    {"reduction_axes": (2, 3)},  # which nnx repeats along the wrong axis
+    {"reduction_axes": (2, 3)},  # nnx repeats these along the wrong axis
     {"reduction_axes": (0, 1, 2, 3)},
     {"force_float32_reductions": False},
     {"axis_name": "batch"},
@@ -56,7 +56,10 @@ OF_LINEN = [
 
 
 def linen_pair(fields, **added):
-    """For each class its parameters, and a function of those and x; `added` is of ours alone."""
+    """Return (parameters, function of parameters and x) for our class and for Flax's.
+
+    `added` has fields that only our class has.
+    """
 
     def of(module, **added):
         norm = module(**{"num_groups": 4, **fields, **added})
@@ -99,7 +102,7 @@ def double(tree):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
 def test_every_field(pair, fields, dtype):
-    """Parameters as Flax's; values and gradients as near to float64's as Flax's are."""
+    """Parameters equal Flax's; values and gradients are as accurate as Flax's, against float64."""
     check(pair, fields, dtype)
 
 
@@ -125,7 +128,7 @@ def check(pair, fields, dtype):
 @each
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_activation(pair, activation):
-    """The activation is that of Flax's module, also in a call that is left to Flax."""
+    """`activation=` applies the activation to Flax's result, also in calls left to Flax."""
     (parameters, ours), (_, theirs) = pair(random_init, activation=activation)
 
     def expected(p, x, **options):
@@ -146,7 +149,10 @@ def test_activation(pair, activation):
 
 @each
 def test_what_is_left_to_flax(pair):
-    """Masks, and dtypes that are no floats, bit by bit; an offset there is refused."""
+    """Calls with masks or with dtypes that are not floats have Flax's results, bit by bit.
+
+    `scale_offset` raises an error in such a call.
+    """
     (parameters, ours), (_, theirs) = pair({})
     for x, options in ((X, {"mask": X > 0}), (X.astype("complex64"), {})):
         np.testing.assert_array_equal(
@@ -175,7 +181,7 @@ def test_what_linen_leaves_to_flax(fields):
     ids=str,
 )
 def test_groups_that_flax_refuses(pair, fields):
-    """Flax's own error is raised."""
+    """Groups that Flax refuses raise Flax's own error."""
     with pytest.raises(ValueError, match=r"^(Number of groups|Either `num_groups`)"):
         pair(fields)
 
@@ -193,7 +199,7 @@ def test_an_unknown_activation():
 
 
 def test_fields_are_those_of_flax():
-    """All of them, with their defaults, in order; then jaxnorm's."""
+    """The fields are Flax's, with the same order and defaults, followed by jaxnorm's."""
     ours, theirs = (
         [(f.name, f.default) for f in dataclasses.fields(m) if f.name not in ("parent", "name")]
         for m in (jaxnorm.linen.GroupNorm, nn.GroupNorm)
@@ -280,7 +286,7 @@ def test_an_nnx_model_is_converted(caplog):
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_one_kernel_each_way(activation):
-    """bfloat16 images with channels last, in groups of 8, need one kernel each way."""
+    """GroupNorm of bfloat16 images with channels last runs one kernel per pass."""
     norm = jaxnorm.linen.GroupNorm(dtype=jnp.bfloat16, activation=activation)
     x = jax.ShapeDtypeStruct((8, 32, 32, 256), jnp.bfloat16)
     variables = jax.eval_shape(norm.init, jax.random.key(0), x)

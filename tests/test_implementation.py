@@ -1,7 +1,7 @@
-"""Dispatch: which implementation runs, that it is lowered, and what a second one requires.
+"""Dispatch: which implementation runs, that it is lowered, and what a second one must provide.
 
-A stand-in kernel replaces the accelerator's: xla's functions with a recognisable shift, and no
-differentiation rule of its own.
+A stand-in replaces the kernels of an accelerator. It calls XLA's functions and adds a shift to
+results, which shows that it ran. It has no differentiation rule.
 """
 
 import os
@@ -41,7 +41,7 @@ def _opaque_jvp(primals, tangents):
 
 
 class Stub(types.ModuleType):
-    """A module of kernels: its forward results are shifted, so that they show which module ran."""
+    """A module of stand-in kernels. It adds a constant to forward results, to show that it ran."""
 
     backward = staticmethod(xla.backward)
 
@@ -67,7 +67,7 @@ class Stub(types.ModuleType):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Register the stand-in; calling the fixture makes it the default of some platforms."""
+    """Register the stand-in. Calling the fixture with platforms makes it their default."""
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
@@ -116,7 +116,10 @@ def test_a_name_is_honoured_or_refused_with_the_reason(stub):
 
 
 def test_second_derivatives_are_those_of_the_twin(stub):
-    """The stand-in cannot be differentiated; its fallback has a rule, also for rstd."""
+    """Second derivatives are those of XLA's code, because the stand-in cannot be differentiated.
+
+    The second derivative depends on rstd, too.
+    """
     stub(HERE)
 
     def penalty(implementation):
@@ -126,7 +129,7 @@ def test_second_derivatives_are_those_of_the_twin(stub):
 
         return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
 
-    # If the input is saved, the backward reads only x and rstd, which the stand-in does not shift.
+    # With a saved input, the backward reads only x and rstd, which the stand-in does not shift.
     for implementation in ("stub", None):
         assert_computes(jax.grad(penalty(implementation))(X), jax.grad(penalty("xla")), X)
 
@@ -180,7 +183,7 @@ def test_a_batch_of_parameters_is_one_kernel_over_groups_of_rows(stub):
 
 @pytest.mark.parametrize("save", ["output", "input"])
 def test_gradients_under_vmap(stub, save):
-    """Each batch entry has its own parameter gradient."""
+    """Under `jax.vmap`, each batch entry has its own parameter gradient."""
     stub()
     x, scale = jnp.stack([X, 2 * X]), jnp.arange(1.0, 9.0)
 
@@ -191,8 +194,7 @@ def test_gradients_under_vmap(stub, save):
 
         return jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, scale)
 
-    # If the output is saved, the stand-in's shift looks like a part of y: compare only shapes
-    # there.
+    # With a saved output, the shift would change the gradient. So only shapes are compared.
     expected = analyse(lambda: grads("xla"))
     for ours, theirs in zip(grads("stub"), expected):
         assert ours.shape == theirs.value.shape
@@ -221,7 +223,10 @@ def test_implementation_for(stub):
 
 
 def test_the_environment_names_the_default(stub, monkeypatch):
-    """The named implementation is tried first and runs what it can; all others keep their order."""
+    """The implementation that the environment names comes first, and the others keep their order.
+
+    It runs every call that it supports.
+    """
     monkeypatch.setitem(backends.MODULES, "second", "jaxnorm_kernels_stub")
     stub()
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("second", "stub")})
@@ -235,7 +240,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     monkeypatch.setattr(backends, "_PREFERRED", "stub")
     chosen = backends.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
     assert plan().forward == plan().backward == chosen
-    assert plan(cols=7).forward == chosen  # which the default leaves to xla
+    assert plan(cols=7).forward == chosen  # although it is not its default
     assert plan(where=MASK).forward == backends.Choice(
         "xla", "stub: asked for by JAXNORM_IMPLEMENTATION, it has no masked kernel"
     )
@@ -245,7 +250,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     np.testing.assert_array_equal(
         jaxnorm.rms_norm(X[:, :7]), jaxnorm.rms_norm(X[:, :7], implementation="stub")
     )
-    # A name in the call has precedence over the environment's.
+    # `implementation=` has precedence over the environment.
     assert plan(implementation="xla", causal=False).forward.reason == "asked for by name"
 
     monkeypatch.setattr(backends, "_PREFERRED", "xla")
@@ -267,7 +272,10 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch, tmp_path):
-    """``broken(error)`` makes an implementation whose module raises it, and counts its imports."""
+    """Return a function that registers an implementation whose import raises an error.
+
+    It also counts the imports.
+    """
     monkeypatch.setattr(backends, "_failures", {})
     monkeypatch.setattr(backends, "_told", set())
     monkeypatch.syspath_prepend(tmp_path)
@@ -334,7 +342,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
     monkeypatch.setattr(backends, "_PREFERRED", preferred)
     number = capability and round(10 * float(capability))
     monkeypatch.setattr(launching, "local_capability", lambda: number)
-    for cols in (7, 8):  # one for which the stand-in is not preferred, and one for which it is
+    for cols in (7, 8):  # the stand-in is the default for one of these
         jaxnorm.implementation_for("rms_norm", (4, cols), "float32", platform="cuda")
     jaxnorm.implementation_for("rms_norm", (4, 8), "float32", platform="cpu")
     assert len(caplog.records) == (told is not None)
@@ -351,7 +359,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
-    """A warning is about what the default would use."""
+    """The table of GPUs whose kernels are the default, which warnings use, is correct."""
     spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
@@ -395,7 +403,7 @@ def test_implementation_for_checks_its_arguments():
     scale = jax.ShapeDtypeStruct((7,), jnp.float32)
     with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
-    for name in ("softmax", "rms_norm_linear"):  # as the function itself refuses it
+    for name in ("softmax", "rms_norm_linear"):  # the function itself refuses it
         with pytest.raises(ValueError, match=f"^{name}: implementation='mosaic' cannot run on tpu"):
             jaxnorm.implementation_for(
                 name, (8192, 4096), "bfloat16", implementation="mosaic", platform="tpu"
@@ -417,7 +425,7 @@ def test_implementation_for_checks_its_arguments():
     ],
 )
 def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
-    """Mosaic is the default on 9.0 and (without timings) 10.0, and if no capability is known."""
+    """Mosaic is the default on compute capabilities 9.0 and 10.0, and if it is unknown."""
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
@@ -425,7 +433,7 @@ def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
         patch.setattr(launching.jax, "local_devices", lambda: [device])
         launching.local_capability.cache_clear()
         assert launching.local_capability() == expected
-    # The result is cached: the following calls ask no device.
+    # The capability is cached, so the following calls do not query a device.
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
     launching.local_capability.cache_clear()
     assert (plan.forward.name == "mosaic") == (expected in (90, 100, None))

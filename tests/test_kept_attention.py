@@ -1,4 +1,4 @@
-"""Attention's residuals in a block, and matmuls that do not run twice: the docs' lines."""
+"""Residuals of attention in a block, and matmuls that must run only once: the docs' examples."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ WIDTH = HEADS * HEAD
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Allow cuDNN's attention to be traced where it is not installed; nothing runs."""
+    """Allow tracing cuDNN's attention where cuDNN is not installed. Nothing runs."""
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
 
@@ -35,7 +35,8 @@ def flash(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-# ------------------------------------------------------------------------- its output, kept once
+# ------------------------------------------------------------------------- attention's output is
+# saved once
 
 
 def project(heads, weight):
@@ -77,7 +78,7 @@ def test_memory_report_finds_the_output_that_is_kept_twice(cudnn):
 
 
 def test_a_transpose_and_a_reshape(cudnn):
-    """The array behind the heads is saved too, two steps before the projection."""
+    """Advice also finds heads that are transposed and reshaped before the projection."""
 
     def heads_first(heads, weight):
         return jnp.swapaxes(heads, 1, 2).swapaxes(1, 2).reshape(BATCH, LENGTH, -1) @ weight
@@ -94,11 +95,11 @@ def test_unrolled_layers_get_no_advice(cudnn):
     assert not [row for row in report if row.advice]
 
 
-# ---------------------------------------------------------------------------- no product twice
+# ------------------------------------------------------------------------ matmuls do not run twice
 
 
 def products_in(step, *arrays):
-    """Return the number of matmuls in the jaxpr, and in the compiled program."""
+    """Return the number of matmuls in the jaxpr and in the compiled program."""
     traced = jax.jit(step).trace(*arrays)
     made = primitives(traced.jaxpr).count("dot_general")
     return made, len(re.findall(r" dot\(", traced.lower().compile().as_text()))
@@ -111,13 +112,13 @@ def of_docs():
 
 
 def step_of(block):
-    """Return the gradient of a sum of sines, because a plain sum needs no residuals."""
+    """Return a block's loss and gradients. A sum of sines needs residuals; a plain sum does not."""
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
 @pytest.fixture
 def custom_vjp3():
-    """Under ``jax_remat3``, policies see names in a `jax.custom_vjp` only with this setting."""
+    """Under ``jax_remat3``, make policies see names inside a `jax.custom_vjp`."""
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:
         jax.config.update("jax_custom_vjp3", True)
@@ -138,7 +139,7 @@ def test_no_product_of_a_block_runs_twice(of_docs):
     for name, (around, number) in expected.items():
         made, compiled = products_in(step_of(around), of_docs["params"], x)
         assert compiled == number, name
-        # The jaxpr of the next rematerialisation has products that nothing uses.
+        # With jax_remat3, the jaxpr contains unused matmuls, which compilation removes.
         assert made == number or getattr(jax.config, "jax_remat3", False), name
 
 
@@ -158,7 +159,7 @@ def with_a_name_outside(q, k, v):
 
 
 def kernels_of(attention):
-    """Return cuDNN's kernels in a block that is rematerialised except for these names."""
+    """Return the gradient of a rematerialised block that saves q, k, v and the name "attention"."""
 
     def block(q, k, v, weight):
         q, k, v = (checkpoint_name(2 * a, name) for a, name in zip((q, k, v), "qkv"))
@@ -174,7 +175,10 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """A name for its output does not save it; a name for everything that it saves does."""
+    """Only names inside cuDNN's attention prevent its recomputation.
+
+    A `checkpoint_name` of its output does not.
+    """
 
     def counts(attention):
         jaxpr = jax.make_jaxpr(kernels_of(attention))(*attention_operands()).jaxpr

@@ -1,7 +1,7 @@
-"""Imports of the kernels: private JAX in one module, and no other backend.
+"""Imports of the kernels: private parts of JAX in one module, and no other backend.
 
 Imports go in one direction: first the files that backends share (`specs.py` and `implementation.py`
-first), then each backend. Mosaic's folders have an order of their own.
+first), then each backend. Mosaic's folders have an order, too.
 """
 
 import ast
@@ -15,7 +15,7 @@ PRIVATE = ("jax._src", "jaxlib", "jax.experimental.mosaic")
 
 
 def imports():
-    """Yield each kernel module with the modules that it imports, by name."""
+    """Yield pairs of a kernel module's name and the name of a module that it imports."""
     for path in sorted(KERNELS.rglob("*.py")):
         importer = ".".join(path.relative_to(KERNELS).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
@@ -32,7 +32,7 @@ def test_one_module_has_what_is_private_in_jax():
 
 
 def folder(module):
-    """Return ``mosaic.rows`` for ``jaxnorm_kernels.mosaic.rows.tiles``; "" for shared modules."""
+    """Return a module's folder, such as ``mosaic.rows``, or "" for a shared module."""
     path = KERNELS / Path(*module.split("."))
     while not path.is_dir():
         path = path.parent
@@ -40,7 +40,7 @@ def folder(module):
 
 
 def crossing(importers, others):
-    """Return the imports of modules in the folder `others` by those in `importers`."""
+    """Return the imports of modules in a folder `others` by modules in a folder `importers`."""
     return {
         f"{importer} <- {name}"
         for importer, name in imports()
@@ -70,7 +70,7 @@ def test_xla_imports_the_contract_alone():
     assert found <= {"operations", "specs", "implementation"}
 
 
-#: Mosaic's floors, from below; the folders of one floor import none of each other.
+#: Groups of Mosaic's folders. A folder may import only folders of earlier groups, and itself.
 FLOORS = (("device",), ("rows",), ("loops",), ("schedules",), OPERATIONS)
 
 

@@ -1,4 +1,4 @@
-"""Kernels of all implementations on a GPU: widths of all schedules, a fuzz, determinism, sizes."""
+"""Kernels of all implementations on a GPU: schedules, random calls, determinism, large arrays."""
 
 import contextlib
 import functools
@@ -29,7 +29,8 @@ from benchmarks import triton_programs
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 
-# Narrow rows, whole units, overlapping tails, odd lengths, the ring, clusters.
+# Narrow rows, rows that fill all fragments, overlapping last fragments, odd lengths, pipelined
+# rows, and clusters.
 NORM_SHAPES = [
     (130, 64),
     (97, 128),
@@ -74,7 +75,7 @@ def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
 def test_norms(rows, cols, x_dtype, y_dtype, subtract_mean, kernels):
-    # Alternate, so that each width and each mix of dtypes meets both.
+    # `save` alternates, so that each width and each combination of dtypes runs with both values.
     turn = NORM_SHAPES.index((rows, cols)) + MIXES.index((x_dtype, y_dtype)) + subtract_mean
     save = ("output", "input")[turn % 2]
     check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save)
@@ -89,7 +90,8 @@ def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed=0):
     u = reference.arithmetic(x_dtype, y_dtype)
     y_ref = getattr(reference, name)(exact(x), -1)
     y_bound = getattr(reference, f"{name}_bound")(exact(x), y_ref, -1, y_dtype, u)
-    # For 16-bit types, exp(t) is exp2(t log2(e)), whose smallest results err by up to 2^-17 more.
+    # For 16-bit types, exp(t) is computed as exp2(t log2(e)), whose smallest results have errors of
+    # up to 2^-17 more.
     y_bound = y_bound + (2.0**-17 * np.abs(y_ref) if jnp.dtype(y_dtype).itemsize == 2 else 0)
     assert_within(y, y_ref, y_bound)
     gradient = getattr(reference, f"{name}_gradient")
@@ -155,10 +157,10 @@ def test_nan_stays_in_its_row(cols, kernels):
 
 
 def test_more_elements_than_int32_counts(kernels):
-    """rows * cols > 2^31: offsets are 64 bits wide. The last rows equal the first ones."""
+    """Arrays of more than 2^31 elements have correct results: the last rows equal the first."""
     rows, cols = 2**19 + 8, 4096
     functions = (jaxnorm.softmax, jaxnorm.rms_norm)
-    if triton_programs.are_recorded():  # too much for a CPU
+    if triton_programs.are_recorded():  # too large for a CPU
         for function in functions:
             x = jax.ShapeDtypeStruct((rows, cols), jnp.bfloat16)
             jax.jit(functools.partial(function, implementation=kernels)).lower(x)
@@ -169,12 +171,12 @@ def test_more_elements_than_int32_counts(kernels):
         np.testing.assert_array_equal(exact(y[-8:]), exact(y[:8]))
 
 
-# Small enough for the processes that share a GPU.
+# Arrays small enough for several processes that share a GPU.
 LOGITS = [(8192, 4096), (2048, 32768), (1024, 50257), (512, 128256), (256, 262144), (5, 128256)]
 
 
 def loss_error(x):
-    """Return the bound on the error of a log-sum-exp, and of p, from exponents and sums."""
+    """Return a bound on the errors of a log-sum-exp and of p, from exponents and sums."""
     size = 2 * float(jnp.max(jnp.abs(x)))
     return SAFETY * unit_roundoff("float32") * (size + math.sqrt(x.shape[-1]) + 2)
 
@@ -183,7 +185,7 @@ def loss_error(x):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_losses(rows, cols, dtype, options, kernels):
-    """Losses match XLA's, except for a rounding of the gradient and the order of sums."""
+    """Losses and gradients equal XLA's, up to a rounding of the gradient and the order of sums."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -222,7 +224,7 @@ def test_losses(rows, cols, dtype, options, kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
-    """Results match XLA's as above. An entropy's gradient has elements p (log p + H), below 2."""
+    """Results equal XLA's within bounds. The entropy's gradient, p (log p + H), is below 2."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -253,7 +255,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
         )
 
     of_results, of_dx, is_nan, is_zero, is_entropy = differences(x, labels, cotangents, where)
-    # An entropy is a sum of p log p, and the logarithm may be as large as the range of the logits.
+    # An entropy is a sum of p log p. The logarithm may be as large as the range of the logits.
     size = float(jnp.max(jnp.abs(x)))
     assert of_results <= 2 * size * loss_error(x)
     assert of_dx <= 2 * (size * loss_error(x) + 2 * unit_roundoff(dtype))
@@ -263,13 +265,13 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
 
 
 def test_losses_of_more_elements_than_int32_counts(kernels):
-    """The last rows, after 2^31 elements, are as accurate as the first."""
+    """Losses of more than 2^31 logits are correct: the last rows are as accurate as the first."""
     rows, cols = 16500, 131072
     labels = jnp.full(rows, 7)
     step = jax.jit(
         jax.value_and_grad(lambda x: cross_entropy(x, labels, implementation=kernels)[-1])
     )
-    if triton_programs.are_recorded():  # too much for a CPU
+    if triton_programs.are_recorded():  # too large for a CPU
         step.lower(jax.ShapeDtypeStruct((rows, cols), jnp.bfloat16))
         return
     x = jnp.zeros((rows, cols), jnp.bfloat16).at[-1, 7].set(5).at[-1, -1].set(-5)
@@ -311,15 +313,15 @@ def test_no_access_out_of_bounds_by_products(dtype):
 
 
 def check_accesses(kernels, name, dtype):
-    """Run a program under compute-sanitizer."""
+    """Assert that a sample of kernels accesses no memory out of bounds, by compute-sanitizer."""
     if triton_programs.are_recorded():
         for case in memcheck.cases_of(kernels, name, dtype):
             memcheck.lowered(*case)
         return
     checker = shutil.which("compute-sanitizer")
-    # Give each array a separate buffer: in a pool, a neighbour's memory would be in bounds.
+    # Give each array a separate buffer: in a pool, a neighbouring array would count as in bounds.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    # Check only the program, not the compilers that it starts: they crash the checker.
+    # Check only this program, and not the compilers that it starts, which crash the checker.
     command = [
         checker,
         "--error-exitcode=1",
@@ -328,7 +330,8 @@ def check_accesses(kernels, name, dtype):
     ]
     command += [sys.executable, str(Path(__file__).with_name("memcheck.py")), kernels, name, dtype]
     command += map(str, triton_programs.replayed())
-    # If the checker crashes, it leaves the program running. So no pipe is read, and all are killed.
+    # If the checker crashes, the program keeps running. So read from a file instead of a pipe, and
+    # kill the whole group of processes.
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""kl_divergence: values and gradients in each dtype, special values, scales, and what is saved."""
+"""kl_divergence: values and gradients in each dtype, special values, scales, and saved arrays."""
 
 import functools
 
@@ -26,10 +26,10 @@ def operands(shape, dtype, teacher_dtype=None, seed=0):
 
 
 class Divergence:
-    """The divergence of each row and its gradient in float64, and bounds on their errors.
+    """The divergence of each row and its gradient in float64, with bounds on their errors.
 
-    The bounds follow the formulas of the module `xla.kl_divergence`: each term has the rounding of
-    an exponent, and the terms of a row add up like a random walk.
+    The bounds follow the formulas in `xla.kl_divergence`: each term has the rounding error of an
+    exponent, and the terms of a row add up as a random walk.
     """
 
     def __init__(self, x, teacher, dtype, *, reverse):
@@ -99,7 +99,10 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 @each_direction
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
 def test_small_divergences(x64, reverse, gap):
-    """Errors are relative to the differences of logits; divergences are about half their square."""
+    """For small divergences, errors are relative to the differences of the logits.
+
+    A divergence is about half the square of such a difference.
+    """
     x, noise = operands((4, 30000), "float32")
     teacher = x + gap * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)
@@ -109,7 +112,7 @@ def test_small_divergences(x64, reverse, gap):
 
 
 INF, NAN = np.inf, np.nan
-# Rows of the student's logits and of the teacher's, and both divergences.
+# Rows: the student's logits, the teacher's logits, and both divergences.
 SPECIAL = [
     ([0, 1, 2], [0, -INF, 2], "finite", INF),
     ([0, -INF, 1], [0, 0, 1], INF, "finite"),
@@ -138,7 +141,7 @@ def test_special_values(row):
 
 @each_direction
 def test_what_is_left_out(reverse):
-    """Positions and classes that do not count, whose logits may be anything."""
+    """Masked positions and classes have no effect, whatever their logits are."""
     x, teacher = operands((4, 6), "float32")
     wrong = x.at[1].set(NAN).at[2].set(INF)
     counts = jnp.array([True, False, False, True])
@@ -186,7 +189,7 @@ def test_other_axes(x64, axis, reverse):
 
 @each_direction
 def test_scales_and_caps(x64, reverse):
-    """A number, a traced scalar, and one scale for each position are one formula."""
+    """A number, a traced scalar and a scale for each position compute the same formula."""
     x, teacher = operands((3, 4, 5), "float64")
     options = {"reverse": reverse, "logit_softcap": 2.0, "teacher_logit_softcap": 3.0}
 
@@ -251,7 +254,7 @@ def test_derivatives_of_second_order(x64, reverse):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_saved(dtype):
-    """Both inputs, and five numbers for each row."""
+    """The derivative saves both inputs and five numbers for each row."""
     x, teacher = operands((64, 1024), dtype)
     saved = jax.tree.leaves(jax.vjp(lambda x: kl_divergence(x, teacher), x)[1])
     assert sum(a.nbytes for a in saved) == 2 * x.nbytes + 5 * 64 * 4

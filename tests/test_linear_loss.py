@@ -1,6 +1,6 @@
-"""Losses, log-probabilities and entropies of linear logits: values, gradients, and programs.
+"""Losses, log-probabilities and entropies of linear logits: values, gradients and programs.
 
-Values are compared with float64 numpy. `FUNCTIONS` lists what the two functions do not share.
+Values are compared with float64 NumPy. `FUNCTIONS` lists how the functions differ.
 """
 
 import functools
@@ -32,7 +32,14 @@ OPTIONS = [{}, SMOOTHED, {**SMOOTHED, "logits_scale": 1.5, "logit_softcap": 2.0}
 
 
 class Of(NamedTuple):
-    """A function of linear logits, its reference, and options; matmuls of its gradients."""
+    """A function of linear logits.
+
+    Attributes:
+      function: the public function.
+      reference: the class that computes it in float64.
+      options: the options with which it is tested.
+      matmuls: the number of matmuls of a value with its gradients.
+    """
 
     function: Callable[..., Any]
     reference: type[linear_loss_cases.Linear]
@@ -47,7 +54,7 @@ LOG_PROB = Of(
     [{}, {"logits_scale": 1.5}, {"logits_scale": 1.5, "logit_softcap": 2.0}],
     4,
 )
-# The loss by each reduction, and the other function, which has none.
+# The loss with each reduction, and log-probabilities, which have no reduction.
 FUNCTIONS = {**dict.fromkeys(REDUCTIONS, LOSS), "log_prob": LOG_PROB}
 each = pytest.mark.parametrize("of", FUNCTIONS)
 
@@ -74,7 +81,7 @@ def cotangents_of(of, labels, dtype=np.float32):
 
 
 def check(of, x, weight, bias, labels, where=None, *, chunk=None, **options):
-    """All results and gradients, each within its bound; they are returned."""
+    """Return all results and gradients, after asserting that each is within its bound."""
     weights = np.asarray(True if where is None else where, np.float64)
     weights = np.broadcast_to(weights, labels.shape)
     positions = None if where is None else weights != 0
@@ -91,7 +98,8 @@ def check(of, x, weight, bias, labels, where=None, *, chunk=None, **options):
         if of != "none":
             terms = np.abs(values).sum()
             values, bounds = values.sum() / count, bounds.sum() / abs(count)
-            # The second is a sum of weights of both signs.
+            # The mean divides by the sum of the weights. They have both signs, so its error is
+            # relative to the sum of their magnitudes.
             for size in (terms, np.abs(weights).sum() * np.abs(values)):
                 bounds = bounds + 4 * expected.u * size / abs(count)
         values, bounds = (values,), (bounds,)
@@ -133,7 +141,7 @@ def test_values_and_gradients(dtype, of, options):
     ids=str,
 )
 def test_dtypes_of_products(dtypes, dtype, of):
-    """Of what operands promote to, or are asked for; a wider one is the logits' alone."""
+    """Matmuls run in the narrower of the promoted dtype and `dtype=`; only logits may be wider."""
     x, weight, bias, labels = operands(9, 32, 70, dtypes)
     options = {} if dtype is None else {"dtype": dtype}
     check(of, x, weight, bias, labels, chunk=4, **options)
@@ -187,30 +195,34 @@ def test_chunks(chunk):
 
 
 def test_chunks_by_default():
-    """A chunk has 2048 rows or 1 GiB of logits. Chunks have equal sizes, in tiles of 128 rows."""
+    """By default, chunks have at most 1 GiB of logits and 2048 rows, and nearly equal sizes.
+
+    Sizes are multiples of 128 rows. A chunk may have more rows if its logits are not larger than
+    the weight's gradient.
+    """
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     cases = [
         (None, 8192, (2048, 128256), bf16, 2048),
-        (None, 8192, (4096, 128256), bf16, 4096),  # as much as weight's gradient
+        (None, 8192, (4096, 128256), bf16, 4096),  # as large as the weight's gradient
         (None, 8192, (8192, 32000), bf16, 8192),
         (None, 8192, (2048, 256000), f32, 1024),
         (None, 8192, (2048, 2**20), f32, 512),
         (None, 8192, (2048, 32000), bf16, 2048),
-        (None, 9000, (2048, 32000), bf16, 1920),  # five, not four and a rest
+        (None, 9000, (2048, 32000), bf16, 1920),  # five equal chunks, not four and a rest
         (None, 100, (2048, 32000), bf16, 100),
         (4096, 100, (2048, 32000), bf16, 100),
         (None, 0, (2048, 32000), bf16, 1),
     ]
     for chunk, rows, weight, dtype, expected in cases:
         assert chunk_rows(chunk, rows, weight, dtype, dtype) == expected
-    # Logits of float32, whose products are of 16 bits.
+    # The logits are float32, the operands of their matmul 16-bit.
     assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
     check("mean", *operands(3000, 2, 3))
 
 
 @each
 def test_positions_that_do_not_count(of):
-    """Labels and x of these positions do not matter: no NaN of them reaches weight's gradient."""
+    """Masked positions have no effect: a NaN of their x does not reach the weight's gradient."""
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
@@ -234,7 +246,7 @@ def test_masks_broadcast():
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
 def test_masks_of_classes(shape):
-    """Results match those of the logits, for masks that broadcast and an incomplete last chunk."""
+    """Masks of classes give the results of the function of logits, also in a partial last chunk."""
     x, weight, bias, labels = operands(7, 16, 40)
     where = jnp.asarray(np.random.default_rng(3).random(shape) < 0.6)
     d = cotangents_of("log_prob", labels)
@@ -258,7 +270,7 @@ def test_masks_of_classes(shape):
 
 @pytest.mark.parametrize("of", ["none", "log_prob"])
 def test_labels_outside(of):
-    """NaN in the results of the row, and in x's gradient there; in all of weight's."""
+    """A label out of range makes its row's results and gradients NaN, and the weight's gradient."""
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
     d = cotangents_of(of, labels)
@@ -275,7 +287,7 @@ def test_labels_outside(of):
 
 @pytest.mark.parametrize("of", ["mean", "none", "log_prob"])
 def test_shapes(of):
-    """Arrays without rows, with one class, with one axis of x, and without a bias."""
+    """Arrays may have no rows, one class, one axis of x, or no bias."""
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
@@ -295,9 +307,12 @@ def test_shapes(of):
 
 
 def test_logits_are_never_rounded():
-    """Results of 16-bit operands are within float32's bounds, which rounded logits would exceed."""
+    """Logits are not rounded: results of 16-bit operands are within the bounds of float32.
+
+    Rounded logits would exceed these bounds.
+    """
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
-    weight = 4 * weight  # logits of a trained model's size
+    weight = 4 * weight  # logits as large as a trained model's
     log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
         x, weight, labels
     )
@@ -310,7 +325,7 @@ def test_logits_are_never_rounded():
 
 
 def test_small_gradients_in_float16():
-    """1 / n and the factor of loss scaling multiply float32 gradients."""
+    """1 / n and the factor of loss scaling multiply float32 gradients, before rounding."""
     x, weight, _, labels = operands(64, 8, 2048, "float16")
     x, scale = x * 2**-6, 2.0**12
 
@@ -336,20 +351,20 @@ def test_small_gradients_in_float16():
     def small(x, weight):
         return plain(x, weight) * 2.0**-16
 
-    # Values below the smallest float16 are lost in the returned array, not before.
+    # Small values are only lost when the returned array is rounded to float16, not before.
     ours = gradients(rows)
     assert_computes(ours(x, weight), gradients(small), x, weight, like=ours)
 
 
 def check_gradients(function, arrays, d, **options):
-    """Check every gradient of sum(d * losses), with the bound of its row or sum over rows."""
+    """Assert that every gradient of sum(d * losses) is within its bound."""
     expected = LOSS.reference(*arrays, **options)
     gradients = jax.jit(jax.grad(function, (0, 1, 2)))(*arrays[:3])
     for gradient, (value, bound) in zip(gradients, expected.gradients(np.float64(d)), strict=True):
         reference.assert_within(gradient, value, bound)
 
 
-# Sizes of rows' cotangents and weights: in float16 those that its gradients hold.
+# Cotangents or weights of rows. Gradients of rows with these values are in the dtype's range.
 SIZES = {
     "float32": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],
     "bfloat16": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],
@@ -359,7 +374,7 @@ SIZES = {
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_rows_of_different_sizes(dtype):
-    """A row's cotangent, or weight, multiplies its part of dx in float32."""
+    """Each row's cotangent or weight multiplies its part of dx in float32."""
     arrays = operands(7, 16, 64, dtype)
     d, labels = np.float32(SIZES[dtype]), arrays[-1]
 
@@ -382,8 +397,11 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
     ("dtype", "scale"), [(dtype, scale) for dtype in SCALES for scale in SCALES[dtype]]
 )
 def test_logits_scale_of_any_size(dtype, scale, reduction):
-    """It multiplies float32 products, not the gradient of logits, which float16 may not hold."""
-    # Logits of size 1, and gradients of a loss that is scaled by 2**10.
+    """`logits_scale` may have any size: it multiplies float32 results of matmuls.
+
+    If it multiplied the gradient of the logits, float16 could overflow.
+    """
+    # The logits have magnitudes around 1, and the loss is multiplied by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)
     x, weight, bias = (a / max(1, scale**0.5) for a in (x, weight, bias / max(1, scale**0.5)))
     arrays, d = (x, weight, bias, labels), 2.0**10
@@ -395,7 +413,7 @@ def test_logits_scale_of_any_size(dtype, scale, reduction):
     check_gradients(function, arrays, np.full(7, d), logits_scale=scale)
 
 
-# ------------------------------------- programs of log-probabilities; others: *_programs
+# ------------------------------ programs of log-probabilities (others are in *_programs)
 
 ROWS, WIDTH, CLASSES, CHUNK = 512, 32, 1000, 96
 GIVEN = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((ROWS, WIDTH), (WIDTH, CLASSES))]
@@ -414,7 +432,7 @@ def step_of(labels, *, of="log_prob", wrt=(0, 1), **options):
     return jax.jit(jax.grad(total, wrt) if wrt else total)
 
 
-# The arguments to differentiate, and the numbers of matmuls and loops.
+# The arguments to differentiate, the number of matmuls, and the number of loops.
 @pytest.mark.parametrize(
     ("wrt", "products", "loops"), [((), 1, 1), ((0, 1), 4, 2), ((0,), 3, 2), ((1,), 3, 2)], ids=str
 )
@@ -427,7 +445,7 @@ def test_products_and_loops(wrt, products, loops):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's program")
 def test_memory():
-    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
+    """Memory holds one chunk's logits and gradient, and one float32 array of the weight's size."""
     compiled = step_of(jnp.zeros(ROWS, jnp.int32), chunk=CHUNK).lower(*GIVEN).compile()
     accumulator, chunk = 4 * WIDTH * CLASSES, 4 * CHUNK * CLASSES
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
@@ -439,7 +457,7 @@ def test_memory():
 
 
 def test_three_numbers_for_each_row_are_kept():
-    """Beside the operands, only three numbers for each row are saved."""
+    """Besides the operands, the derivative saves only three numbers per row."""
     x, weight, bias, labels = operands(6, 4, 9, "bfloat16")
 
     def function(x, w, b):

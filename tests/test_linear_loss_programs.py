@@ -1,4 +1,4 @@
-"""Programs of linear_softmax_cross_entropy: products, loops, memory; of both linear functions."""
+"""Programs of linear losses: numbers of matmuls and loops, memory, and settings of JAX."""
 
 import contextlib
 import re
@@ -42,7 +42,7 @@ def checkpoint(policy=None):
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names("jaxnorm_linear_gradient")
-# Name -> the function, its number of matmuls, its number of loops.
+# For each program: the function, its number of matmuls, and its number of loops.
 PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),
@@ -79,7 +79,11 @@ def test_products_and_loops(name):
 @of_the_cpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_logits_of_all_rows(name):
-    """There is also no gradient of weight for each batch entry, or for each iteration."""
+    """No array is larger than a chunk's logits.
+
+    So there are no logits of all rows, and no gradient of the weight per batch entry or per
+    iteration.
+    """
     compiled = program(PROGRAMS[name][0]).compile()
     sizes = {
         np.prod([int(n) for n in shape.split(",") if n])
@@ -92,10 +96,10 @@ def test_no_logits_of_all_rows(name):
 @of_the_cpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory(reduction):
-    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size."""
+    """Memory holds one chunk's logits and gradient, and one float32 array of the weight's size."""
     compiled = program(of(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
     accumulator = 4 * WIDTH * CLASSES
-    # The CPU computes matmuls and all else in float32.
+    # A CPU computes everything in float32.
     chunk = 4 * CHUNK * CLASSES
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
     text = compiled.as_text()
@@ -103,7 +107,7 @@ def test_memory(reduction):
     assert f"f32[{WIDTH},{CLASSES}]" in text
 
 
-# Gradients of float16 are saved in float32, because the backward multiplies them by the loss scale.
+# float16 gradients are saved in float32, because the backward multiplies them by the loss scale.
 each_kept = pytest.mark.parametrize(
     ("dtype", "kept_in"),
     [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")],
@@ -114,7 +118,7 @@ each_kept = pytest.mark.parametrize(
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
-    """Only gradients are saved, in their dtypes, both in a single call and inside `jax.jit`."""
+    """Only gradients are saved (of float16 operands in float32), with and without `jax.jit`."""
     x, weight, bias, labels = operands(6, 4, 9, dtype)
 
     def function(x, w, b):
@@ -130,7 +134,7 @@ def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
 @pytest.mark.remat
 @each_kept
 def test_what_is_kept_of_layers(dtype, kept_in):
-    """Under `jax.lax.scan`, too, gradients are saved in the dtypes of their arrays."""
+    """In a `jax.lax.scan`, too, only gradients are saved (of float16 operands in float32)."""
     x, weight, _, labels = operands(6, 4, 9, dtype)
 
     def loss(xs, weight):
@@ -155,11 +159,11 @@ def test_the_precision_of_products_is_that_of_the_call(function):
     assert "precision = [HIGH, HIGH]" in traced.lower().as_text()
 
 
-# ------------------------------------------------------------------------- around these programs
+# ------------------------------------------------------------------------------- settings of JAX
 
 
 def step_of(function):
-    """Return the sum of the function's results, and gradients."""
+    """Return a function that computes the sum of all results, and its gradients."""
 
     def total(x, weight, labels):
         results = function(x, weight, labels, where=labels > 0, chunk=4)
@@ -170,7 +174,7 @@ def step_of(function):
 
 @each_function
 def test_settings_of_jax(function):
-    """Test strict promotion of dtypes and ranks, and the checks for leaks and NaNs."""
+    """Functions run with strict promotion of dtypes and ranks, and checks for leaks and NaNs."""
     x, weight, _, labels = operands(6, 4, 9, "bfloat16")
     bias = jnp.ones(9, "float16")
     with contextlib.ExitStack() as settings:
@@ -189,7 +193,7 @@ def test_settings_of_jax(function):
         def first(*a):
             return jax.tree.leaves(function(*a[:2], labels, bias=a[2]))[0].sum()
 
-        # Several dtypes, which promote by the function's own rule, and a bias.
+        # Operands of different dtypes are promoted by the function itself, not by JAX.
         of_all = jax.grad(first, (0, 1, 2))
         gradients = of_all(x, weight.astype("float32"), bias)
         assert [g.dtype.name for g in gradients] == ["bfloat16", "float32", "float16"]

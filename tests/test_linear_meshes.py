@@ -1,6 +1,8 @@
-"""Linear layers and their losses on meshes: rows split, weight split along either axis, and FSDP.
+"""Linear layers and their losses on meshes: split rows, a weight split along either axis, and FSDP.
 
-The mesh has eight virtual CPU devices. Types are float64, but for the losses of chunks.
+The mesh has eight virtual CPU devices. Arrays are float64, except for losses in chunks. Layouts
+name the split axes: n are the features of a result, f the hidden features of an MLP, d the features
+of x, and V the classes.
 """
 
 import functools
@@ -39,7 +41,7 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-# --------------------------------------------------------------------------------- what is computed
+# --------------------------------------------------------------------------------- functions
 
 
 def gated_loss(gate, up, weight, bias, *, out_sharding=None):
@@ -60,9 +62,10 @@ LABELS[0] = -100
 
 
 def loss_of_rows(x, weight, bias, labels, *, reduction):
-    """Return a number made of a mean, a sum, losses of rows ("none"), or other results of rows.
+    """Return one number, computed from a loss or from results of rows.
 
-    These are log-probabilities and entropies, those of several labels, and divergences.
+    `reduction` is that of a loss, or names another function: log-probabilities and entropies, those
+    of several labels, or divergences.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
@@ -86,7 +89,13 @@ def loss_of_rows(x, weight, bias, labels, *, reduction):
 
 
 class Layer(NamedTuple):
-    """A loss of a layer, its operands, and their shardings for specs of x and of weight."""
+    """A layer on a mesh.
+
+    Attributes:
+      loss: a function of the operands that returns one number.
+      arrays: returns the operands.
+      specs: returns the operands' shardings, given those of x and of the weight.
+    """
 
     loss: Callable[..., Any]
     arrays: Callable[[], tuple[Any, ...]]
@@ -131,7 +140,7 @@ def floats(name):
 
 
 def step_of(name, order=1, **options):
-    """Return the loss and its gradients, or gradients along tangents."""
+    """Return a function that computes the loss and gradients (order 2: tangents of gradients)."""
     loss = functools.partial(LAYERS[name].loss, **options)
     wrt = floats(name)
     if order == 1:
@@ -160,7 +169,7 @@ def placed(name, mesh, x, weight):
 
 @pytest.fixture(autouse=True)
 def types(request):
-    """Enable 64-bit types for the layers that are not losses."""
+    """Enable 64-bit types, except for losses."""
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
     with jax.enable_x64(name is None or LAYERS[name].dtype == "float64"):
         yield
@@ -173,11 +182,12 @@ FSDP = {"all-reduce", "all-gather", "reduce-scatter"}
 
 
 class Layout(NamedTuple):
-    """How x and weight are split, and the collectives of a step.
+    """How x and the weight are sharded, and which collectives a step runs.
 
     Attributes:
-      out: the sharding of a matmul's result, which must be given if its sums are scattered.
-      in_loop: the loop over chunks exchanges statistics, because classes are split.
+      exchanges: the names of the collectives.
+      out: the sharding of the matmul's result, which must be given if the sums are scattered.
+      in_loop: True if the loop over chunks exchanges statistics, because classes are split.
     """
 
     x: P
@@ -213,13 +223,13 @@ LOSS = {
     "rows": Layout(P("data", "model"), P(), SUMS),
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
-    # A device gathers 96 rows of x or 64 columns of weight, whichever is smaller,
+    # A device gathers either 96 rows of x or 64 columns of the weight, whichever are fewer.
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
-    # and here 24 rows.
+    # Here a device gathers 24 rows of x.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # Only the axis of d could split the rows.
+    # x is replicated. Only the mesh axis that splits d can split the rows.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
@@ -236,7 +246,10 @@ LAYOUTS |= {"several": LOSS, "divergence": LOSS}
     ("name", "layout"), [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
 )
 def test_layouts(name, layout, kind):
-    """Gradients are sharded as their arrays. Arrays of rows move only to the requested place."""
+    """Values are correct, gradients are sharded like their operands, and few arrays are moved.
+
+    Arrays with rows move only to a requested sharding.
+    """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(name, mesh, its.x, its.weight)
@@ -255,9 +268,9 @@ def test_layouts(name, layout, kind):
 
 
 def check_loop(text, layout):
-    """The loop over chunks moves only statistics; nothing else that moves is larger than weight."""
+    """Assert that loops over chunks exchange only statistics."""
     found = exchanged(text.splitlines())
-    # Results of rows, with two labels or one, are gathered if x's rows are whole.
+    # Results of rows (with one label or two) are gathered if x's rows are not split.
     of_rows = [("all-gather", 8 * 12), ("all-gather", 8 * 12 * 2)]
     names = {name for name, size in found if (name, size) not in of_rows}
     assert names == layout.exchanges
@@ -267,13 +280,13 @@ def check_loop(text, layout):
     computations = dict(_computations(text))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
     found = exchanged(line for body in bodies for *_, line in computations[body])
-    # Statistics of a chunk's four rows.
+    # Statistics of a chunk's four rows, at most four numbers each.
     assert all(name == "all-reduce" and size <= 4 * 4 for name, size in found), found
     assert bool(found) == layout.in_loop
 
 
 def exchanged(lines):
-    """Return the collectives among instructions: names, and the elements of each array."""
+    """Return the name and the number of elements of each array that collectives exchange."""
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return [
         (name, math.prod(int(n) for n in shape.split(",") if n))
@@ -314,7 +327,7 @@ def summed(value, *axes):
 
 
 def gated_on_shards(layout, gate, up, weight, bias):
-    """Weights' gradients are summed over the devices that split the rows."""
+    """Return the loss on one shard. Sums over devices make the weights' gradients complete."""
     products = (
         functools.partial(jaxnorm.gated_linear, gate, up, weight),
         functools.partial(jaxnorm.activation_linear, gate, weight),
@@ -334,7 +347,7 @@ def norm_on_shards(layout, x, residual, weight, scale, bias, **options):
 
 
 def on_shards(name, layout, **options):
-    """Return the loss inside `jax.shard_map`, where FSDP's arrays are whole, and its operands."""
+    """Return the loss inside `jax.shard_map`, with FSDP's arrays gathered, and its operands."""
     its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "manual")
     sharded, specs = placed(name, mesh, its.x, its.weight)
     function = gated_on_shards if name == "gated_linear" else norm_on_shards
@@ -377,7 +390,7 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kind):
 
 @pytest.fixture
 def product_kernel(monkeypatch):
-    """The shapes that Mosaic's kernel, asked for by name, gets: the composition in its place."""
+    """Replace Mosaic's kernel by the composition, and return a list of its operands' shapes."""
     shapes = []
 
     def kernel(x, weight, scale, bias, *, activation, **options):
@@ -394,7 +407,7 @@ def product_kernel(monkeypatch):
 
 
 def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
-    """The kernel's derivative is the composition's."""
+    """In `jax.shard_map`, a requested kernel runs on shards, with the composition's derivative."""
     function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
     assert {*product_kernel} == {((12, D), (D, F // 2))}
@@ -440,7 +453,10 @@ def test_losses_of_rows(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["rows", "rows and V"])
 def test_kernels_get_chunks_of_shards(kind, layout, name):
-    """Kernels get chunks, unless classes are split: then XLA's code sums over the mesh."""
+    """Kernels run on the chunks of a shard. If classes are split, XLA's code runs.
+
+    XLA's code sums over the mesh.
+    """
     mesh, function = mesh_of(Case("", MESH, P()), kind), LAYERS[name].loss
     sharded, _ = placed(name, mesh, LOSS[layout].x, LOSS[layout].weight)
     if kind == "manual":
@@ -459,7 +475,7 @@ def test_kernels_get_chunks_of_shards(kind, layout, name):
 
 @pytest.mark.parametrize("name", ["mean"])
 def test_a_mean_inside_shard_map(name):
-    """The mean is that of the shard's rows; gradients of replicated arrays are summed."""
+    """In `jax.shard_map`, a mean is over a shard's rows; replicated gradients are summed."""
     mesh, loss = mesh_of(Case("", MESH, P()), "auto"), LAYERS[name].loss
     sharded, specs = placed(name, mesh, P("data", "model"), P())
     mapped = jax.shard_map(
@@ -477,7 +493,7 @@ def test_a_mean_inside_shard_map(name):
     assert_computes(jax.jit(ours)(*sharded), theirs, *operands_of(name))
 
 
-# -------------------------------------------------------------- where the result of a product lies
+# ------------------------------------------------------------ the sharding of a matmul's result
 
 
 def gated_operands(layout, kind="explicit"):
@@ -487,9 +503,9 @@ def gated_operands(layout, kind="explicit"):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_where_the_result_lies(compiles):
-    """The result has the requested sharding; by default its rows are sharded like gate's.
+    """The result has the requested sharding; by default its rows are sharded like those of gate.
 
-    The request may be a spec of the operands' mesh or a sharding, also outside `jax.jit`.
+    The request may be a PartitionSpec for the operands' mesh or a sharding, also outside `jax.jit`.
     """
     mesh, *_ = gated_operands("f")
     for layout, asked, expected in (
@@ -516,7 +532,7 @@ def test_it_must_be_said_where_sums_lie():
     for call in (jaxnorm.gated_linear, jax.jit(jaxnorm.gated_linear)):
         with pytest.raises(ValueError, match=message):
             call(gate, up, weight)
-    # Types contain no sharding over Auto axes.
+    # Types of arrays on Auto axes have no sharding.
     _, *auto, _ = gated_operands("f", "auto")
     with pytest.raises(ValueError, match=r"^gated_linear: out_sharding=.*with_sharding_constraint"):
         jaxnorm.gated_linear(*auto, out_sharding=P("data"))
@@ -532,7 +548,7 @@ def test_up_lies_as_gate_does():
 
 
 def test_a_weight_is_kept_in_its_shards():
-    """FSDP gathers the weight again in the backward."""
+    """The saved weight is sharded: with FSDP, the backward gathers it again."""
     _, *sharded, _ = gated_operands("f, and FSDP over n")
 
     def residuals(*arrays):
@@ -545,7 +561,7 @@ def test_a_weight_is_kept_in_its_shards():
 
 
 def test_a_function_on_a_mesh():
-    """A custom product function determines the sharding of the result."""
+    """A user's matmul determines the sharding of the result."""
     mesh, *sharded = gated_operands("f")
 
     def loss(product, gate, up, weight, bias):
@@ -563,7 +579,7 @@ def test_a_function_on_a_mesh():
 
 
 def test_the_kernel_of_norm_and_product_lowers_on_shards():
-    """Its result varies over the mesh as its operands do."""
+    """In `jax.shard_map`, the kernel's result varies over the same mesh axes as its operands."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     named = functools.partial(rms_norm_linear, activation="gelu", implementation="mosaic")
     shards = jax.shard_map(named, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))

@@ -1,4 +1,4 @@
-"""The residuals of a Llama layer: the docs' figures are those that the example prints."""
+"""The residuals of a Llama layer: the docs show the figures that the example prints."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def test_the_docs_have_its_figures():
 
 
 def test_each_step_is_what_the_advice_says():
-    """If all advice for the plain layer is followed, it is the last layer, which has no advice."""
+    """Following all advice saves what it says and leads to the last layer, which gets none."""
     before, *_, after = map(llama_layer.report_of, llama_layer.LAYERS_OF.values())
     assert before.total - after.total == pytest.approx(sum(row.saves for row in before), rel=0.01)
     assert not [row for row in after if row.advice]

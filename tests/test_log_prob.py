@@ -1,4 +1,4 @@
-"""log_prob_and_entropy: tests of the entropies; `test_loss` has the other tests."""
+"""log_prob_and_entropy: tests of entropies. The other tests are in `test_loss`."""
 
 import functools
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 @refusable
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_log_probabilities_are_losses(dtype, implementation):
-    """Log-probabilities equal losses bit by bit, because one sum serves both."""
+    """Log-probabilities are negated losses, within the bounds of both."""
     x, labels, d = operands((9, 1000), dtype)
     log_prob, _ = check(x, labels, d, implementation=implementation)
     loss = softmax_cross_entropy_with_integer_labels(x, labels, implementation=implementation)
@@ -41,15 +41,15 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Rows are certain or even, with logits of 1e4, differences of 1e4, and classes at -inf."""
+    """Results are correct for certain and for uniform rows, large logits, and classes at -inf."""
     x, labels, d = operands((7, 300), dtype)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # certain of the label
     x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # certain of another class
-    x = x.at[2].set(1e4).at[3].set(-7)  # even
+    x = x.at[2].set(1e4).at[3].set(-7)  # uniform
     x = x.at[4].set(jnp.sign(x[4]) * 1e4)
     capped = "logit_softcap" in options
     x = x.at[5, 10:].set(-jnp.inf).at[5, labels[5]].set(1)
-    x = x.at[6].set(jnp.where(jnp.arange(300) == labels[6], 3, -jnp.inf))  # one class alone
+    x = x.at[6].set(jnp.where(jnp.arange(300) == labels[6], 3, -jnp.inf))  # only one class
     log_prob, entropy = check(x, labels, d, implementation=implementation, **options)
     if not capped:
         assert (log_prob[0], entropy[0], log_prob[6], entropy[6]) == (0, 0, 0, 0)
@@ -64,13 +64,16 @@ def test_extremes(dtype, options, implementation):
 
 @refusable
 def test_small_entropies(implementation):
-    """Relative errors are a few roundings, even if 1 - p of the label is about 1e-6."""
+    """Small entropies and losses have relative errors of a few roundings.
+
+    1 - p of the label is about 1e-6.
+    """
     gap = np.array([14, 16, 18, 20], np.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(gap), jnp.full(4, 3)
     log_prob, entropy = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation)
     others = 999 * np.exp(-exact(gap))
     of_entropy = np.log1p(others) + others * exact(gap) / (1 + others)
-    # The sum of 999 equal exponentials of -gap, each with the rounding of its argument.
+    # A sum of 999 equal exponentials of -gap, each with the rounding error of its argument.
     roundings = reference.SAFETY * (np.sqrt(999) + gap + 8) * reference.unit_roundoff("float32")
     assert_within(log_prob, -np.log1p(others), roundings * np.log1p(others))
     assert_within(entropy, of_entropy, roundings * of_entropy)
@@ -80,7 +83,7 @@ def test_small_entropies(implementation):
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
 @pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
 def test_logits_that_stand_for_none(lowest, options, implementation):
-    """The lowest number masks classes before and after others, or all but one."""
+    """Classes may be masked by the dtype's lowest number: the first, the last, or all but one."""
     x, labels, d = operands((4, 300), "float32")
     column, labels = jnp.arange(300), labels.at[:].set(299)
     left_out = jnp.stack([column < 200, (column >= 100) & (column < 299), column % 3 == 0])
@@ -91,12 +94,12 @@ def test_logits_that_stand_for_none(lowest, options, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_what_is_infinite(options, implementation):
-    """The label is at -inf, or all logits of the row are."""
+    """Results are correct if the label is at -inf, or all logits of the row are."""
     x, labels, d = operands((3, 300), "float32")
     x = x.at[0, labels[0]].set(-jnp.inf).at[1].set(-jnp.inf)
     static = tuple({**options, "implementation": implementation}.items())
     (log_prob, entropy), dx = values_and_gradient(x, labels, cotangents_of(d), options=static)
-    if options:  # -inf is -softcap
+    if options:  # -inf becomes -softcap
         check(x, labels, d, implementation=implementation, **options)
         return
     assert np.isneginf(log_prob[0])
@@ -114,7 +117,7 @@ rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-100, 100, width=32))
 @few
 @given(rows)
 def test_entropies_are_of_no_label_and_between_0_and_that_of_even_rows(x):
-    """The mean of -log p over labels drawn from p is the entropy."""
+    """An entropy is the mean of -log p over all labels; it is between 0 and log(5)."""
 
     def of_label(k):
         return lambda x: log_prob_and_entropy(x, np.full(3, k, np.int32))

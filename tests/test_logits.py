@@ -1,4 +1,4 @@
-"""softmax and log_softmax of scale x + bias, masked and causal, against float64 numpy."""
+"""softmax and log_softmax of scale * x + bias, masked and causal, against float64 NumPy."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from jaxnorm.tools.plan import calls_in
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 SCALE = 0.37
-# x, bias, y
+# dtypes of x, bias and y
 MIXES = [
     *((d, d, d) for d in reference.DTYPES),
     ("bfloat16", "float32", "bfloat16"),
@@ -34,7 +34,8 @@ MIXES = [
     ("float16", "bfloat16", "float32"),
 ]
 SHAPE = (4, 3, 40, 72)
-# Shapes of bias and mask: one for each head, sample, key or query, or for pairs of them.
+# Shapes of the bias and the mask: a row or a value for each head, sample, key, query or pair of
+# them.
 BROADCAST = [(3, 40, 72), (4, 1, 1, 72), (40, 1), (), (4, 3, 40, 72), (1, 3, 1, 72)]
 
 
@@ -43,7 +44,7 @@ def mask_of(shape, seed=7):
 
 
 def kept_of(shape, where, causal):
-    """Return the mask in numpy, or None if nothing is masked."""
+    """Return the mask (including `causal`) in NumPy; None if nothing is masked."""
     rows, cols = shape[-2:]
     reached = np.arange(cols) <= np.arange(rows)[:, None] if causal else None
     masks = [np.asarray(m) for m in (where, reached) if m is not None]
@@ -75,7 +76,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     kept = kept_of(x.shape, where, causal)
     z = scale * exact(x) + exact(bias)
     everything = np.ones(x.shape, bool) if kept is None else np.broadcast_to(kept, x.shape)
-    # z is rounded twice, and y is its exponential; so is the largest z of the row.
+    # z = scale x + bias is rounded twice, and so is the largest z of the row, which is subtracted.
     rounded = u * (2 * np.abs(scale * exact(x)) + np.abs(exact(bias)))
     rounded = rounded + np.max(np.where(everything, rounded, 0), -1, keepdims=True)
     y_ref = expected(z, -1, kept)
@@ -85,7 +86,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     assert_within(np.where(everything, exact(y), 0), finite, y_bound)
     np.testing.assert_array_equal(exact(y)[~everything], y_ref[~everything])
 
-    # Entries that take no part are like absent ones: exp(-inf), and no cotangent.
+    # Masked entries have probability 0 and no cotangent.
     probabilities = finite if name == "softmax" else np.where(everything, y_ref, -np.inf)
     ds = np.where(everything, exact(d), 0)
     y_error = np.where(everything, y_bound, 0)
@@ -114,7 +115,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
 @pytest.mark.parametrize("shape", BROADCAST, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bias(name, shape, causal, half, implementation):
-    # Alternate, so that each shape meets every mix of dtypes with one of the functions.
+    # The combinations of dtypes alternate, so that each shape runs with all of them.
     turn = 2 * causal + BROADCAST.index(shape) + (name == "softmax") + half
     x_dtype, bias_dtype, y_dtype = MIXES[turn % len(MIXES)]
     x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)
@@ -180,7 +181,7 @@ def test_minus_infinity_in_a_bias_is_as_in_x():
 def test_float64():
     x, bias = data((3, 4, 50), "float32"), data((4, 50), "float64", seed=1)
     y = jaxnorm.softmax(x, bias=bias, scale=SCALE)
-    assert y.dtype == "float32"  # a bias never widens
+    assert y.dtype == "float32"  # a bias does not widen y
     expected = reference.softmax(SCALE * exact(x) + exact(bias), -1)
     assert_within(y, expected, 1.01 * reference.rounding(expected, "float32"))
 
@@ -193,7 +194,7 @@ def gradients(x, bias, where, **wrt):
 
 
 def test_what_is_kept_and_computed():
-    """y and the mask are saved; the bias's gradient is computed only if it is requested."""
+    """The derivative saves y and the mask, and computes the bias's gradient only if requested."""
     x, bias, where = jnp.ones((2, 3, 5)), jnp.ones((3, 1)), mask_of((2, 1, 5))
     for argnums, expected in ((0, ["x"]), ((0, 1), ["x", "logits_bias"])):
         jaxpr = jax.make_jaxpr(functools.partial(gradients, argnums=argnums))(x, bias, where)
@@ -204,7 +205,7 @@ def test_what_is_kept_and_computed():
     assert kept == [("bool", (2, 1, 5)), ("float32", (2, 3, 5))]
 
 
-# The sharding of x over a mesh with two axes: batch, queries, keys.
+# Shardings of x, of shape (batch, queries, keys), over a mesh with two axes.
 SPECS = [
     P("data"),
     P("data", "seq"),
@@ -216,7 +217,10 @@ SPECS = [
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_what_is_masked_may_take_part(with_bias):
-    """With a finite mask value, as in attention, results match jnp's, also in fully masked rows."""
+    """With a finite value for masked logits, as in attention, results equal jnp's.
+
+    In a fully masked row, all weights are equal.
+    """
     fill = float(np.finfo(np.float32).min)
     x = data((2, 3, 5, 7), "float32").at[0, 0, 1].set(fill)
     where = mask_of((2, 1, 5, 7)).at[1, 0, 2].set(False)
@@ -226,7 +230,7 @@ def test_what_is_masked_may_take_part(with_bias):
         return filled_softmax(x, where, bias if with_bias else None, fill=fill, dtype="float32")
 
     def theirs(x, bias):
-        if with_bias:  # The fill absorbs it, but its gradient is that of a sum.
+        if with_bias:  # The huge fill absorbs the bias; its gradient remains.
             x = x + jnp.where(x == fill, bias - jax.lax.stop_gradient(bias), bias)
         return jax.nn.softmax(jnp.where(where, x, fill))
 
@@ -244,7 +248,7 @@ def test_what_is_masked_may_take_part(with_bias):
 
 @functools.cache
 def on_one_device(name, bias_shape):
-    """Return a function with its gradients, its operands, and its results with their bounds."""
+    """Return a function that computes results and gradients, its operands and analysed values."""
     x, d = (data((4, 8, 16), "float32", seed=i, scale=1.0) for i in range(2))
     bias = data(bias_shape, "float32", seed=2)
 
@@ -259,7 +263,7 @@ def on_one_device(name, bias_shape):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @pytest.mark.parametrize(
     ("spec", "kind", "bias_shape", "name"),
-    # Each function and each bias runs in each sharding of x, alternating between functions.
+    # The cases cover every pair of a sharding, a kind of axes, a bias and a function.
     [
         (*on, *of)
         for on, *of in pairwise(

@@ -1,6 +1,6 @@
-"""Functions of logits and labels: values and gradients against float64 numpy.
+"""Functions of logits and labels: values and gradients against float64 NumPy.
 
-`test_log_prob` has the tests of entropies.
+Entropies are tested in `test_log_prob`.
 """
 
 import functools
@@ -44,10 +44,10 @@ class Of(NamedTuple):
     """A function of logits and labels.
 
     Attributes:
-      function: the function.
-      reference: its results in float64, with bounds.
-      cotangents: cotangents of its results, which differ between rows and between results.
-      options: the options of all functions.
+      function: the public function.
+      reference: the class that computes its results in float64, with bounds.
+      cotangents: returns cotangents that differ between rows and between results.
+      options: the options with which it is tested.
     """
 
     function: Callable[..., Any]
@@ -88,7 +88,7 @@ def value_and_gradient(x, labels, d, where=None, axis=-1, options=()):
 
 
 def check(x, labels, d, where=None, *, implementation, of="loss", **options):
-    """All results and the gradient over the last axis, each within its bound; the results."""
+    """Return all results, after asserting that they and the gradient are within their bounds."""
     given = {**options, "implementation": implementation}
     cotangents = FUNCTIONS[of].cotangents(d)
     results, dx = values_and_gradient(
@@ -135,7 +135,10 @@ def test_float64(of, options):
 @refusable
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_labels_of_any_integer_dtype(dtype, implementation):
-    """Labels may be invalid. With 64-bit types they keep their dtype, otherwise they have JAX's."""
+    """Labels of any integer dtype have correct losses, even if they are out of range.
+
+    Without 64-bit types, JAX converts them to 32 bits first.
+    """
     values = [0, 1, 126, 199, 200, 255, -1, -128, 2**15, 2**32 + 5, -(2**33)]
     info = np.iinfo(dtype)
     labels = np.array([v for v in values if info.min <= v <= info.max], dtype)
@@ -157,7 +160,7 @@ def test_labels_of_any_integer_dtype(dtype, implementation):
 @each
 @pytest.mark.parametrize("dtype", reference.DTYPES)
 def test_positions_that_do_not_count(dtype, of, implementation):
-    """Results and gradients are 0, for all labels, logits and cotangents."""
+    """Results and gradients of masked positions are 0 for any labels, logits and cotangents."""
     x, labels, d = operands((6, 300), dtype)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.inf).at[3, 7].set(jnp.nan)
@@ -175,7 +178,7 @@ def test_positions_that_do_not_count(dtype, of, implementation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("options", [{}, OPTIONS[6]], ids=str)
 def test_weights(options, dtype, implementation):
-    """Weights have any sign, and are cast to float32; 0 excludes even NaN and invalid labels."""
+    """Weights have any sign and are cast to float32; 0 excludes even NaN and invalid labels."""
     x, labels, d = operands((6, 300), "bfloat16")
     weights = jnp.asarray([[0.3, 0, -2, 1, 0, 1e-3]], dtype)
     bad = x.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
@@ -199,7 +202,7 @@ def test_weights(options, dtype, implementation):
 @refusable
 @pytest.mark.parametrize("cols", [301, 50257])
 def test_infinite_logits_under_a_cap(cols, implementation):
-    """-inf becomes -softcap. The padding of a kernel's rows is not a class."""
+    """With a softcap, a logit of -inf becomes -softcap; a kernel's padding still has no effect."""
     x, labels, d = operands((3, cols), "bfloat16")
     x = x.at[0, 7].set(-jnp.inf).at[1, : cols // 2].set(-jnp.inf).at[2].set(jnp.inf)
     check(x, labels, d, implementation=implementation, logit_softcap=3.0)
@@ -209,7 +212,7 @@ def test_infinite_logits_under_a_cap(cols, implementation):
 @each
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_bad_rows_stay_alone(bad, of, implementation):
-    """A label out of range or a NaN in the logits makes that row NaN, and no other."""
+    """A label out of range or a NaN in the logits makes only that row NaN."""
     x, labels, d = operands((5, 400), "float32")
     labels = labels.at[1].set(400).at[4].set(-1)
     x = x.at[2, 9].set(bad)
@@ -226,14 +229,14 @@ def test_bad_rows_stay_alone(bad, of, implementation):
 @refusable
 @each
 def test_masks_of_classes(of, implementation):
-    """Masks leave rows without a class, with the label alone, or without the label."""
+    """Masks of classes may leave a row no class, only the label, or all classes but the label."""
     rng = np.random.default_rng(1)
     x, labels, d = operands((4, 6, 200), "float32")
     where = rng.random((4, 6, 200)) < 0.5
     where[1, 2] = False
     where[3, 1] = np.arange(200) == labels[3, 1]
     where[2, 2] = np.arange(200) != labels[2, 2]
-    hidden = ~where & (np.arange(200) != labels[..., None])  # what must not matter
+    hidden = ~where & (np.arange(200) != labels[..., None])  # masked classes, except labels
     given = {"implementation": implementation, "of": of}
     for bad in (jnp.nan, jnp.inf):
         results = check(jnp.where(hidden, bad, x), labels, d, jnp.asarray(where), **given)
@@ -252,13 +255,13 @@ def test_masks_of_classes(of, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
 def test_confident_labels(options, implementation):
-    """A loss of 1e-6 has a relative error of a few roundings."""
+    """A small loss (about 1e-6) has a relative error of a few roundings."""
     certain = jnp.array([14, 16, 18, 20], jnp.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(certain), jnp.full(4, 3)
     loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)
     if not options:
         expected = np.log1p(999 * np.exp(-exact(certain)))
-        # The sum of 999 equal exponentials, each with the rounding of its argument.
+        # A sum of 999 equal exponentials, each with the rounding error of its argument.
         roundings = reference.SAFETY * (np.sqrt(999) + exact(certain) + 8) * 2.0**-24
         assert_within(loss, expected, roundings * expected)
 
@@ -270,8 +273,8 @@ def test_extreme_logits(options, implementation):
     big = jnp.sign(x) * 1e4
     check(big, labels, d, implementation=implementation, **options)
     check(x + 1e4, labels, d, implementation=implementation, **options)
-    # -inf is a class of probability 0. If it is the label's, the loss is infinite, the gradient
-    # finite.
+    # A logit of -inf is a class of probability 0. If the label has this logit, the loss is infinite
+    # and the gradient finite.
     x = x.at[:, 10:].set(-jnp.inf).at[0, labels[0]].set(-jnp.inf)
     loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
     expected = CrossEntropy(x, labels)
@@ -296,7 +299,7 @@ def test_more_than_float32_halves():
 @each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis, of):
-    """Axes give the same as the moved and flattened array, in their order, also with masks."""
+    """Over several axes, results are those of the transposed, flattened array, also with masks."""
     x = operands((4, 5, 6), "float32")[0]
     axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]
@@ -324,7 +327,7 @@ some_labels = hnp.arrays(np.int32, (3,), elements=st.integers(0, 4))
 @few
 @given(rows, some_labels, st.integers(-64, 64))
 def test_a_shift_changes_nothing(x, labels, shift):
-    x = np.round(x)  # so that x + shift is exact
+    x = np.round(x)  # makes x + shift exact
     for options in OPTIONS[:2]:
         program = functools.partial(cross_entropy, labels=labels, **options)
         shifted = jnp.asarray(x + shift)
@@ -334,7 +337,7 @@ def test_a_shift_changes_nothing(x, labels, shift):
 @few
 @given(rows, some_labels)
 def test_smoothing_is_a_mean_of_losses(x, labels):
-    """0 means no smoothing, 1 the mean over all labels, and the loss is linear in between."""
+    """The loss is linear in label_smoothing: 0 is no smoothing, 1 is the mean over all labels."""
     plain = cross_entropy(x, labels)
     np.testing.assert_array_equal(cross_entropy(x, labels, label_smoothing=0), plain)
 

@@ -1,4 +1,4 @@
-"""memory_report's advice on cross-entropies is true, and no other loss gets it."""
+"""memory_report's advice on cross-entropies is true, and other losses do not get it."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def of_optax(logits, labels):
 
 
 def of_log_softmax(logits, labels):
-    """The label's element is selected by an index."""
+    """Compute the loss from log_softmax, selecting each label's element by indexing."""
     return -jax.nn.log_softmax(logits)[jnp.arange(TOKENS), labels].mean()
 
 
@@ -68,7 +68,10 @@ def operands(*dtypes):
 
 
 def reports(before, after, x, weight):
-    """Return the reports of functions of (computed) hidden states, a head and labels."""
+    """Return the reports of two losses of hidden states, a head and labels.
+
+    The hidden states are computed inside the function.
+    """
 
     def report(loss):
         def whole(x, weight, labels):
@@ -91,7 +94,7 @@ def check(before, after, function):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
-    """Logits have the matmul's dtype, or are cast to float32."""
+    """A matmul and a loss get the advice, whether or not the logits are cast to float32."""
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -104,7 +107,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("is_product", [True, False])
 def test_log_probabilities(is_product, is_wide, dtype):
-    """Logits of a matmul are not saved; of other logits, a cast is not saved."""
+    """`log_prob_and_entropy` saves neither a matmul's logits nor a cast of other logits."""
 
     def ratios(results):
         log_prob, entropy = results
@@ -133,7 +136,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
 
 
 def test_a_tied_embedding_in_float32():
-    """The embedding is cast and transposed, and hidden states have a bias."""
+    """A tied embedding gets the advice, with casts, a transpose and a bias."""
 
     def hidden(x, embedding, labels):
         return x + embedding.astype(jnp.bfloat16)[labels]
@@ -152,13 +155,13 @@ def test_a_tied_embedding_in_float32():
 
 
 def waves(logits):
-    """Return logits made by operations whose derivatives save arrays."""
+    """Return logits computed by operations whose derivatives save arrays."""
     return 30 * jnp.sin(logits / 30)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """The loss takes 16-bit logits directly, without saving a cast or exponentials."""
+    """Logits that no matmul computed: the loss takes them in 16 bits and saves no cast."""
 
     def before(x, weight, labels):
         return loss(waves(x @ weight).astype(jnp.float32), labels)
@@ -175,7 +178,7 @@ def capped(logits):
 
 
 def capped_in_float32(logits):
-    """Cap logits as Gemma 2 does: divide, cap and multiply in float32."""
+    """Cap logits as Gemma 2 does: divide, take the tanh and multiply in float32."""
     logits = logits.astype(jnp.float32) / 30
     return jnp.tanh(logits) * 30
 
@@ -224,7 +227,7 @@ def test_a_softcap_of_log_probabilities():
 
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_logits_without_the_last_position(is_capped):
-    """For next-token losses, the linear layer's input is sliced instead of the logits."""
+    """If a loss slices off the last position, the linear layer's input is sliced instead."""
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -240,7 +243,7 @@ def test_logits_without_the_last_position(is_capped):
 
 
 def test_capped_logits_that_something_else_takes():
-    """The loss alone cannot apply the softcap."""
+    """There is no advice to fuse a softcap whose result is also used elsewhere."""
 
     def loss(x, weight, labels):
         logits = capped(x @ weight)
@@ -254,7 +257,7 @@ def test_capped_logits_that_something_else_takes():
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("is_closed_over", [True, False])
 def test_frozen_operands(argnums, is_closed_over):
-    """The gradient of a frozen operand is neither computed nor saved."""
+    """If an operand is frozen, its gradient is neither computed nor saved."""
     x, weight = (jnp.ones(s, "bfloat16") for s in ((TOKENS, WIDTH), (WIDTH, CLASSES)))
 
     def report(loss):
@@ -270,7 +273,7 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """An argmax saves nothing, but needs the logits; the exponentials are an additional array."""
+    """Logits of which an argmax is taken still exist, so the advice saves only the exponentials."""
 
     def loss_with(cross_entropy):
         def loss(x, weight, labels):
@@ -289,7 +292,7 @@ def test_logits_that_something_else_takes():
 
 
 def test_logits_that_are_returned():
-    """The logits exist because they are returned, though the loss of a linear layer needs none."""
+    """There is no advice if the logits are returned, because they must exist."""
     x, weight = operands("bfloat16", "bfloat16")
 
     def loss(x, weight, labels):
@@ -302,7 +305,7 @@ def test_logits_that_are_returned():
 
 
 def test_a_small_vocabulary():
-    """Gradients of a large weight are larger than the logits of few rows."""
+    """There is no advice if the weight's gradient is larger than the logits."""
     x = jax.ShapeDtypeStruct((4, 256), "float32")
     weight = jax.ShapeDtypeStruct((256, 64), "float32")
 
@@ -327,7 +330,7 @@ def without_a_label(logits):
 
 
 def with_weights(logits):
-    """The weights of a focal loss."""
+    """Return a focal loss, which weights the losses."""
     p = jax.nn.softmax(logits)[jnp.arange(TOKENS), FIRST]
     return -jnp.mean((1 - p) ** 2 * jnp.log(p))
 

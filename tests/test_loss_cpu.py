@@ -1,4 +1,4 @@
-"""The cross-entropy of XLA's code on a CPU, whose sums leave the label's term out by lanes."""
+"""The cross-entropy of XLA's code on a CPU, whose sums in lanes leave out the label's term."""
 
 import functools
 import re
@@ -28,11 +28,11 @@ PRIME = 8209
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 3.0, 10.0])
 @pytest.mark.parametrize("cols", [1024, PRIME, 50257, 128256])
 def test_ulps(cols, deviation):
-    """Errors are at most 2 units in the last place.
+    """Losses have errors of at most 2 ulps.
 
-    The logarithm errs by one unit, and the two roundings of m - x_l + log(s) by half a unit each.
-    The sum's relative error of about 2^-24 is an absolute error of the logarithm: an eighth of a
-    unit of a loss above 4.
+    The logarithm has an error of 1 ulp, and the two roundings of m - x_l + log(s) of half an ulp
+    each. The sum's relative error of about 2^-24 is an absolute error of the logarithm: 1/8 ulp of
+    a loss above 4.
     """
     x, _, _ = operands((32, cols), "float32", seed=cols, scale=deviation)
     labels = jnp.asarray(np.random.default_rng(1).integers(0, cols, 32))
@@ -42,7 +42,7 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The size is the divisor nearest to 16 from 8 to 2048 that leaves 32 lanes; else None."""
+    """The lane size is the divisor nearest to 16, from 8 to 2048, that leaves 32 lanes, or None."""
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
     assert [lane_size(n) for n in sizes] == [16, 16, 29, 16, 16, 103, None, None, None]
 
@@ -50,7 +50,10 @@ def test_lane_sizes():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_certain_label_in_every_column(dtype, masked):
-    """Sums of about 1e-7 leave out the label's exponential, which is 1, in any column."""
+    """A loss of about 1e-7 is accurate, in whatever column the label is.
+
+    The sum of the other exponentials must not include the label's, which is 1.
+    """
     cols = 256
     assert lane_size(cols) == 8
     x, _, d = operands((cols, cols), dtype, scale=1.0)
@@ -61,8 +64,8 @@ def test_a_certain_label_in_every_column(dtype, masked):
     given = {"where": jnp.asarray(where)} if masked else {}
     loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, **given), x)
     expected = CrossEntropy(x, labels, **({"kept": where} if masked else {}), dtype=dtype)
-    assert expected.loss.max() < 4 * cols * np.exp(-24.0)  # too little beside 1 to be a part of it
-    # Exponentials of arguments of up to 30, each right to half a unit, and their sum.
+    assert expected.loss.max() < 4 * cols * np.exp(-24.0)  # lost next to 1
+    # Exponentials of arguments of up to 30, each accurate to half an ulp, and their sum.
     u = unit_roundoff("float32")
     roundings = SAFETY * u * (30 + np.sqrt(cols))
     assert_within(loss, expected.loss, roundings * expected.loss)
@@ -72,7 +75,7 @@ def test_a_certain_label_in_every_column(dtype, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 def test_exponentials_are_made_once(z_loss, masked):
-    """In float32, forward and backward share one array of exponentials; all others are of rows."""
+    """In float32, forward and backward share one array of exponentials of the logits' size."""
     x, labels, _ = operands((64, 4096), "float32")
     where = {"where": jnp.broadcast_to(jnp.arange(4096) % 3 > 0, x.shape)} if masked else {}
     step = jax.jit(jax.grad(lambda x: cross_entropy(x, labels, z_loss=z_loss, **where).mean()))
@@ -81,7 +84,7 @@ def test_exponentials_are_made_once(z_loss, masked):
 
 
 def test_positions_left_out_have_no_second_derivatives():
-    """Their derivatives are 0, even for NaN logits in float32, whose exponentials are shared."""
+    """Second derivatives at masked positions are 0, even for NaN logits."""
     x = jnp.ones((3, 256)).at[1].set(jnp.nan).at[0, 3].set(2.0)
     labels, kept = jnp.array([3, 0, 1]), jnp.array([True, False, True])
     loss = functools.partial(cross_entropy, labels=labels, where=kept[:, None])
@@ -104,7 +107,7 @@ def test_labels_outside_are_nan_in_their_rows():
 
 
 def test_ties_and_infinities():
-    """Rows have ties of the largest logit, only the label, a label at -inf, or NaN."""
+    """Losses are correct for ties of the largest logit, single classes, labels at -inf, and NaN."""
     x = jnp.zeros((6, 4096)).at[1].set(-jnp.inf).at[1, 7].set(3.0).at[2, 7].set(-jnp.inf)
     x = x.at[3].set(-jnp.inf).at[4, 9].set(jnp.inf).at[5, 7].set(jnp.nan)
     loss = cross_entropy(x, jnp.full(6, 7))
@@ -128,5 +131,6 @@ def test_other_devices_make_the_same_sums_in_one_reduction(cols, masked, monkeyp
     elsewhere = label_sums(x, kept, m, label, at_label, spec)
     assert len(here) == len(elsewhere) == 4
     for a, b in zip(here, elsewhere):
-        # Terms of one sign are summed in another order: at most one rounding for each.
+        # All terms have the same sign and are added in another order, so each addition adds at most
+        # one rounding.
         assert_within(a, exact(b), cols * unit_roundoff("float32") * np.abs(exact(b)))

@@ -1,4 +1,4 @@
-"""Functions of logits on a mesh: rows split, the vocabulary split, for every kind of axis."""
+"""Functions of logits on a mesh: split rows or a split vocabulary, on every kind of mesh axis."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ def log_prob(x, labels, axis=-1, where=None, **options):
 
 
 each = pytest.mark.parametrize("function", [loss, log_prob])
-# How many numbers of each row an exchange has: the maximum; sums over shards.
+# The numbers per row in each exchange: the maximum, and then sums over the shards.
 EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
 
 
@@ -54,7 +54,7 @@ def arrays():
 
 
 def placed(mesh, spec):
-    """Put the arrays on a mesh: logits by `spec`, arrays of rows by its first axes."""
+    """Shard the arrays: logits by `spec`, and arrays with one number per row by its first axes."""
     specs = [spec, *[P(*spec[:2])] * 3]
     return in_shards(arrays(), mesh, specs), specs
 
@@ -65,7 +65,7 @@ def expected_of(function):
 
 
 def check(results, function, spec=None):
-    """Check the values, and that the gradient is sharded as the logits are."""
+    """Assert that values are correct and that the gradient is sharded like the logits."""
     assert_analysed(results, expected_of(function))
     if spec is not None:
         _, dx = results
@@ -79,9 +79,9 @@ def sizes(found):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vocabulary_split(kernels, kind, function):
-    """Devices exchange a maximum and a sum for each row; no logits move.
+    """If the vocabulary is split, devices exchange only maxima and sums of rows, not logits.
 
-    XLA gathers the sums of all shards and adds them, where it partitions its own code.
+    Where XLA partitions its own code, it gathers the sums of all shards.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, _ = placed(mesh, VOCABULARY)
@@ -99,7 +99,7 @@ def test_vocabulary_split(kernels, kind, function):
 
 @each
 def test_vocabulary_split_beside_manual_rows(function):
-    """The call is inside `jax.shard_map` over the rows' axis; the vocabulary's axis is explicit."""
+    """In a `jax.shard_map` over the rows' axis, an Explicit axis may split the vocabulary."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     sharded, _ = placed(mesh, VOCABULARY)
     with jax.set_mesh(mesh):
@@ -118,12 +118,12 @@ def test_vocabulary_split_beside_manual_rows(function):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_several_axes_of_classes_split(kind, function):
-    """Labels count classes in row-major order, for all ways to split the axes."""
+    """With several split axes of classes, labels still count classes in row-major order."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
-    # 24 classes are 4 by 6, both split; the last labels are invalid.
+    # 24 classes are 4 x 6, with both axes split. The last two labels are invalid.
     both = jax.value_and_grad(
         lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
     )

@@ -1,4 +1,4 @@
-"""``python -m jaxnorm``: what it prints, what its check finds, and its exit status."""
+"""``python -m jaxnorm``: its output, the errors that its check finds, and its exit status."""
 
 import ctypes
 import io
@@ -25,7 +25,7 @@ HERE = backends.local_platform()
 on_a_cpu = pytest.mark.skipif(HERE != "cpu", reason="kernels run here")
 
 
-# ----------------------------------------------------------------------------------- what is here
+# ------------------------------------------------------------------- the report of this machine
 
 
 @pytest.mark.parametrize("flax", [True, False], ids=["flax", "no flax"])
@@ -64,13 +64,13 @@ def test_what_runs_names_the_reasons(monkeypatch):
     ]
     monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
     assert dict(machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
-    # If both directions agree, they have one line.
+    # If both directions have the same implementation, they share a line.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_linear_layers_have_plans(platform):
-    """Functions without kernels are XLA's; linear logits are planned as a chunk's logits."""
+    """Functions without kernels are planned for XLA, and linear logits like a chunk's logits."""
     shape, dtype = (8192, 4096), "bfloat16"
     for name in ("gated_linear", "activation_linear"):
         plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform)
@@ -122,7 +122,7 @@ def test_missing_extras(monkeypatch):
     assert dict(machine._missing_extras()) == {
         name: f'pip install -e ".[{name}]"' for name in ("cuda12", "cuda13", "triton")
     }
-    installed |= {"jax-cuda13-plugin"}  # one of CUDA's is enough
+    installed |= {"jax-cuda13-plugin"}  # one of CUDA's plugins is enough
     assert [extra for extra, _ in machine._missing_extras()] == ["triton"]
 
 
@@ -130,17 +130,18 @@ def test_missing_extras(monkeypatch):
 
 
 def shifted(function, factor):
-    """Return a public function with results that are wrong by a factor."""
+    """Return a public function whose results are wrong by a factor."""
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
-# A divergence is a small difference of two large logits, whose matmuls have worst-case bounds.
+# Factors of errors that the check must find. A divergence is a small difference of large logits,
+# whose matmuls have worst-case bounds.
 FOUND = {"linear_kl_divergence": 2**-5}
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
-    """The check accepts correct values, and finds an error of a bfloat16 unit, or of 2**-12."""
+    """The check accepts correct values, and finds a relative error of 2**-12 (or of `FOUND`)."""
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
     assert HERE != "cpu" or not right.has_kernel
@@ -163,7 +164,7 @@ def test_exit_status_of_what_is_right(monkeypatch, capsys):
     few_cases(monkeypatch)
     assert main(["--check"]) == 0
     out, err = capsys.readouterr()
-    assert not err  # no terminal, no progress bar
+    assert not err  # no progress bar without a terminal
     assert "4 of 4 are right" in out
     assert "No kernel was checked: on cpu" in out
     assert out.count("xla, xla") == 4
@@ -171,7 +172,7 @@ def test_exit_status_of_what_is_right(monkeypatch, capsys):
 
 @on_a_cpu
 def test_processes_find_what_threads_find(monkeypatch):
-    """On a GPU each worker is a process, with the platform of this process."""
+    """Checks in processes, as on a GPU, have the same outcomes as checks in threads."""
     few_cases(monkeypatch)
     in_threads = selfcheck.run()
     monkeypatch.setattr(selfcheck, "_IN_PROCESSES", {HERE})
@@ -183,7 +184,7 @@ def test_processes_find_what_threads_find(monkeypatch):
 
 
 class Kernels(types.ModuleType):
-    """xla's functions as a separate implementation."""
+    """A separate implementation with XLA's functions."""
 
     forward, backward = staticmethod(xla.forward), staticmethod(xla.backward)
 
@@ -194,13 +195,13 @@ class Kernels(types.ModuleType):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Make an implementation the default here, with four checks and timings of small arrays."""
+    """Make `Kernels` the default here, with four checks, and timings of small arrays."""
     module = Kernels("kernels_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(backends.MODULES, "kernels", module.__name__)
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("kernels",)})
     few_cases(monkeypatch)
-    monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # which would not have this module
+    monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # processes would not have this module
     small = wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
     monkeypatch.setattr(wall_time, "CALLS", (small,))
     jax.clear_caches()
@@ -242,11 +243,11 @@ def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
     assert "RuntimeError: no such instruction\n" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------- bounds, and text
+# ----------------------------------------------------------------------- error bounds, and messages
 
 
 def test_running_errors_bound_float32():
-    """Sums and products in float32 are within their bounds, element by element."""
+    """Sums and products in float32 are within the check's bounds, element by element."""
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(64, 512)).astype(np.float32) for _ in range(2))
     x, y = Bounded.exact(a), Bounded.exact(b)
@@ -260,7 +261,7 @@ def test_running_errors_bound_float32():
     ):
         error = np.abs(ours.astype(np.float64) - bounded.value)
         assert np.all(error <= bounded.error)
-        # Bounds are not much larger than the errors: bounds that are too wide would find nothing.
+        # The bounds are not much larger than the errors; otherwise the check would find nothing.
         assert np.max(bounded.error) <= 1e3 * np.max(error)
     stored = x.stored("bfloat16")
     error = np.abs(np.asarray(jax.numpy.asarray(a, "bfloat16"), np.float64) - stored.value)

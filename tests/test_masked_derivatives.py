@@ -1,7 +1,7 @@
-"""NaN or infinity in an entry that takes part does not reach entries that take no part.
+"""A NaN or infinity in an unmasked entry does not reach masked entries.
 
-Cotangents and tangents of masked entries are set to 0. Without that, the sums over a row in the
-derivative of a softmax would carry a NaN to all entries of the row.
+Cotangents and tangents of masked entries are set to 0. Without this, the sums over a row in a
+softmax's derivative would spread a NaN to all entries of the row.
 """
 
 import itertools
@@ -21,7 +21,7 @@ SHAPE = (4, 32, 32)
 LOWER = np.tril(np.ones(SHAPE[1:], bool))
 MASK = np.random.default_rng(0).random(SHAPE) < 0.6
 MASK[:, 3], MASK[:, :, 0] = False, True  # rows with one entry
-# The broken entry of each row takes part in every mask.
+# The broken entry of each row is unmasked in every mask. AT is its index.
 BROKEN, AT = (slice(None), 5), (slice(None), 5, 0)
 BIAS = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
 
@@ -47,7 +47,7 @@ softmaxes = pytest.mark.parametrize(
 
 
 def with_bias(name, kind, **more):
-    """Return a function of x and, if there is one, the bias; its operands; and the mask."""
+    """Return a function of x and of the bias (if the kind has one), its operands, and the mask."""
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
     rest = {k: v for k, v in options.items() if k != "bias"} | more
@@ -59,7 +59,7 @@ def with_bias(name, kind, **more):
 
 
 def assert_masked(values, clean, kept):
-    """Assert that masked entries are 0, and that other rows are as without the broken entry."""
+    """Assert that masked entries are 0 and that other rows are as without the broken entry."""
     values, clean = np.asarray(values), np.asarray(clean)
     np.testing.assert_array_equal(values[~kept], 0)
     assert not np.isfinite(values[AT]).any()
@@ -77,8 +77,7 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
     )
     assert_masked(dx, clean, kept)
     if dbias and dbias[0].shape[-1] > 1:
-        # Entries of the bias that are added to no row with the broken entry, or to no kept entry
-        # there.
+        # Find the bias's entries that are not added to any unmasked entry of the broken row.
         over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
         in_row = np.zeros(SHAPE, bool)
         in_row[BROKEN] = kept[BROKEN]
@@ -121,7 +120,7 @@ ROWS = 8
 CLASS_MASK = np.random.default_rng(2).random((ROWS, CLASSES)) < 0.6
 CLASS_MASK[:, 0] = True
 LABELS = np.arange(ROWS, dtype=np.int32) * 3
-OF_CLASSES = CLASS_MASK | (np.arange(CLASSES) == LABELS[:, None])  # a label always takes part
+OF_CLASSES = CLASS_MASK | (np.arange(CLASSES) == LABELS[:, None])  # labels are never masked
 POSITIONS = np.arange(ROWS) % 2 == 0
 OF_POSITIONS = np.broadcast_to(POSITIONS[:, None], CLASS_MASK.shape)
 
@@ -149,7 +148,7 @@ where_of_losses = pytest.mark.parametrize(
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
-    """All cotangents are broken, including those of positions that do not count."""
+    """Broken cotangents leave the gradients of masked entries at 0, even at masked positions."""
     x = data((ROWS, CLASSES), "float32")
     y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
     (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))
@@ -160,7 +159,7 @@ def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_tangents_of_a_loss(name, where, kept, bad):
-    """Tangents of masked elements do not matter."""
+    """Tangents of masked elements have no effect, even if they are NaN or infinite."""
     x = data((ROWS, CLASSES), "float32")
 
     def function(x):
@@ -198,7 +197,7 @@ LINEAR = {
     [*itertools.product(LINEAR, [False]), *itertools.product(["mean", "sum", "none"], [True])],
 )
 def test_rows_that_a_linear_loss_leaves_out(name, bad, weighs):
-    """x, tangents and cotangents of rows that a linear loss leaves out do not matter."""
+    """Masked rows of a linear loss have no effect, whatever their x and (co)tangents are."""
     where = jnp.asarray(POSITIONS * 0.5, jnp.float32) if weighs else POSITIONS
     w = data((16, CLASSES), "float32", scale=0.1)
     x, counts = data((ROWS, 16), "float32", seed=1), POSITIONS[:, None]

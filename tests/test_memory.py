@@ -20,7 +20,7 @@ LAYERS, TOKENS, WIDTH = 12, 512, 256
 
 
 def stack(norm, x, params):
-    """Pre-norm residual blocks, scanned over layers: x + relu(norm(x) w1) w2."""
+    """Compute pre-norm residual blocks, x + relu(norm(x) w1) w2, scanned over layers."""
 
     def block(x, p):
         scale, bias, w1, w2 = p
@@ -58,7 +58,7 @@ def test_scan_saves_one_activation_per_layer(norm, dtype, share):
 
 
 def residual_bytes(function, *args):
-    """Return the bytes that the backward needs beside the inputs, with each array counted once."""
+    """Return the bytes that the backward needs besides the inputs, counting each array once."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*args).jaxpr
     inputs = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
     unique = {id(v): v.aval for v in jaxpr.outvars if id(v) not in inputs}
@@ -67,13 +67,13 @@ def residual_bytes(function, *args):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_are_the_output_itself(dtype):
-    """A norm before a matmul saves y, which the matmul needs anyway, and rstd."""
+    """A norm before a matmul saves only rstd in addition to y, which the matmul saves anyway."""
     x, w = jnp.ones((TOKENS, WIDTH), dtype), jnp.ones((WIDTH, WIDTH), dtype)
     scale = jnp.ones(WIDTH, dtype)
     y_bytes, rstd_bytes = x.nbytes, 4 * TOKENS
 
     def kept(save):
-        # x is computed here, so that it counts if it is saved.
+        # x is computed inside the function, so that it counts if it is saved.
         return residual_bytes(
             lambda x, s, w: jaxnorm.layer_norm(x + 1, s, save=save) @ w, x, scale, w
         )
@@ -84,7 +84,7 @@ def test_residuals_are_the_output_itself(dtype):
 
 @pytest.mark.parametrize("custom_jvp", [False, True])
 def test_softmax_keeps_one_array_where_jax_keeps_two(custom_jvp):
-    """JAX's own softmax saves one only with a setting that is off by default."""
+    """jaxnorm's softmax saves one array; JAX's saves two, or one with a setting that is off."""
     assert jax.config.jax_softmax_custom_jvp is False
     x, v = jnp.ones((64, 64)), jnp.ones((64, 64))
     with jax.softmax_custom_jvp(custom_jvp):
@@ -114,7 +114,7 @@ def test_statistics_are_computed_only_for_a_gradient(monkeypatch):
 
     recorded = xla.IMPLEMENTATION._replace(forward=recording)
     monkeypatch.setattr(xla, "IMPLEMENTATION", recorded)
-    x = jnp.ones((8, 17))  # a shape of this test alone, so that it is traced here
+    x = jnp.ones((8, 17))  # no other test has this shape, so it is traced here
     jaxnorm.layer_norm(x)
     forward = set(wanted)
     wanted.clear()
@@ -123,7 +123,7 @@ def test_statistics_are_computed_only_for_a_gradient(monkeypatch):
 
 
 def test_gradients_of_the_stack_agree():
-    """The memory figures are of programs that compute the same thing."""
+    """The programs whose memory is compared compute the same gradients."""
     rng = np.random.default_rng(0)
     x, params = jax.tree.map(
         lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.05, s.dtype), operands("float32")
@@ -137,16 +137,16 @@ def test_gradients_of_the_stack_agree():
     results = ours(x, params), theirs(x, params)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
-        # Twelve layers amplify rounding errors more than a bound can follow.
+        # Twelve layers amplify rounding errors more than the analysis can bound.
         assert_as_accurate(*results, theirs(*wide))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
 def test_nothing_else_of_the_logits_size(dtype, options):
-    """The compiled step makes the gradient, and no other array as large beside it.
+    """A compiled step stores only the gradient; no other array of the logits' size exists with it.
 
-    On a CPU float32's exponentials are made once, in the gradient's memory.
+    On a CPU in float32, exponentials are first stored in the gradient's memory.
     """
     x, labels, d = logits_and_labels((64, 4096), dtype)
     step = value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile()
@@ -158,7 +158,7 @@ def test_nothing_else_of_the_logits_size(dtype, options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
-    """The forward writes no array of that size, and the backward writes only the gradient."""
+    """An entropy's forward stores no array of the logits' size; the backward only the gradient."""
     x, labels, d = logits_and_labels((64, 4096), dtype)
 
     def step(x, labels, *cotangents):

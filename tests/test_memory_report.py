@@ -1,4 +1,4 @@
-"""memory_report: its total is JAX's, its lines are the user's, and its advice is true."""
+"""memory_report: its total is JAX's, its source lines are the user's, and its advice is true."""
 
 import functools
 import gc
@@ -19,7 +19,7 @@ from jaxnorm.tools import memory_advice
 
 pytestmark = pytest.mark.oldest_jax
 
-# Primitives of the oldest or the newest supported JAX alone.
+# Primitives that only the oldest or only the newest supported JAX has.
 NOT_IN_ALL_VERSIONS = {"polynomial"}
 
 LAYERS, TOKENS, WIDTH, INNER = 3, 64, 32, 128
@@ -73,8 +73,8 @@ def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
 
 
 def with_dropout(x, w, *, is_gated=False, followed=False):
-    """Dropout is between an activation and the linear layer after it, as in Flax's transformers."""
-    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # a layer's own
+    """An MLP with dropout between the activation and the next linear layer, as in Flax."""
+    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # one per layer
 
     def product(h, weight):
         return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0) @ weight
@@ -88,7 +88,7 @@ def with_dropout(x, w, *, is_gated=False, followed=False):
 
 
 def attention(x, w, *, softmax=jax.nn.softmax):
-    """Heads are split and joined by reshapes; probabilities are float32."""
+    """Self-attention whose heads are split and joined by reshapes, with float32 probabilities."""
     q, k = ((x @ w[name]).reshape(TOKENS, 8, -1) for name in ("gate", "up"))
     logits = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
     p = softmax(logits).astype(x.dtype)
@@ -154,7 +154,7 @@ FOLLOWED = {
         )
         for activation in (jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.silu, jax.nn.sigmoid)
     },
-    # These activations add a number to their operand: it is not the bias of a matmul.
+    # These activations add a constant to their operand, which is not a matmul's bias.
     **{
         f"activation_linear, {activation.__name__}": tuple(
             functools.partial(gpt2, activation=activation, has_bias=False, followed=followed)
@@ -175,7 +175,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Advice saves what it says, within 10 %, and is gone after it was followed."""
+    """Following the advice saves what it says, within 10 %, and leaves no such advice."""
     before, after = (
         memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
     )
@@ -187,7 +187,7 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """A cast of the 16-bit result, for a sine, is saved; the norm's residual has 16 bits."""
+    """If a norm's 16-bit result is cast to float32, the advice counts the cast as still saved."""
 
     def step(norm, x, w):
         y = norm(x @ w["up"], w["bias"])
@@ -224,7 +224,7 @@ def reshaped(x, w, *, followed=False):
 
 def cast(x, w, *, followed=False):
     wide = jnp.exp((x @ w["up"]).astype(jnp.float32))
-    # This is no activation before a matmul, because something else uses it too.
+    # wide is used twice, so it is not an activation before a matmul.
     x = x + jnp.sum(jnp.sin(wide)).astype(x.dtype)
 
     def out(wide, weight):
@@ -235,7 +235,10 @@ def cast(x, w, *, followed=False):
 
 @pytest.mark.parametrize("one", [reshaped, cast])
 def test_what_a_scan_keeps_twice(one):
-    """A reshape is saved only in a loop. Outside of it, XLA needs no copy."""
+    """Advice finds a reshape or a cast that a scan saves in addition to its operand.
+
+    Outside of a loop, XLA needs no copy of a reshape, so there is no advice.
+    """
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
     (told,) = [row for row in before if row.advice]
@@ -249,7 +252,7 @@ def test_what_a_scan_keeps_twice(one):
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_modules(library):
-    """Flax's code is not a user's line; a model may have leaves that are not arrays."""
+    """Source lines are the user's, not Flax's, and models may have leaves that are not arrays."""
     if library == "linen":
 
         class Model(flax.linen.Module):
@@ -282,7 +285,7 @@ def test_modules(library):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_advice_on_flax_s_norms(name):
-    """The advice on Flax's norms says what `jaxnorm.linen` frees."""
+    """The advice on Flax's norms says what `jaxnorm.linen` saves."""
 
     class Model(flax.linen.Module):
         norm: type[flax.linen.Module]
@@ -310,7 +313,7 @@ def test_advice_on_flax_s_norms(name):
 
 
 def test_an_equinox_model():
-    """The model has functions as leaves, and layers under `jax.vmap`."""
+    """An equinox model may have functions as leaves, and layers under `jax.vmap`."""
     equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(WIDTH, WIDTH, INNER, 1, activation=jax.nn.gelu, key=jax.random.key(0))
     report = memory_report(lambda m, x: jnp.sum(jax.vmap(m)(x)), model, jnp.ones((TOKENS, WIDTH)))
@@ -319,7 +322,7 @@ def test_an_equinox_model():
 
 
 def test_stacked_by_the_user():
-    """jnp.stack makes one array; it is not counted as a scan's array per layer."""
+    """An array that the user stacks is not counted as a scan's array per layer."""
 
     def f(x):
         y = jnp.stack([jnp.sin(x), jnp.cos(x)])
@@ -380,7 +383,10 @@ def test_equal_arrays_are_one_row():
 
 
 def test_what_is_printed():
-    """At most 25 lines of 100 columns; small rows in one line; advice by function; totals last."""
+    """A printed report has at most 25 lines of 100 columns for twelve equal layers.
+
+    Small rows share a line, advice is summed by function, and totals are last.
+    """
     report = twelve_layers()
     lines = str(report).splitlines()
     assert len(lines) <= 25
@@ -419,7 +425,7 @@ def test_the_table():
 
 
 def test_long_names_are_cut():
-    """Cut names of files and functions keep their line numbers."""
+    """If names of files and functions are too long, they are cut, but keep their line numbers."""
     source = f"a_file_with_a_very_long_name_{'x' * 60}.py:1234 (a_function)"
     row = jaxnorm.tools.memory_report.KeptArray(
         2**30, (64, 1024, 128256, 16, 16), np.dtype("float32"), source, "convert_element_type", 1,
@@ -461,7 +467,10 @@ def mlp(w, x, *, followed=False):
 
 @pytest.mark.parametrize("trained", ["all", "gate and up", "input", "input, closed over"])
 def test_frozen_weights(trained):
-    """With an adapter on gate and up, for example, the down projection saves no input."""
+    """Advice counts only what is saved if some weights are frozen.
+
+    For example, with an adapter on gate and up, the down projection's input is not saved.
+    """
     w = {n: jnp.ones(SHAPES[n], "bfloat16") for n in ("gate", "up", "down")}
     x = jnp.ones(X.shape, X.dtype)
 
@@ -484,21 +493,21 @@ def test_frozen_weights(trained):
 
 
 def divided(x, scale):
-    """The RMSNorm of Hugging Face's models."""
+    """Compute RMSNorm as Hugging Face's models do."""
     wide = jnp.asarray(x, dtype=jnp.float32)
     mean = jnp.power(wide, 2).mean(-1, keepdims=True)
     return scale * jnp.asarray(x / jnp.sqrt(mean + 1e-6), dtype=x.dtype)
 
 
 def scale_first(x, scale):
-    """The RMSNorm of Tunix's Qwen 3."""
+    """Compute RMSNorm as Tunix's Qwen 3 does."""
     wide = jnp.astype(x, jnp.float32)
     rms = jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
     return jnp.astype(scale * wide / rms, x.dtype)
 
 
 def one_plus(x, scale):
-    """The RMSNorm of Gemma."""
+    """Compute RMSNorm as Gemma does."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
     return (normed * (1 + jnp.expand_dims(scale, 0))).astype(x.dtype)
@@ -515,7 +524,7 @@ def standardized(x, scale):
 
 
 class NormOfAClass:
-    """An RMSNorm in a class, with a named statistic for policies of jax.checkpoint."""
+    """An RMSNorm in a class, whose statistic has a name for policies of jax.checkpoint."""
 
     def __call__(self, x, scale):
         wide = x.astype(jnp.float32)
@@ -552,7 +561,10 @@ def test_norms_of_the_user_s_own(name, stack):
 
 
 def test_primitives_that_recognisers_look_for():
-    """If a new JAX renames a primitive, this names the recogniser to look at."""
+    """All primitives that recognisers of advice look for exist in this JAX.
+
+    If a new JAX renames a primitive, the failure names the recogniser to change.
+    """
     names = {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
     ours = {name for name in names if name.startswith("jaxnorm.")}
     for recognised in memory_advice.RECOGNISERS:
@@ -582,7 +594,7 @@ def test_errors(argnums, error, message):
 
 
 def test_errors_of_calls():
-    """A result in place of the function is refused, and so is a call without arguments."""
+    """A result in place of the function raises an error, and so does a call without arguments."""
     with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):
@@ -590,7 +602,7 @@ def test_errors_of_calls():
 
 
 def test_a_large_model_takes_seconds():
-    """The report of a 7B model (32 unrolled layers of width 4096) takes seconds."""
+    """The report of a 7B model (32 unrolled layers of width 4096) takes only seconds."""
     shapes = {"scale": (4096,), "gate": (4096, 11008), "up": (4096, 11008), "down": (11008, 4096)}
     w = [{n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in shapes.items()}] * 32
 

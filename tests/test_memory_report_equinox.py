@@ -29,7 +29,7 @@ class Block(eqx.Module):
 
 
 class MLP(eqx.Module):
-    """equinox's MLP, whose activation is applied by the layer after it."""
+    """equinox's MLP, with the activation fused into the second linear layer."""
 
     theirs: eqx.nn.MLP
 

@@ -71,7 +71,7 @@ def test_bytes_of_one_device(program, kind):
 
 
 def test_shardings_inside():
-    """Arguments are not sharded, but a constraint inside is."""
+    """Sharding constraints inside a function count, even if its arguments are not sharded."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
@@ -80,5 +80,5 @@ def test_shardings_inside():
 
     whole = memory_report(one(plain), *arguments())
     report = memory_report(loss, *arguments())
-    constrained = X[0] * X[1] * 4  # is a separate array
+    constrained = X[0] * X[1] * 4  # a separate array
     assert report.total == pytest.approx((whole.total + constrained) / 4, rel=0.01)

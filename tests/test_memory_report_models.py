@@ -1,7 +1,7 @@
 """memory_report's advice on Hugging Face's models: following it saves what the report says.
 
-The tests follow advice without a change to a model: they replace its functions, and calls of its
-modules, while the model is traced.
+The tests follow advice without changing a model's code: they replace its functions, and calls of
+its modules, while the model is traced.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from jaxnorm import memory_report
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # of packages that are as old as their last Flax models
+    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
 ]
 __all__ = ["transformers"]  # a fixture
 
-# Enough tokens that activations are larger than parameters, of which there are casts.
+# Enough tokens that activations are larger than parameters, which are also cast.
 BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 16, 64, 256, 64, 256
 OF_GPT2 = {"n_embd": WIDTH, "n_positions": LENGTH, "n_inner": HIDDEN}
 OF_OTHERS = {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
@@ -37,7 +37,7 @@ def of_optax(hidden, weight, labels):
 
 
 def report_of(model, loss=of_optax):
-    """Report the next-token loss of a model with a head; nothing runs."""
+    """Return the report of a model's next-token loss, with a head. Nothing runs."""
 
     def whole(params, head, tokens):
         hidden = model(tokens, params=params).last_hidden_state
@@ -93,7 +93,7 @@ def test_what_is_printed(before):
 
 @contextlib.contextmanager
 def intercepted(take):
-    """Replace calls of flax.linen's modules by the result of `take`, if it returns one."""
+    """Replace calls of flax.linen's modules by the result of `take`, unless it is None."""
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -111,13 +111,16 @@ def parameter(module, name):
 
 
 def by_activation_linear(module, x, *_):
-    """Apply the activation in the second linear layer of GPT-2's and BERT's MLPs, found by name."""
+    """Apply the activation in the second linear layer of GPT-2's or BERT's MLP.
+
+    Return None for other modules.
+    """
     name = type(module).__name__
     if name == "FlaxGPT2MLP":
         weight, bias = (parameter(module.c_proj, n) for n in ("kernel", "bias"))
         h, act = module.c_fc(x), module.act
         return jaxnorm.activation_linear(h, weight.T, bias=bias, activation=act, dtype=h.dtype)
-    if name == "FlaxBertIntermediate":  # and the activation goes to the layer after it
+    if name == "FlaxBertIntermediate":  # The next layer applies the activation.
         return module.dense(x)
     if module.path[-2:] == ("output", "dense") and x.shape[-1] == HIDDEN:
         weight, bias = parameter(module, "kernel"), parameter(module, "bias")
@@ -164,13 +167,14 @@ def test_norms(model, before):
 def test_softmax(model, before, monkeypatch):
     told = told_by(before, "softmax")
     if "Bert" in type(model).__name__:
-        # Attention's matmul saves the transpose of what softmax would save, so nothing is gained.
+        # In these models, attention's matmul saves the transpose of what softmax would save, so
+        # nothing is gained.
         assert not told
         return
     (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}
 
     def weights(query, key, bias=None, *, dtype, **_):
-        """Return weights as Flax's; these models cast its result once more."""
+        """Return attention weights as Flax does; these models cast them once more."""
         query, key, bias = (None if a is None else a.astype(dtype) for a in (query, key, bias))
         logits = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
         return jaxnorm.softmax(logits, bias=bias, dtype=result)

@@ -1,7 +1,7 @@
-"""All functions of rows on meshes: values, gradients, shardings, and what devices exchange.
+"""All functions of rows on meshes: values, gradients, shardings, and exchanged arrays.
 
-The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel, which
-the partitioner cannot look into. `test_linear_meshes` tests linear layers and their losses.
+The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel that
+XLA's partitioner cannot split. Linear layers and their losses are in `test_linear_meshes`.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ ROWS = math.prod(SIZES.rows)
 
 
 class Layout(NamedTuple):
-    """The shardings of x and of parameters; of tables, if theirs is not that of x's first axis."""
+    """The shardings of x, of parameters, and of rotary tables.
+
+    Tables are sharded like x's first axis unless `tables` is given.
+    """
 
     x: P
     params: P = P()
@@ -59,7 +62,7 @@ NAMES = [
 ]
 OF_GROUPS = "layer_norm of groups"
 SCATTERED = (OF_GROUPS, "rms_norm_gated of heads")
-# Functions without a kernel on a mesh, or with a mask or bias that the stand-in refuses.
+# Functions that run no kernel on a mesh, or have a mask or bias that the stand-in does not support.
 WITHOUT_KERNEL = {"softmax with a mask", "softmax with a bias"}
 WITHOUT_KERNEL |= {*SCATTERED, "softmax_cross_entropy_with_integer_labels of classes"}
 WITHOUT_KERNEL |= {"kl_divergence reverse"}
@@ -80,7 +83,10 @@ def specs_of(name, layout):
 
 
 def step_of(name):
-    """Return results and the gradients of all floats, for the cosines of the results."""
+    """Return a function that computes results and the gradients of all floats.
+
+    The cotangents are the cosines of the results.
+    """
 
     def step(*operands):
         floats = [operands[i] for i in floats_in(operands)]
@@ -96,11 +102,11 @@ def on_one_device(name):
 
 
 def on_mesh(step, name, layout, kind):
-    """Return the compiled step on a mesh, its operands, and the sharding its results must have."""
+    """Return the compiled step on a mesh, its operands, and the sharding that results must have."""
     operands, specs = operands_of(name, sizes=SIZES), specs_of(name, layout)
     mesh = mesh_of(Case("", MESH, P()), kind)
     if kind == "manual":
-        # Parameters are whole inside `jax.shard_map`.
+        # In `jax.shard_map`, each shard has whole parameters.
         specs = [P() if s == layout.params else s for s in specs]
         results, _ = jax.eval_shape(step, *operands)
         by_rank = {3: specs[0], 2: P(*specs[0][:2])}
@@ -116,8 +122,7 @@ def sizes_of(compiled):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function runs in each layout on each kind of axis, alternating between XLA's code and a
-# kernel.
+# Each function runs in each layout on each kind of axis; XLA's code and the stand-in alternate.
 PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
 CASES = [
     *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),
@@ -131,14 +136,17 @@ CASES = [
 
 
 def is_its_own(name, layout, kind, runs):
-    """Return True if the axes over which a call computes are split, inside `jax.shard_map`."""
+    """Return True if `jax.shard_map` splits an axis over which the call computes.
+
+    Such a call would compute something else.
+    """
     of_positions = name == OF_GROUPS and layout != "replicated"
-    of_heads = "with a bias" in name and layout == "both"  # it is causal
+    of_heads = "with a bias" in name and layout == "both"  # it is causal over them
     return kind == "manual" and (layout == "columns" or of_positions or of_heads)
 
 
 CASES = [
-    # The stand-in takes no parameters of rows that are not consecutive.
+    # The stand-in does not support parameters of rows that are not consecutive.
     (*case[:3], "xla" if case[0] in SCATTERED else case[3])
     for case in CASES
     if not is_its_own(*case)
@@ -147,14 +155,18 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
 def test_rows_on_a_mesh(name, layout, kind, runs):
-    """Rows move only to where a parameter is. Kernels get whole rows: those of a shard."""
+    """Values are correct and x is not moved between devices; kernels run on a shard's whole rows.
+
+    Only gradients of parameters and sums over split columns are exchanged. Exceptions are cases
+    where x must be resharded to match a parameter.
+    """
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:
         compiled, sharded = on_mesh(step_of(name), name, its, kind)
         results = compiled(*sharded)
     assert_analysed(results, expected)
     x, is_split = sharded[0], its.x[-1:] == ("model",) and len(its.x) == 3
-    # On automatic axes, XLA may move x to where parameters or tables are.
+    # On Auto axes, XLA may reshard x to match parameters or tables.
     if kind != "auto" or layout in ("rows", "both", "over two", "replicated"):
         for a in jax.tree.leaves(results):
             if a.shape == x.shape:
@@ -162,29 +174,29 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     travels = sizes_of(compiled)
     params = [a.size for a in sharded[1:] if a.size < x.size]
     if layout in LAYOUTS and not (is_split and "rope" in name):
-        # Gradients of parameters, and sums over rows whose columns are split.
+        # Exchanged are gradients of parameters, and sums over rows whose columns are split.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
-    # On automatic axes, XLA may gather the parameters of samples, or rows for its own code.
+    # On Auto axes, XLA may gather parameters of samples, or rows for its own code.
     of_samples = "of_samples" in FUNCTIONS[name].kinds
     moves_rows = name == OF_GROUPS or (kind == "auto" and (runs == "xla" or of_samples))
     if layout in ("rows", "both", "over two") and not moves_rows:
         assert {*collectives(compiled)} <= {"all-reduce"}
     if kernels is not None:
-        # A rotation needs whole heads, in any sharding of x.
+        # A rotation needs whole heads, however x is sharded.
         over = its.x[:2] if "rope" in name else its.x
         shards = math.prod(MESH[axis] for axis in jax.tree.leaves(tuple(over)))
         rows = (ROWS // shards, x.shape[-1])
-        if name == "rms_norm_rope":  # whose tables' gradients are XLA's
+        if name == "rms_norm_rope":  # XLA computes its tables' gradients
             assert {*kernels.shapes} <= {rows} or layout in OF_TABLES
         elif name in WITHOUT_KERNEL or (is_split and "rope" not in name):
             assert not kernels.shapes
         elif layout in LAYOUTS and not (kind == "auto" and layout == "FSDP"):
-            # If only h is used, the forward has no norm.
+            # If only h is used, the forward computes no norm.
             assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
 
 
-# Derivatives of a function of floats, at its operands.
+# Derivatives of a function of floating-point operands, evaluated at the operands.
 DERIVATIVES = {
     "jvp": lambda f, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
     "forward over reverse": lambda f, *a: jax.jvp(
@@ -224,7 +236,7 @@ WITH_TWO = [n for n in NAMES if {"residual", "gate"} & {*FUNCTIONS[n].kinds.spli
 
 @pytest.mark.parametrize("name", WITH_TWO)
 def test_a_second_operand_of_rows_that_lies_otherwise(name):
-    """On explicit axes, the operand is moved to where x is, and its gradient back."""
+    """On Explicit axes, a second operand is resharded like x, and its gradient back."""
     operands, specs = operands_of(name, sizes=SIZES), specs_of(name, LAYOUTS["rows"])
     specs[1] = P(None, "model")
     mesh = mesh_of(Case("", MESH, P()), "explicit")
@@ -239,7 +251,10 @@ def test_a_second_operand_of_rows_that_lies_otherwise(name):
     "lead", [(8, 1), (), (4, 8, 1), (1, 1, 1), (4, 1, 2), (8, 2), (2,)], ids=str
 )
 def test_kernels_read_tables_as_they_are(lead):
-    """Tables of any axes before the columns, with an x of (4, 8, 2, 16)."""
+    """Kernels read tables without expanding them, whichever axes of x they have before the columns.
+
+    x has shape (4, 8, 2, 16).
+    """
     x, scale = (jnp.cos(jnp.arange(math.prod(s)) + 1.0).reshape(s) for s in ((4, 8, 2, 16), (16,)))
     angles = jnp.arange(math.prod(lead) * 8.0).reshape(*lead, 8)
 

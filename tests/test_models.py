@@ -1,6 +1,6 @@
-"""Models of other people, converted as they are: Hugging Face's in Flax, one of equinox's modules.
+"""Models of other libraries, converted without changes: Hugging Face's in Flax, and equinox's.
 
-Not in the ordinary suite: ``pip install --group models``, then ``pytest -m models``.
+These tests do not run by default: ``pip install --group models``, then ``pytest -m models``.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import jaxnorm
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # of packages that are as old as their last Flax models
+    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
 ]
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -33,7 +33,7 @@ CONFIGURATIONS = {
     "Llama": LLAMA_S,
     "Gemma": {**LLAMA_S, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
 }
-NORMS = 5  # in each of these: two in a layer, and the last or the first
+NORMS = 5  # of each model: two in its layer and one outside
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def transformers():
 
 
 def hugging_face(transformers, name, dtype, **sizes):
-    """Return a small model with random parameters; nothing is downloaded."""
+    """Return a small model with random parameters. Nothing is downloaded."""
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     options = dropout if name == "GPT2" else {}
     configuration = getattr(transformers, f"{name}Config")(
@@ -52,7 +52,7 @@ def hugging_face(transformers, name, dtype, **sizes):
 
 
 def jittered(parameters):
-    """Avoid special values of parameters, such as the ones and zeros of norms."""
+    """Add noise to parameters, to avoid special values such as the ones and zeros of norms."""
     generator = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + 0.1 * generator.normal(size=a.shape).astype(a.dtype), parameters
@@ -70,20 +70,20 @@ def gradient(model):
 
 
 def calls_in(function, *arguments):
-    """Return how many of jaxnorm's norms a program calls in both passes, counting a scan's once."""
+    """Return the number of jaxnorm's norms in a program, in both passes; a scan's count once."""
     return len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(function.trace(*arguments).jaxpr)))
 
 
 def kernels_in(function, *arguments):
-    """Return True if a program for CUDA has kernels. Equal kernels are one function of it."""
+    """Return True if a program for CUDA has kernels. Equal kernels share one function in it."""
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return "@mosaic_gpu" in text
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Check that outputs and gradients in `context` are accurate, and that all norms are kernels.
+    """Assert that outputs and gradients in `context` are as accurate as the model's own.
 
-    They must be as accurate as the model's own.
+    All norms must be replaced by jaxnorm's, which are kernels on CUDA.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)
@@ -123,7 +123,7 @@ def test_norms_of_a_class_of_their_own_are_not_converted(transformers, name):
 
 @contextlib.contextmanager
 def replaced(norm_class, **options):
-    """Replace calls of modules of this class by jaxnorm's, as `converted` suggests."""
+    """Replace calls of modules of this class by jaxnorm's, as the docs of `converted` suggest."""
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -152,7 +152,7 @@ def test_norms_of_a_class_of_their_own_can_be_replaced(transformers, name, offse
 
 
 def test_the_documented_replacement(transformers):
-    """The code in the docstring of `converted`."""
+    """The code in the docstring of `converted` replaces Hugging Face's norms."""
     import flax
     from transformers.models.llama.modeling_flax_llama import FlaxLlamaRMSNorm
 
@@ -181,7 +181,7 @@ def test_the_documented_replacement(transformers):
 
 
 def test_a_transformer_of_equinox():
-    """The layers are stacked and scanned; the norms come from equinox.nn."""
+    """A transformer of equinox's modules, with stacked and scanned layers, can be converted."""
     eqx = pytest.importorskip("equinox")
     import jaxnorm.equinox
 
@@ -225,7 +225,7 @@ def test_a_transformer_of_equinox():
             return jax.vmap(self.last)(x)
 
     def gradient(model):
-        """Return a gradient function of the model's arrays, and the arrays."""
+        """Return a function that computes gradients of the model's arrays, and these arrays."""
         arrays, others = eqx.partition(model, lambda leaf: hasattr(leaf, "dtype"))
 
         def loss(arrays, tokens):
@@ -246,7 +246,7 @@ def test_a_transformer_of_equinox():
         function, arrays = gradient(model)
         expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
     reference.assert_as_accurate(ours, theirs, expected)
-    # A size for which kernels are the default: two norms in the scan's body, and the last.
+    # At this size, kernels are the default: for two norms in the scan's body, and the last norm.
     wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((8, 256), "int32")
     for model, calls in ((wide, 0), (jaxnorm.equinox.convert(wide), 6)):

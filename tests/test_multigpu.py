@@ -1,6 +1,6 @@
 """The kernels on a mesh of real GPUs: values, collectives, losses, and a training run.
 
-Run them one at a time (``pytest -n 0``): processes that share GPUs wait for each other in NCCL.
+Run these tests one at a time (``pytest -n 0``): processes that share GPUs would deadlock in NCCL.
 """
 
 import functools
@@ -35,7 +35,7 @@ import jaxnorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
-CALLS = {"mosaic": "mosaic_gpu", "triton": "triton_kernel_call"}  # names in HLO
+CALLS = {"mosaic": "mosaic_gpu", "triton": "triton_kernel_call"}  # custom calls in HLO
 GPUS = jax.device_count()
 SHAPE = (8, 512, 1024)
 CASES = [
@@ -56,13 +56,14 @@ def test_rows_split_over_gpus(name, case, kind):
     x = sharded[1]
     for y in compiled(*sharded)[:2]:
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    # Each parameter's gradient is summed once, in one or several collectives. No activation moves.
+    # Each parameter's gradient is summed once, in one or several collectives. No activation is
+    # exchanged.
     sizes = [size for sizes in collectives(compiled).values() for size in sizes]
     moved = sum(math.prod(map(int, size.split(","))) for size in sizes)
     gradients = (len(sharded) - 2) * SHAPE[-1]
     if case.params == P():
         assert moved == gradients
-    else:  # gathered for the forward and again for the backward
+    else:  # gathered in both passes
         assert moved <= 3 * gradients
 
 
@@ -81,7 +82,7 @@ def test_kernels_by_name(name, kernels):
     assert compiled.as_text().count(CALLS[kernels]) >= 2
 
 
-# The shardings of logits, or of x and weight.
+# The shardings of logits, or of x and the weight.
 LOSSES = {
     "rows": (P("data"), None),
     "vocabulary": (P(None, "data"), None),
@@ -112,7 +113,10 @@ def loss_of(labels, x, weight=None, *, has_entropy=False, **options):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, kind, has_entropy):
-    """Losses match those without a mesh, by kernels if rows are split; no array of logits moves."""
+    """Losses on the mesh equal those on one GPU, and no array of logits is exchanged.
+
+    If rows are split, kernels run.
+    """
     rows, features, classes = 256 * GPUS, 256, 4096
     specs = [spec for spec in LOSSES[name] if spec is not None]
     shapes = [(rows, classes)] if len(specs) == 1 else [(rows, features), (features, classes)]
@@ -129,7 +133,7 @@ def test_losses(name, kind, has_entropy):
     ]
     compiled = jax.jit(step).lower(*placed).compile()
     for ours, theirs in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected)):
-        # Matmuls are of TF32, whose roundoff is float16's; their terms have either sign.
+        # Matmuls run in TF32, whose unit roundoff is float16's; their terms have both signs.
         theirs = exact(theirs)
         assert_within(ours, theirs, SAFETY * unit_roundoff("float16") * np.abs(theirs).max())
     if specs[1] == P("data"):
@@ -140,7 +144,7 @@ def test_losses(name, kind, has_entropy):
     )
 
 
-# As many rows as a kernel takes by default: fewer are left to XLA, which fuses them.
+# Enough rows that kernels are the default; XLA fuses smaller calls.
 PRODUCT = functools.partial(linear_operands, 8192 * GPUS, 512, 1024, "bfloat16")
 
 
@@ -150,9 +154,10 @@ def product_of(arrays, **options):
 
 
 def check_product(ours):
-    """Check the result against that of one GPU without a kernel."""
+    """Assert that the result equals that of one GPU without a kernel."""
     expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
-    # Sums of the size of 1, whose terms are rounded to bfloat16 on either side, and y's rounding.
+    # The result is a sum of magnitude 1, whose terms both sides round to bfloat16. Both also round
+    # y.
     bound = SAFETY * unit_roundoff("bfloat16") + 2 * rounding(exact(expected), "bfloat16")
     assert_within(ours, exact(expected), bound)
 
@@ -160,7 +165,7 @@ def check_product(ours):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
 def test_product(weight, kind):
-    """Results match those without a mesh, for weights that are whole, in shards or split."""
+    """Results on the mesh are correct for replicated, sharded (FSDP) and split weights."""
     axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
     mesh = mesh_of(Case("product", axes, P("data")), kind)
     given = PRODUCT()
@@ -187,10 +192,10 @@ def test_the_kernel_of_norm_and_product_on_shards():
 
 
 def final_losses(tmp_path, *options):
-    """Return the losses of the demo's three trainings, printed to 4 decimals."""
+    """Return the final losses of the demo's three trainings, printed to 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
-    # Each process times algorithms for its matmuls, which takes longer than it saves here.
+    # Without autotuning: timing algorithms for matmuls in each process takes longer than it saves.
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],

@@ -1,4 +1,4 @@
-"""Cases that cannot run on this machine are left out, and counted."""
+"""Cases that cannot run on this machine are deselected and counted."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Return which of two marks and a fixture this machine lacks."""
+    """Define three requirements, of two marks and a fixture, and return which are missing."""
     found = {"a": "needs a", "b": None, "c": "needs c"}
 
     def need(name):
@@ -73,7 +73,7 @@ def test_files_are_left_out(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_what_cannot_run_alone_is_no_success(processes):
-    """pytest's exit status says that no test ran, in one process and in several."""
+    """If no selected case can run, pytest fails, in one process and in several."""
     command = [
         sys.executable,
         "-m",

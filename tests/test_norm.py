@@ -1,4 +1,4 @@
-"""Values and gradients of layer_norm and rms_norm against float64 numpy."""
+"""Values and gradients of layer_norm and rms_norm against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-# x, scale and bias, output
+# Dtypes of x, of scale and bias, and of y.
 MIXES = [
     *((d, d, d) for d in DTYPES),
     ("bfloat16", "float32", "bfloat16"),
@@ -40,7 +40,7 @@ def checked(
     of_scale=(0.3, 1.0),
     **given,
 ):
-    """A norm of rows of x, by default with the parameters that it usually has."""
+    """Check a norm of random x, by default with the parameters that the function usually has."""
     axes = np.atleast_1d(given.get("axis", -1)) % len(shape)
     normalised = tuple(shape[a] for a in sorted(axes))
     if parameters is None:
@@ -56,7 +56,7 @@ def checked(
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients(name, x_dtype, p_dtype, y_dtype, axis, save, implementation):
-    shape = (64, 8, 40)  # over any of AXES enough rows for every kernel
+    shape = (64, 8, 40)  # enough rows for every kernel over any of AXES
     given = {"p_dtype": p_dtype, "y_dtype": y_dtype, "axis": axis, "save": save}
     checked(name, shape, x_dtype, implementation=implementation, **given)
 
@@ -105,7 +105,7 @@ def test_widths(name, cols, save, implementation):
 
 
 def test_one_column():
-    """x_hat of a single value is its sign for RMSNorm and 0 for LayerNorm: no gradient to x."""
+    """For a single column, RMSNorm gives the sign and LayerNorm 0; x's gradient is (about) 0."""
     x = normal((5, 1), "float32", 0, shift=3.0)
     signs = exact(x) / np.sqrt(exact(x) ** 2 + 1e-6)
     assert_computes(jaxnorm.rms_norm(x), jaxnorm.rms_norm, x, expected=signs)

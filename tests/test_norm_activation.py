@@ -1,4 +1,4 @@
-"""Norms with an activation against float64 numpy: values, gradients, dtypes, extremes."""
+"""Norms with an activation against float64 NumPy: values, gradients, dtypes, extreme values."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,8 @@ def test_options(options, implementation):
     checked("layer_norm", (70, 64), "bfloat16", **given, **options)
 
 
-# A kind of kernel each: rows in parts of warps, in warpgroups, in clusters; overlapping tails.
+# Shapes for each kind of kernel: rows in parts of a warp, in a warpgroup and in a cluster, and rows
+# with overlapping last fragments.
 @pytest.mark.parametrize(
     ("shape", "dtype", "name", "activation"),
     pairwise(
@@ -71,11 +72,14 @@ def test_float64(name, activation):
 
 
 def test_one_rounding():
-    """bfloat16 loses at most half a unit; the activation of a rounded norm would lose more."""
+    """bfloat16 results are rounded once, at the end: their errors are at most half an ulp.
+
+    The activation of a rounded norm would have larger errors.
+    """
     x = normal((64, 256), "bfloat16", 0)
     plain = np.ones(256), np.zeros(256), exact(x), True, 1e-6, "input", "float32", "float32"
     ref = Norm(exact(x), *plain, activation="silu")
-    u = 2.0**-8  # of bfloat16; beside it, arithmetic in float32 is nothing
+    u = 2.0**-8  # of bfloat16; float32 errors are negligible
     y = exact(jaxnorm.layer_norm(x, activation="silu"))
     assert np.abs(y / ref.y - 1).max() < u * (1 + u)
     assert np.abs(exact(jax.nn.silu(jaxnorm.layer_norm(x))) / ref.y - 1).max() > 1.5 * u
@@ -83,7 +87,7 @@ def test_one_rounding():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_norms_of_all_sizes(activation, implementation):
-    """Norms include 0, and values whose exponentials overflow or vanish."""
+    """Activations are correct for a norm of 0, and if their exponentials over- or underflow."""
     scale = jnp.asarray(np.append(np.geomspace(1e-20, 1e4, 63), 0), "float32")
     given = {"scale": scale, "activation": activation, "implementation": implementation}
     check("rms_norm", normal((70, 64), "float32", 0), **given)
@@ -91,7 +95,10 @@ def test_norms_of_all_sizes(activation, implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero_beside_a_bias(dtype):
-    """From the input their gradients are as exact as others: no floor, no rounded bias."""
+    """Gradients of scales at or near 0 next to a bias are as accurate as others.
+
+    With an activation, the input is saved, so there is no floor and no rounded bias.
+    """
     x = normal((70, 64), dtype, 0)
     scale = normal((64,), "float32", 1, 0.3, 1.0).at[6].set(0).at[9].set(1e-6)
     bias = normal((64,), "float32", 2)

@@ -1,4 +1,4 @@
-"""RMSNormDense of linen and nnx against Flax's RMSNorm and the Dense after it."""
+"""RMSNormDense of linen and nnx compared with Flax's RMSNorm followed by Dense."""
 
 import itertools
 
@@ -63,7 +63,7 @@ def assert_same(ours, theirs):
 
 @each_field
 def test_linen(fields, dtype):
-    """Initial values, their tree, and the results' dtypes are the same."""
+    """Parameters have Flax's initial values and tree, and results have Flax's values and dtypes."""
     x, key = data(dtype), jax.random.key(1)
     ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
     variables, expected = ours.init(key, x), theirs.init(key, x)
@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """Checkpoints of a model with the two modules load, whatever their names."""
+    """Checkpoints can be converted from and to those of the two separate modules."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)
@@ -115,7 +115,7 @@ def test_states_of_nnx_load_both_ways():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_and_activations(dtype):
-    """The module returns (y, h) in the dtypes of the modules that it replaces."""
+    """With a residual, a module returns (y, h) in the dtypes of the modules that it replaces."""
     x, r = data(dtype), data("float32", seed=1)
     linen = jaxnorm.linen.RMSNormDense(24, activation="gelu", scale_offset=0.5)
     variables = linen.init(jax.random.key(0), x)

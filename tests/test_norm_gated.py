@@ -1,4 +1,4 @@
-"""rms_norm_gated against float64 numpy: values, gradients, dtypes, extremes."""
+"""rms_norm_gated against float64 NumPy: values, gradients, dtypes, extreme values."""
 
 import functools
 
@@ -19,7 +19,7 @@ import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-# x, gate, scale, y
+# Dtypes of x, gate, scale and y.
 MIXES = [
     *((d, d, d, d) for d in DTYPES),
     ("bfloat16", "bfloat16", "float32", "bfloat16"),
@@ -81,7 +81,7 @@ def test_no_scale(dtype, before, implementation):
 @each_order
 @pytest.mark.parametrize("lead", [(4,), (8, 4), (2, 1, 1), (2, 8, 1), (2, 8, 4)], ids=str)
 def test_scales_of_groups(lead, before, implementation):
-    """Mamba 2's groups, and others: the gradient of each is a sum over its rows."""
+    """Scales may belong to groups, as in Mamba 2; each gradient is a sum over the group's rows."""
     x, gate, _ = operands((2, 8, 4, 64), "float32", "bfloat16", None)
     scale = normal((*lead, 64), "float32", 2, 0.3, 1.0)
     checked(x, gate, scale, before=before, implementation=implementation)
@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """XLA's code runs on all platforms, because these rows are too few for a kernel."""
+    """Arrays with few axes or rows are correct; they are too small for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
@@ -101,7 +101,7 @@ def test_few_axes_and_rows(shape, before):
     [("float64",) * 3, ("float32", "float64", "float32"), ("float32", "float32", "float64")],
 )
 def test_float64(x64, x_dtype, gate_dtype, y_dtype, activation, before):
-    """The arithmetic is float64 where an array of rows, or the output, is."""
+    """The arithmetic is float64 if x, the gate or y is."""
     arrays = operands((4, 5, 24), x_dtype, gate_dtype, "float64")
     given = {"activation": activation, "y_dtype": y_dtype, "implementation": "xla"}
     checked(*arrays, before=before, **given)
@@ -124,14 +124,17 @@ def test_it_is_the_norm_and_its_gate(activation, before):
 
 
 def test_one_rounding():
-    """bfloat16 results err by at most half a unit, which is less than if the norm were rounded."""
+    """bfloat16 results are rounded once: their errors are at most half an ulp.
+
+    If the norm were rounded first, errors would be larger.
+    """
     x, gate, scale = operands((64, 256), *["bfloat16"] * 2, "float32")
     for before in (True, False):
         given = {"norm_before_gate": before}
         y = exact(jaxnorm.rms_norm_gated(x, gate, scale, **given))
         gain, types = exact(scale), ("bfloat16",) * 3
         expected = GatedNorm(exact(x), exact(gate), gain, exact(x), before, "silu", types).y
-        u = 2.0**-8  # of bfloat16; beside it, arithmetic in float32 is nothing
+        u = 2.0**-8  # of bfloat16; float32 errors are negligible
         assert np.abs(y / expected - 1).max() < u * (1 + u)
         thrice = exact(jaxnorm.rms_norm(x, scale) * jax.nn.silu(gate))
         assert not before or np.abs(thrice / expected - 1).max() > 1.5 * u
@@ -140,7 +143,7 @@ def test_one_rounding():
 @each_order
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation, before, implementation):
-    """Gates include 0, and values whose exponentials overflow or vanish."""
+    """Results are correct for gates of 0, and if their exponentials over- or underflow."""
     sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
     x, _, scale = operands((70, 64), *["float32"] * 3)
     gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")
@@ -148,14 +151,15 @@ def test_gates_of_all_sizes(activation, before, implementation):
 
 
 def test_a_row_of_zeros(implementation):
-    """x, or its product with a gate, is 0 in a row: nothing is NaN, because epsilon is added."""
+    """If a row of x, or of x times the gate, is 0, nothing is NaN: epsilon is added."""
     x, gate, scale = operands((70, 64), *["float32"] * 3)
     x, gate = x.at[3].set(0), gate.at[5].set(0)
     for before in (True, False):
         checked(x, gate, scale, before=before, activation="relu", implementation=implementation)
 
 
-# A kind of kernel each: rows in parts of warps, in warpgroups, in clusters; overlapping tails.
+# Shapes for each kind of kernel: rows in parts of a warp, in a warpgroup and in a cluster, and rows
+# with overlapping last fragments.
 @each_order
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -169,7 +173,10 @@ def test_kernels(shape, dtype, before, kernels):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero(dtype, before):
-    """From the input a scale of 0 is exact: such a column is 0, and its gradient is not."""
+    """With a scale of 0, the column of y is exactly 0, and the scale's gradient is correct.
+
+    The input is saved, so there is no floor.
+    """
     x, gate, scale = operands((70, 64), dtype, dtype, "float32")
     scale = scale.at[6].set(0).at[9].set(1e-6)
     checked(x, gate, scale, before=before, implementation="xla")
@@ -179,7 +186,10 @@ def test_scales_of_zero(dtype, before):
 @pytest.mark.remat
 @each_order
 def test_what_the_policy_keeps_for_the_next_product(before):
-    """y is saved, so a rematerialised block recomputes the matmuls before the gate but no norm."""
+    """With `save_policy`, a rematerialised block saves y and recomputes no norm.
+
+    It recomputes the matmuls before the gate.
+    """
     weight = jnp.eye(16)
 
     gated = functools.partial(jaxnorm.rms_norm_gated, norm_before_gate=before)
@@ -197,5 +207,6 @@ def test_what_the_policy_keeps_for_the_next_product(before):
     )
     found = [equation.primitive.name for equation in equations(jaxpr)]
     assert found.count("jaxnorm.rms_norm_gated") == 1
-    # Three forward, the first two again, and two for each of three in the backward.
+    # Three matmuls in the forward, the first two of them again, and two for each of the three in
+    # the backward.
     assert found.count("dot_general") == 3 + 2 + 6

@@ -1,4 +1,4 @@
-"""rms_norm_linear: values and gradients against float64 numpy; errors."""
+"""rms_norm_linear: values and gradients against float64 NumPy; errors."""
 
 import jax
 import jax.export
@@ -19,7 +19,7 @@ NAME = "rms_norm_linear"
 
 
 def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, **options):
-    """Check every result and gradient against its bound."""
+    """Assert that every result and every gradient is within its bound."""
     x, cols = arrays["x"], arrays["x"].shape[-1]
     features = arrays["weight"].shape[1]
     rng = np.random.default_rng(1)
@@ -32,7 +32,7 @@ def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, *
         assert h.dtype == arrays["residual"].dtype
         total = exact(x) + exact(arrays["residual"])
         assert_within(h, total, rounding(total, h.dtype) + 2.0**-24 * np.abs(total))
-    # XLA may use the sum before it is rounded, in the forward and in the backward.
+    # XLA may use the sum before it is rounded, in either pass.
     excess = rounding(exact(h), h.dtype) if "residual" in arrays else np.zeros(h.shape)
     expected = NormLinear(
         excess=excess.reshape(-1, cols),
@@ -52,7 +52,7 @@ def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, *
     assert_within(np.reshape(exact(results[0]), expected.y.shape), expected.y, expected.y_bound())
     bounds = expected.gradients()
     dx, dx_error = bounds.pop("x")
-    # The norm's gradient may be rounded before and after h's cotangent is added.
+    # The norm's gradient may be rounded before or after h's cotangent is added.
     total = dx + dh
     error = dx_error + rounding(np.abs(total) + dx_error, h.dtype) * ("residual" in arrays)
     bounds["x"] = bounds["residual"] = total, error
@@ -93,7 +93,7 @@ def test_float64(activation):
 
 
 def test_it_is_the_composition():
-    """It equals the composition, also for rows of NaN, infinity, and 0."""
+    """Results and gradients are those of the composition, also for rows of NaN, infinity and 0."""
     a = operands(6, 16, 8)
     x = a["x"].at[1].set(jnp.nan).at[2, 3].set(jnp.inf).at[4].set(0)
 
@@ -107,7 +107,7 @@ def test_it_is_the_composition():
         def run(x, *parameters):
             y, vjp = jax.vjp(f, x, *parameters)
             dx, *_ = vjp(jnp.ones_like(y))
-            # Gradients of parameters are NaN in all elements.
+            # Parameters' gradients sum over rows with NaN, so all their elements are NaN.
             _, *others = vjp(jnp.where(jnp.isfinite(y), 1.0, 0.0))
             return y, dx, *others
 
@@ -120,7 +120,7 @@ def test_it_is_the_composition():
 
 
 def test_shapes():
-    """Arrays without rows or features, with one of either, and with one axis of x."""
+    """Arrays may have no rows, no features, one of either, or one axis of x."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         x, weight = jnp.ones(shape), jnp.ones((shape[-1], features))
 
@@ -137,7 +137,10 @@ def test_shapes():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("around", ["nothing", "jit", "grad", "vmap", "disable_jit"])
 def test_the_kernel_on_a_cpu(around):
-    """The error is that of other kernels, raised before Pallas raises one."""
+    """On a CPU, requesting the kernel raises the same error as for other kernels.
+
+    The error is raised before Pallas could raise its own.
+    """
     x, weight = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
 
     def call(x):

@@ -1,4 +1,4 @@
-"""Programs of rms_norm_linear: what is saved, in jaxprs and as compiled; its matmuls."""
+"""Programs of rms_norm_linear: saved arrays, in jaxprs and in compiled code, and matmuls."""
 
 import functools
 
@@ -29,7 +29,7 @@ WITH_Z = functools.partial(
     [
         (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # x, rstd
         (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # h, rstd
-        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # and z
+        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # h, rstd and z
         (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is recomputed
         (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
         (jax.checkpoint, "gelu", True, {}),
@@ -37,7 +37,7 @@ WITH_Z = functools.partial(
     ids=["plain", "residual", "activation", "save_policy", "a policy for z", "checkpoint"],
 )
 def test_what_is_kept(around, activation, residual, kept):
-    """Beside the operands, one array of x's size is saved, and never the normalised x."""
+    """Besides the operands, one array of x's size is saved, and never the normalised x."""
     arrays = operands(4, 16, 24)
 
     def block(x, residual_, weight, scale, bias):
@@ -58,7 +58,7 @@ def test_what_is_kept(around, activation, residual, kept):
 
 
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
-    """The kernel adds h's cotangent, as in the backward of add_rms_norm."""
+    """The norm's backward kernel adds h's cotangent, as in add_rms_norm."""
     arrays = operands(4, 16, 16)
 
     def loss(x, residual, weight):
@@ -76,7 +76,7 @@ LAYERS, TOKENS, WIDTH = 6, 512, 128
 
 @pytest.mark.remat
 def test_memory_of_a_scan():
-    """Compiled layers save no normalised array, and for silu only its argument."""
+    """Compiled layers in a scan save no normalised array, and for silu only its argument."""
 
     def stack(block, x, parameters):
         x, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)
@@ -101,7 +101,7 @@ def test_memory_of_a_scan():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_unrolled_layers(dtype):
-    """XLA compiles forward and backward together, and does not save the normalised x either."""
+    """Unrolled layers, whose passes XLA compiles together, do not save the normalised x either."""
 
     def stack(block, parameters, x):
         for scale, weight in parameters:
@@ -131,7 +131,10 @@ def test_memory_of_unrolled_layers(dtype):
 
 @pytest.mark.remat
 def test_what_is_not_used_is_not_made():
-    """A rematerialised forward computes z without the activation, or neither matmul nor norm."""
+    """Rematerialisation recomputes only what the backward needs: z, or not even the matmul.
+
+    The activation is never recomputed. With `save_policy` and no activation, neither is the norm.
+    """
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 
     def calls(activation, policy=None):
@@ -147,8 +150,9 @@ def test_what_is_not_used_is_not_made():
         found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
-    # The block has one of each. Its backward has two matmuls, the norm again for one of them, and
-    # the activation's derivative. The rest is recomputed by the block.
+    # The block has one norm, one matmul and one activation. Its backward has two matmuls,
+    # recomputes the norm for one of them, and computes the activation's derivative. The rest is
+    # recomputed by the block.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -159,7 +163,7 @@ def test_what_is_not_used_is_not_made():
 @pytest.mark.remat
 @pytest.mark.parametrize("around", [lambda f: f, POLICY], ids=["plain", "save_policy"])
 def test_a_scan_keeps_h_once(around):
-    """A scan saves h once, even if a policy saves it by name."""
+    """A scan saves h once, even if a policy also saves it by its name."""
     arrays = operands(4, 16, 24)
 
     def layers(x, weights):
@@ -177,9 +181,9 @@ def test_a_scan_keeps_h_once(around):
 
 
 def test_a_program_for_cuda():
-    """The norm is a kernel: forward, again in the backward for the matmul, and its own backward.
+    """For CUDA, the norm runs as three kernels: forward, recomputed in the backward, and backward.
 
-    16-bit operands give 16-bit matmuls, whose results are rounded where their cotangents are.
+    16-bit operands have 16-bit matmuls in both passes.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
@@ -199,7 +203,7 @@ def test_a_program_for_cuda():
 
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 def test_the_product_rounds_its_sums_to_y(bias):
-    """The matmul itself rounds its sums to y; with a bias, they stay float32."""
+    """The matmul itself rounds its sums to y's dtype; with a bias, they stay float32."""
     shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()
@@ -211,6 +215,6 @@ def test_a_batch_of_x_is_more_rows():
     x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
     jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
     norm, product, rule = jaxpr.eqns
-    assert not rule.params["call_jaxpr"].eqns  # It has the derivative of the product alone.
+    assert not rule.params["call_jaxpr"].eqns  # Only the matmul needs its derivative.
     assert product.primitive.name == "dot_general"
     assert norm.outvars[0].aval.shape == (3, 4, 8)

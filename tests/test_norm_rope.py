@@ -1,4 +1,4 @@
-"""rms_norm_rope against float64 numpy: values, gradients, what the output carries, errors."""
+"""rms_norm_rope against float64 NumPy: values, gradients, limits of saving the output, errors."""
 
 import functools
 
@@ -18,7 +18,7 @@ import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-# x, scale, tables, y
+# Dtypes of x, scale, tables and y.
 MIXES = [
     *((d, d, d, d) for d in DTYPES),
     ("bfloat16", "float32", "float32", "bfloat16"),
@@ -26,9 +26,9 @@ MIXES = [
     ("bfloat16", "bfloat16", "float32", "float32"),
     ("float32", "bfloat16", "float16", "bfloat16"),
 ]
-# x, and r.
+# Shapes of x, and the number of rotated columns.
 SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
-# The axes of the tables, for an x of (2, 8, 4, 64).
+# Axes of the tables before their columns, for an x of shape (2, 8, 4, 64).
 BROADCAST = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
 
 each_save = pytest.mark.parametrize("save", ["output", "input"])
@@ -41,7 +41,7 @@ def checked(x, scale, cos, sin, *, save, **options):
 
 
 def reference_of(x, scale, cos, sin, d, *, save, y_dtype, interleaved=False):
-    """Return the reference of the arguments of `jaxnorm.rms_norm_rope`."""
+    """Return the float64 reference for the arguments of `jaxnorm.rms_norm_rope`."""
     cols = x.shape[-1]
 
     def of_rows(table):
@@ -81,7 +81,10 @@ def parameter(cols, dtype):
     pairwise(MIXES, SIZES, ["output", "input"], [False, True]),
 )
 def test_values_and_gradients(mix, size, save, interleaved, implementation):
-    """Heads of 16 to 512 columns, all of them rotated or a part."""
+    """Values and gradients are within their bounds, for heads of 16 to 512 columns.
+
+    All columns are rotated, or only the first ones.
+    """
     (x_dtype, p_dtype, t_dtype, y_dtype), (shape, r) = mix, size
     cos, sin = tables((shape[1], 1, r // 2), t_dtype)
     checked(
@@ -110,7 +113,11 @@ def test_tables_that_broadcast(lead, save, implementation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.2, 0.7])
 def test_tables_with_a_factor(factor, dtype, save, implementation):
-    """YaRN's and LongRoPE's: undone by the transpose alone, x_hat is off by factor^2."""
+    """Tables may be multiplied by a factor, as in YaRN and LongRoPE.
+
+    The backward divides by cos^2 + sin^2. With the transposed rotation only, x_hat would be wrong
+    by factor^2.
+    """
     cos, sin = tables((8, 1, 32), factor=factor)
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     checked(x, scale, cos, sin, save=save, implementation=implementation)
@@ -128,7 +135,7 @@ def test_no_scale(dtype, save, implementation):
 @refused.expect(refused.FEW_SHORT_ROWS)
 @each_save
 def test_scale_offset(save, implementation):
-    """Gemma's 1 + w."""
+    """With scale_offset=1, as in Gemma, x_hat is multiplied by 1 + scale."""
     cos, sin = tables((8, 1, 32))
     x, scale = normal((2, 8, 4, 64), "bfloat16", 0), normal((64,), "float32", 1, scale=0.3)
     checked(x, scale, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
@@ -137,7 +144,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """XLA's code runs on all platforms, because these rows are too few for a kernel."""
+    """Arrays with few axes or rows are correct; they are too small for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
@@ -155,7 +162,7 @@ def test_float64(x64, x_dtype, y_dtype, t_dtype, save, interleaved):
 
 
 def test_float64_tables_are_rounded(x64):
-    """The arithmetic is float32 where x and y are: what else a table has is not read."""
+    """float64 tables are rounded to float32 if x and y are float32."""
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     wide = tables((8, 1, 32), "float64")
     narrow = [table.astype("float32") for table in wide]
@@ -165,7 +172,7 @@ def test_float64_tables_are_rounded(x64):
 
 
 def test_tables_of_two_dtypes():
-    """They promote to one; gradients are in each one's own."""
+    """Tables of different dtypes are promoted to one; each gradient has its own table's dtype."""
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     cos = cos.astype("bfloat16")
@@ -177,7 +184,7 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """Compare with the plain formula and, for one pair, with rms_norm and complex numbers."""
+    """y equals plain JAX's formula and, for one pair, rms_norm rotated by a complex number."""
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     ours, theirs = (
@@ -189,14 +196,15 @@ def test_it_is_the_norm_and_its_rotation(interleaved):
     pair = (n[..., 4] + 1j * n[..., 5]) if interleaved else (n[..., 2] + 1j * n[..., 34])
     turned = pair * np.asarray(cos[..., 2] + 1j * sin[..., 2])
     at = [4, 5] if interleaved else [2, 34]
-    # Both are rounded: y, and the norm that is turned here.
+    # Both sides are rounded: y, and the rms_norm that is rotated here.
     error = 2 * analyse(ours, x, scale, cos, sin).error[..., at]
     assert_within(y[..., jnp.array(at)], np.stack([turned.real, turned.imag], -1), error)
     few = jaxnorm.rms_norm_rope(x, scale, cos[..., :8], sin[..., :8], interleaved=interleaved)
     np.testing.assert_array_equal(few[..., 16:], n[..., 16:])
 
 
-# ------------------------------------------------------------------------ what the output carries
+# ------------------------------------------------------------------ the accuracy of saving the
+# output
 
 
 def gradients(x, scale, cos, sin, save, **options):
@@ -208,19 +216,19 @@ def gradients(x, scale, cos, sin, save, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pair_whose_tables_are_zero(dtype):
-    """y has 0 in both columns. From the input all is right; from the output nothing is NaN."""
+    """If cos and sin of a pair are 0, so is y there. Nothing is NaN, and a saved input is exact."""
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     cos, sin = (table.at[..., 3].set(0) for table in tables((8, 1, 32)))
     checked(x, scale, cos, sin, save="input", implementation="xla")
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # n's cotangent is 0 there: so is dscale, and what dx lacks is x_hat c2 of the two columns.
+    # n's cotangent is 0 in the pair, and so is dscale. dx lacks only x_hat c2 in both columns.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # c2 sums over the two columns: its bound is no number
+    del dx_bound  # c2 sums over the pair, too, so this bound is NaN
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])
@@ -232,10 +240,11 @@ def test_a_pair_whose_tables_are_zero(dtype):
     ("dtype", "ratio"), [("bfloat16", 8.0), ("float16", 32.0), ("float32", 2.0**10)]
 )
 def test_the_law(ratio, dtype, interleaved):
-    """The relative error of a column is the output's roundoff times the ratio of the scales.
+    """The relative error of a column of dscale depends on the ratio of the pair's scales.
 
-    With a rotation by c and s, y's two roundings become u^2 (c^2 y_i^2 + s^2 y_j^2) in n_i, whose
-    mean over all angles is u^2 (3 g_i^2 + g_j^2) / 4; u is the mean roundoff, 0.83 of a half.
+    y's two roundings become an error of u^2 (c^2 y_i^2 + s^2 y_j^2) in n_i, where c and s are cos
+    and sin. Its mean over all angles is u^2 (3 g_i^2 + g_j^2) / 4. g are the scales, and u, the
+    mean size of a rounding, is 0.83 times half the unit roundoff.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns
@@ -246,8 +255,8 @@ def test_the_law(ratio, dtype, interleaved):
     for of, partner in ((small, ratio), (large, 1 / ratio)):
         predicted = 0.83 * unit_roundoff(dtype) / 2 * np.sqrt((3 + partner**2) / 4)
         error = relative_error(dscale[of], ref.dscale[of])
-        # In float32 each product and sum is rounded as y is: some ten times for once, and those of
-        # sums over rows besides, which is all that there is of a large column's error.
+        # In float32, every product and sum is rounded like y: about ten roundings instead of one.
+        # Sums over rows add more, which dominate in the column with the large scale.
         most = np.sqrt(10) if dtype == "float32" else 1.5
         assert error < most * predicted + SAFETY * 2.0**-24
         assert of is large or error > predicted / 1.5
@@ -260,10 +269,10 @@ def test_the_law(ratio, dtype, interleaved):
 def test_check_params_predicts_the_error(rotated, dtype):
     """check_params predicts each column's error within a factor, for scales of all sizes.
 
-    Its law assumes a rotation by 45 degrees, where both columns of a pair have the same error. Over
-    all angles, the mean squares are 3/4 and 1/4 of the two scales' instead of 1/2 and 1/2. The
-    prediction is therefore off by up to a factor of sqrt(2) either way, and some 1000 rows add as
-    much as in rms_norm.
+    It assumes a rotation by 45 degrees, where both columns of a pair have the same error. Over all
+    angles, the two scales contribute 3/4 and 1/4 to the mean square instead of 1/2 each. The
+    prediction is therefore wrong by a factor of at most sqrt(2). The sampling error over some 1000
+    rows is the same as in rms_norm.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -277,7 +286,7 @@ def test_check_params_predicts_the_error(rotated, dtype):
             .norms[0]
             .dscale_error
             for j, p in enumerate(partners)
-            if scale[j] <= scale[p]  # the worse one of a pair, whose error a report has
+            if scale[j] <= scale[p]  # check_params reports the larger error of each pair
         ]
     )
     worse = np.asarray(scale) <= np.asarray(scale)[partners]
@@ -289,7 +298,10 @@ def test_check_params_predicts_the_error(rotated, dtype):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
-    """Lost from the output, and finite; all other columns are right. The input has it."""
+    """The gradient of a scale of 0 in a pair with a nonzero one is wrong but finite.
+
+    All other gradients are correct. With a saved input, this one is, too.
+    """
     lost, partner = (6, 7) if interleaved else (6, 38)
     scale = parameter(64, "float32").at[lost].set(0)
     cos, sin = tables((8, 1, 32))
@@ -301,7 +313,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
     assert np.all(np.isfinite(exact(dscale)))
     assert_within(exact(dx).reshape(-1, 64)[:, others], ref.dx[:, others], dx_bound[:, others])
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
-    # The wrong gradient is bounded by sqrt(d), as x_hat is.
+    # The wrong gradient is bounded, because x_hat is clipped to sqrt(N).
     of_lost = np.abs(exact(dscale[lost]) - ref.dscale[lost])
     assert of_lost <= np.sum(np.abs(ref.d[:, lost])) * 2 * np.sqrt(64)
     assert relative_error(dscale[partner], ref.dscale[partner]) < 8 * unit_roundoff(dtype)
@@ -310,7 +322,7 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_of_a_pair_zero(dtype):
-    """As in rms_norm, the forward raises both scales to 2^-60, and y contains them."""
+    """If both scales of a pair are 0, gradients are correct: the forward uses 2^-60 instead."""
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))
     )
@@ -319,14 +331,14 @@ def test_both_of_a_pair_zero(dtype):
     (_, dscale), ref = gradients(x, scale, cos, sin, "output")
     for column in (6, 38):
         assert_within(dscale[column], ref.dscale[column], dscale_walk(ref, column, dtype))
-    # A scale that starts at 0 trains.
+    # A norm whose scales all start at 0 can be trained.
     zero = jnp.zeros(64, jnp.float32)
     (_, dscale), ref = gradients(x, zero, cos, sin, "output")
     assert relative_error(dscale, ref.dscale) < 4 * unit_roundoff(dtype)
 
 
 def dscale_walk(ref, column, dtype):
-    """Return the sum of y's roundings in dscale of a column, equal for both columns of a pair."""
+    """Return the error that y's roundings cause in dscale, for a pair's columns of equal scale."""
     magnitude = np.abs(ref.d[:, column]) * np.hypot(
         ref.xh[:, column], ref.xh[:, ref.partner[column]]
     )
@@ -334,10 +346,10 @@ def dscale_walk(ref, column, dtype):
 
 
 def test_outputs_beyond_float16():
-    """The backward treats an infinite y, before a bounded function, as the largest number.
+    """If y is infinite in float16 and its cotangent 0, only its pair in that row is affected.
 
-    The cotangent is 0 there, and sum(dn n) equals that of d y for any rotation. So the other
-    columns of its row are unaffected, but its partner is not.
+    The backward treats it as the largest number. Other columns depend on it through sum(dn n),
+    which equals sum(d y) for any rotation, and d is 0 there.
     """
     scale = parameter(64, "float32").at[5].set(5e4)
     cos, sin = tables((8, 1, 32))

@@ -1,4 +1,4 @@
-"""The residuals of rms_norm_rope's programs, in particular its tables."""
+"""Residuals in programs of rms_norm_rope, in particular its tables."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ ALL = X, SCALE, COS, SIN
 
 
 def test_scan_keeps_the_tables_once():
-    """The layers share the tables: no array of layers and positions is saved."""
+    """A scan over layers saves the shared tables once, not per layer."""
     layers = 3
 
     def residuals(x, scales, cos, sin):
@@ -36,7 +36,7 @@ def test_scan_keeps_the_tables_once():
         return jax.tree.leaves(jax.vjp(scanned, x, scales)[1])
 
     kept = [a.shape for a in jax.eval_shape(residuals, X, jnp.stack([SCALE] * layers), COS, SIN)]
-    assert kept.count((layers, *SHAPE)) == 2  # y, and the cosine of it
+    assert kept.count((layers, *SHAPE)) == 2  # y and its cosine
     assert kept.count((1, *COS.shape)) == 2
     assert not [shape for shape in kept if shape[-1] == COLS // 2 and layers in shape]
 
@@ -55,10 +55,10 @@ WRAPPED = {
     [*((around, "output") for around in WRAPPED), ("plain", "input"), ("jit", "input")],
 )
 def test_what_is_kept(around, save):
-    """y and a number per row are saved, and no other array of x's size.
+    """Saved are y (or x), one number per row, and no other array of x's size.
 
-    x = 3 u is computed inside the function, so it cannot be an argument. Tables with x's axes are
-    saved too.
+    x = 3 u is computed inside the function, so it cannot be an argument. Tables expanded to the
+    axes of x are saved, too.
     """
     block = WRAPPED[around](lambda u, *others: jaxnorm.rms_norm_rope(3 * u, *others, save=save))
 
@@ -71,9 +71,9 @@ def test_what_is_kept(around, save):
     residuals = {id(v): v for v in residuals if isinstance(v, jax.extend.core.Var)}
     shapes = sorted(v.aval.shape for v in residuals.values() if v not in jaxpr.invars)
     if around == "remat":
-        assert shapes == []  # All of it is recomputed from the arguments.
+        assert shapes == []  # all recomputed
         return
-    # `jax.checkpoint` makes those again, from the arguments.
+    # With `jax.checkpoint`, the expanded tables are recomputed from the arguments.
     views = [] if around == "save_policy" else [(1, *COS.shape)] * 2
     assert shapes == sorted([SHAPE, SHAPE[:-1], *views])
     assert (id(y) in residuals) == (save == "output"), "y is kept as it is returned"
@@ -83,7 +83,7 @@ def test_what_is_kept(around, save):
 
 @pytest.mark.remat
 def test_tables_are_not_broadcast():
-    """No array of x's rows and half its columns is made of them, forward or backward."""
+    """Tables are not expanded to the rows of x, in either pass."""
     text = jax.jit(jax.grad(scalar(jaxnorm.rms_norm_rope), (0, 1))).lower(*ALL).as_text()
     arguments = re.search(r"func\.func public @main\((.*?)\) ->", text).group(1)
     assert arguments.count(f"tensor<{LENGTH}x1x{COLS // 2}xf32>") == 2

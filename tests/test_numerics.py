@@ -1,8 +1,8 @@
-"""The cost of saving the output, and its limits: each case as a bound against float64.
+"""The accuracy cost of saving the output, and its limits: bounds against float64.
 
-256 rows of 1024. dx is stored in x's dtype, so an error of 0.83 u of its norm is unavoidable. The
-bounds leave a margin of a fifth above the law ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j /
-scale_j)^2)``.
+x has 256 rows of 1024 columns. dx is rounded to x's dtype, which causes an error of 0.83 u of its
+norm. Bounds exceed the law by a fifth: ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j /
+scale_j)^2)``, where u is half the unit roundoff.
 """
 
 import jax
@@ -14,10 +14,10 @@ from reference import Norm, exact, relative_error
 import jaxnorm
 
 ROWS, COLS = 256, 1024
-# Half of the unit roundoff: the mean size of what the law calls u.
+# Half the unit roundoff, called u in the law.
 U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 ROOM = 1.2
-# float32 sums of 1024 terms, measured 1e-7: a few units in the last place.
+# The error of float32 sums of 1024 terms, measured as 1e-7: a few ulps.
 F32 = 4 * 2.0**-24
 
 
@@ -36,7 +36,7 @@ def five_percent_zeros():
 
 
 def gradients(dtype, scale, bias, *, save="output", p_dtype="float32", x=None, d=None):
-    """Return the relative errors of dx and dscale, and the arrays; LayerNorm if there is a bias."""
+    """Return the relative errors of dx and dscale, and the reference; with a bias, LayerNorm."""
     x = rng(3).normal(size=(ROWS, COLS)) if x is None else x
     d = rng(4).normal(size=(ROWS, COLS)) if d is None else d
     x, d = jnp.asarray(x, dtype), jnp.asarray(d, dtype)
@@ -94,7 +94,10 @@ def test_layer_norm(scale, bias, dx_bound, dscale_bound):
 
 
 def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
-    """y lost information: the error is bounded and predicted, and save="input" avoids it."""
+    """With a bias far above the scale, the error from the output is bounded and predicted.
+
+    The output has lost information; save="input" avoids the error.
+    """
     scale, bias = rng(7).uniform(-1e-2, 1e-2, COLS), rng(8).normal(size=COLS)
     dx, dscale, ref = gradients("bfloat16", scale, bias)
     assert relative_error(dx, ref.dx) < ROOM * 1.6e-2
@@ -108,7 +111,10 @@ def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scale_all_zero(dtype):
-    """y still holds x_hat: dscale is as accurate as ever, and dx is about 0."""
+    """If all scales are 0, dscale is as accurate as otherwise, and dx is about 0.
+
+    y still contains x_hat, because the forward uses a floor instead of 0.
+    """
     dx, dscale, ref = gradients(dtype, np.zeros(COLS), None)
     assert np.abs(exact(dx)).max() < 2.0**-50
     assert relative_error(dscale, ref.dscale) < ROOM * {"float32": F32, "bfloat16": 1.6e-3}[dtype]
@@ -117,7 +123,7 @@ def test_scale_all_zero(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30])
 def test_floored_output_vanishes_in_a_matmul(dtype, value):
-    """The part of y that the floor adds does not change a bit of a following matmul."""
+    """The small values that the floor adds to y do not change a bit of a following matmul."""
     x = jnp.asarray(rng(0).normal(size=(16, 64)), dtype)
     scale = jnp.asarray(near_one(64), "float32").at[::3].set(value)
     weights = jnp.asarray(rng(1).normal(size=(64, 32)), dtype)
@@ -130,7 +136,7 @@ def test_floored_output_vanishes_in_a_matmul(dtype, value):
 @pytest.mark.parametrize("case", ["ordinary", "bias much larger", "tiny scale"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_law(dtype, case):
-    """check_params predicts each column's error, within a factor that 256 rows justify."""
+    """check_params predicts each column's error, within the sampling error of 256 rows."""
     scale, bias = {
         "ordinary": (near_one(), rng(9).normal(size=COLS)),
         "bias much larger": (near_one() * 0.1, rng(9).normal(size=COLS)),
@@ -138,20 +144,21 @@ def test_the_law(dtype, case):
     }[case]
     scale, bias = (np.asarray(a, np.float32) for a in (scale, bias))
     _, dscale, ref = gradients(dtype, scale, bias)
-    # Errors are random in the rows: compare root mean squares over columns of equal law.
+    # Errors are random over the rows, so root mean squares over columns with equal predictions are
+    # compared.
     predicted = np.array(
         [
             jaxnorm.check_params({"scale": s, "bias": b}, dtype).norms[0].dscale_error
             for s, b in zip(scale, bias)
         ]
     )
-    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)  # of dscale_j, with independent rows
+    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)  # of dscale_j, if rows are independent
     measured = np.abs(exact(dscale) - ref.dscale) / (predicted * magnitude)
     assert 0.7 < np.sqrt(np.mean(measured**2)) < 1.4
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """Rounding y may move y / scale above sqrt(N), the maximum of x_hat: it is clipped there."""
+    """A recovered x_hat is clipped to sqrt(N), its maximum, which rounding y may exceed."""
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):
@@ -166,7 +173,7 @@ def test_recovered_x_hat_keeps_its_bound():
 
 @pytest.mark.parametrize("subtract_mean", [True, False])
 def test_float32_parameters_with_bfloat16_output(subtract_mean):
-    """Forward and backward round the bias to y's dtype; XLA must keep this inside `jax.jit`."""
+    """Both passes round a float32 bias to y's dtype, and XLA keeps this rounding in `jax.jit`."""
     x = jnp.asarray(rng(0).normal(size=(ROWS, COLS)), jnp.float32)
     d = jnp.asarray(rng(1).normal(size=(ROWS, COLS)), jnp.bfloat16)
     scale = jnp.asarray(near_one(), jnp.float32)
@@ -192,19 +199,25 @@ def test_float32_parameters_with_bfloat16_output(subtract_mean):
 
 
 def test_mean_ten_thousand():
-    """Two passes give an accurate variance, where E[x^2] - E[x]^2 errs by thousands."""
+    """For a mean of 1e4, the variance is accurate, because it is computed in two passes.
+
+    E[x^2] - E[x]^2 would have an error of thousands.
+    """
     x = 1e4 + rng(0).normal(size=(ROWS, COLS))
     y = jaxnorm.layer_norm(jnp.asarray(x, jnp.float32))
     x = exact(jnp.asarray(x, jnp.float32))
     expected = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
-    # The mean is rounded to float32, after a sum of 1024 terms.
+    # The mean is a sum of 1024 terms, rounded to float32.
     assert np.abs(exact(y) - expected).max() < 4 * 2.0**-24 * 1e4
     spread = x.std(-1) / np.sqrt(x.var(-1) + 1e-6)
     assert np.abs(exact(y).std(-1) - spread).max() < 16 * 2.0**-24
 
 
 def test_cotangent_parallel_to_x_hat():
-    """dx is a small difference of large terms: its relative error is about u |c2| / |dx|."""
+    """If the cotangent is nearly parallel to x_hat, dx has a relative error of u |c2| / |dx|.
+
+    dx is a small difference of large terms.
+    """
     x, noise = rng(0).normal(size=(ROWS, COLS)), rng(1).normal(size=(ROWS, COLS))
     d = 0.9 * x + np.sqrt(1 - 0.9**2) * noise
     dx, _, ref = gradients("bfloat16", np.ones(COLS), None, x=x, d=d)
@@ -215,7 +228,7 @@ def test_cotangent_parallel_to_x_hat():
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zero_initialised_scale_trains(dtype, save):
-    """A scale that starts at 0 learns as fast if the output is saved as if the input is saved."""
+    """A scale that starts at 0 trains as fast with the output saved as with the input saved."""
     x = jnp.asarray(rng(0).normal(size=(64, 32)), dtype)
     target = jnp.asarray(rng(1).normal(size=32), jnp.float32)
 
@@ -237,11 +250,14 @@ def test_zero_initialised_scale_trains(dtype, save):
 
 
 def test_log_probabilities_of_a_large_vocabulary_belong_in_float32():
-    """The documented exception: p = exp(y) from a bfloat16 y is off by more than u."""
+    """With a bfloat16 log_softmax, gradients have larger errors: p = exp(y) is inaccurate.
+
+    This is the documented exception; a float32 y avoids it.
+    """
     x = jnp.asarray(3 * rng(0).normal(size=(16, 50257)), jnp.bfloat16)
     d = jnp.asarray(rng(1).normal(size=(16, 50257)), jnp.float32)
     p = np.exp(exact(x) - np.max(exact(x), -1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     expected = exact(d) - p * exact(d).sum(-1, keepdims=True)
     dx = jax.vjp(lambda x: jaxnorm.log_softmax(x, dtype=jnp.float32), x)[1](d)[0]
-    assert relative_error(dx, expected) < 2 * U["bfloat16"]  # storing dx, nothing else
+    assert relative_error(dx, expected) < 2 * U["bfloat16"]  # only from storing dx

@@ -1,4 +1,4 @@
-"""Outputs beyond float16's largest number, 65504: what the backward makes of an infinite y."""
+"""float16 outputs beyond the largest number, 65504: how the backward treats an infinite y."""
 
 import functools
 
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 LARGEST = 65504.0
 FUNCTIONS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"]
-# The columns that overflow; also along an axis that is not the last.
+# The columns that overflow. Other cases normalise over the first axis.
 WIDE = [3, 40]
 
 
 def parameters(name, cols):
-    """Return the parameters of the norm whose output is returned: scale, and LayerNorm's bias."""
+    """Return the scale, and for LayerNorm the bias, of the norm whose output is returned."""
     scale = normal((cols,), "float32", 2, 0.3, 1.0).at[jnp.array(WIDE)].set(5e4)
     return (scale, normal((cols,), "float32", 3)) if "layer" in name else (scale,)
 
 
 def call(name, x, *parameters, **options):
-    """y alone, of a function of x and no other array of rows."""
+    """Call a function with x for all arrays of rows, and return y."""
     if name == "rms_norm_add_rms_norm":
         return jaxnorm.rms_norm_add_rms_norm(x, x, None, *parameters, **options)[0]
     if name.startswith("add"):
@@ -39,7 +39,10 @@ def call(name, x, *parameters, **options):
 @pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_bounded_consumer(name, cols, axis, implementation):
-    """The cotangent of an infinite y is 0, and x_hat is taken from the largest number."""
+    """If y is infinite and its cotangent 0, gradients are bounded and other elements are correct.
+
+    The backward recovers x_hat from float16's largest number.
+    """
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)
     function = functools.partial(
@@ -66,16 +69,16 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
         h = exact(x) * (1 + name.startswith("add"))
         ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
     dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # c2 and the other elements of the row do not depend on infinite elements,
+    # An infinite element does not affect c2 or other elements of its row.
     x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
     lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
     expected, bound = ref.dx, dx_bound + lost
-    if two is not None:  # but through the norm of x before it.
+    if two is not None:  # With two norms it does, through the first norm.
         first, (dx_bound, dh_bound, *_) = two.first, two.gradient_bounds()
         expected = first.dx + two.dresidual
         through = first.r * (lost + np.abs(first.xh) * np.mean(lost * np.abs(first.xh), 1)[:, None])
         bound = dx_bound + dh_bound + lost + through
-    elif name.startswith("add"):  # x is both addends.
+    elif name.startswith("add"):  # x is both addends
         expected, bound = 2 * expected, 2 * bound
     assert_within(dx, expected, bound)
     assert_within(dscale, ref.dscale, dscale_bound)
@@ -83,7 +86,7 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tangents(name):
-    """Tangents from an infinite y equal those from the input."""
+    """Tangents computed from an infinite y equal those computed from the input."""
     x, t = normal((130, 256), "float32", 0), normal((130, 256), "float32", 1)
     t = t.at[:, jnp.array(WIDE)].set(0)
     given = parameters(name, 256)
@@ -96,12 +99,12 @@ def test_tangents(name):
 
     (overflows, from_output), (_, from_input) = tangent("output"), tangent("input")
     assert overflows
-    # x_hat, which is recovered from y, has its rounding; the tangents have theirs.
+    # The x_hat that is recovered from y has y's rounding error, and the tangents are rounded.
     assert relative_error(from_output, from_input) < 4 * unit_roundoff("float16")
 
 
 def test_nan_stays_nan():
-    """Only infinities count as the largest number."""
+    """A NaN in y stays NaN: only infinities are replaced by the largest number."""
     x = normal((4, 64), "float32", 0).at[1, 2].set(np.nan)
     y, vjp = jax.vjp(lambda x: jaxnorm.rms_norm(x, jnp.ones(64), dtype="float16"), x)
     dx = exact(vjp(jnp.zeros_like(y))[0])

@@ -1,8 +1,8 @@
 """Norm classes of other libraries with ``calls=``: Tunix's Qwen 3 and Gemma, Hugging Face's Llama.
 
-These tests are not in the ordinary suite: ``pip install --group models``, then ``pytest -m
-models``. Tunix has many dependencies, and only its model files are imported here: ``pip install
---no-deps google-tunix``.
+These tests do not run by default: ``pip install --group models``, then ``pytest -m models``. Tunix
+has many dependencies, and only its model files are imported here: ``pip install --no-deps
+google-tunix``.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from jaxnorm import memory_report
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # of packages that are as old as their last Flax models
+    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
 ]
 __all__ = ["transformers"]  # a fixture
 
@@ -40,7 +40,7 @@ SIZES = {
 
 
 def tunix(name):
-    """Return Tunix's models.<name>.model without the training packages that Tunix imports."""
+    """Import Tunix's models.<name>.model without the training packages that Tunix imports."""
     spec = importlib.util.find_spec("tunix")
     if spec is None:
         pytest.skip("needs google-tunix")
@@ -51,7 +51,7 @@ def tunix(name):
     return importlib.import_module(f"tunix.models.{name}.model")
 
 
-# The functions of docs/flax.md.
+# The functions that docs/flax.md shows.
 
 
 def qwen_norm(norm, x):
@@ -79,7 +79,7 @@ def qwen(dtype):
 
 
 def gemma(dtype):
-    """Return Gemma 2, with softcaps and norms after each branch."""
+    """Return Gemma 2, which has softcaps, and norms after each branch."""
     from flax import nnx
 
     model = tunix("gemma")
@@ -116,7 +116,7 @@ def loss_of(model):
 
 @pytest.mark.parametrize("make", [qwen, gemma])
 def test_tunix(make, caplog):
-    """Test values, gradients, the number of norms, and what memory_report predicted."""
+    """Converted models of Tunix have the same values, and save what memory_report predicted."""
     model, calls, count = make("float32")
     before, state = loss_of(model)
     model, calls, _ = make("float32")
@@ -133,7 +133,7 @@ def test_tunix(make, caplog):
         scale = float(jnp.max(jnp.abs(other)))
         np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-3 * scale)
     reports = memory_report(before, state), memory_report(after, state)
-    # Norms of queries and keys have advice for the norm and for the rotation; a part of it is
+    # Norms of queries and keys have advice for the norm and for the rotation. Only the former is
     # followed.
     told, left = (
         sum(row.saves for row in report if row.advice and row.advice.startswith("rms_norm"))
@@ -143,7 +143,7 @@ def test_tunix(make, caplog):
     assert reports[0].total - reports[1].total == pytest.approx(told - left, rel=0.1)
     functions = {row.advice.partition(":")[0] for row in reports[0] if row.advice}
     assert {"gated_linear", "softmax", "linear_softmax_cross_entropy"} <= functions
-    # Parameters of such classes are found by name.
+    # check_params finds the parameters of such classes by their names.
     paths = {norm.path for norm in jaxnorm.check_params(state, "float32")}
     assert len(paths) == count
 

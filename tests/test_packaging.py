@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it works where there is nothing else."""
+"""The wheel: its contents, and that it works in an otherwise empty environment."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def run(*command, **options):
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     out = tmp_path_factory.mktemp("dist")
-    # hatchling is installed here, so the build needs no isolated environment and no download.
+    # hatchling is installed, so the build needs no isolated environment and no download.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
     return out
 
@@ -52,7 +52,7 @@ def test_sdist_holds_what_a_build_needs(dist):
 
 
 def test_wheel_says_what_it_is_for(dist):
-    """The build itself refuses classifiers that do not exist."""
+    """The wheel has the correct classifiers. The build itself rejects nonexistent ones."""
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         (path,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
@@ -67,11 +67,11 @@ def test_wheel_says_what_it_is_for(dist):
 
 
 def test_wheel_in_an_empty_environment(dist, tmp_path):
-    """With only jax and numpy installed, functions work, and other modules say what to install."""
+    """With only jax and numpy, functions work, and other modules say what to install."""
     (wheel,) = dist.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    # Use the installed pip. Compile only the files that are imported.
+    # Use the installed pip, and compile only the files that are imported.
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
     needed = (wheel, f"jax=={version('jax')}", f"numpy=={version('numpy')}")
     run(*pip, "install", "--quiet", "--no-compile", *needed)
@@ -94,7 +94,7 @@ print("works")
 
 
 def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
-    """Entries above the newest dated entry are unreleased."""
+    """The version is that of the changelog's newest dated entry, or of an unreleased one."""
     heading = r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$"
     text = (ROOT / "CHANGELOG.md").read_text()
     entries = re.findall(heading, text, re.MULTILINE)

@@ -1,7 +1,6 @@
-"""Operands and results that are parts of other arrays: each function's values and gradients.
+"""Operands and results that are slices of other arrays: each function's values and gradients.
 
-Parts are one of the forms in which every operation is tested: the cases are those of the table of
-operations, with the self-check's references and bounds.
+The cases are those of the self-check, with its references and bounds.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from jaxnorm.tools import selfcheck
 
 
 def with_fused_sizes(case, **options):
-    """The case with arrays of which XLA passes parts to kernels: multiples of 256 bytes."""
+    """Return the case with sizes for which XLA passes slices to kernels: multiples of 256 bytes."""
     shapes = {
         name: tuple(1024 if size == 1000 else size for size in shape)
         for name, shape in case.shapes.items()
@@ -27,7 +26,7 @@ def with_fused_sizes(case, **options):
     return dataclasses.replace(case, shapes=shapes, options={**case.options, **options})
 
 
-# Functions without kernels have no `implementation`.
+# Functions without kernels have no `implementation=`.
 XLA_ONLY = ("gated_linear", "activation_linear")
 CASES = [with_fused_sizes(c) for c in selfcheck.CASES if c.function not in XLA_ONLY]
 
@@ -36,7 +35,7 @@ CASES = [with_fused_sizes(c) for c in selfcheck.CASES if c.function not in XLA_O
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case, dtype, implementation):
-    """All operands and cotangents are slices, and all results are written into larger arrays."""
+    """Values and gradients are correct if all operands, cotangents and results are slices."""
     if case.function == "rms_norm_linear" and implementation == "triton":
         pytest.skip("a kernel of Mosaic's alone")
     outcome = selfcheck.check(
@@ -45,11 +44,12 @@ def test_values_and_gradients(case, dtype, implementation):
     assert outcome.is_right, outcome
 
 
-# ------------------------------------------------------------- programs as people write them
+# ------------------------------------------------------------------------- slices in typical
+# programs
 
 
 def gradients(function):
-    """Return the gradients for all floating-point arguments of a function."""
+    """Return a function that computes gradients of all floating-point arguments."""
 
     def run(*operands):
         at = [i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
@@ -81,7 +81,7 @@ loss = jaxnorm.softmax_cross_entropy_with_integer_labels
 
 
 def windows(x, scale):
-    """Return norms of windows of rows, each stored in place of the window."""
+    """Replace windows of rows by their norms, one after the other, in a loop."""
 
     def step(i, x):
         window = jax.lax.dynamic_slice(x, (i, 0), (256, 1000))
@@ -91,7 +91,7 @@ def windows(x, scale):
 
 
 def layers(x, scales, unroll=1):
-    """Return norms with scales from a stack that starts in the middle of an array."""
+    """Apply norms whose scales are a stack that starts inside another array."""
     stack = scales[1:].reshape(-1, 1024)
     return jax.lax.scan(lambda x, scale: (x + rms_norm(x, scale), None), x, stack, unroll=unroll)[0]
 
@@ -108,8 +108,8 @@ with_own_rule.defvjp(
 
 checkpointed = jax.checkpoint(rms_norm)
 
-#: Name -> a function, and a function that creates its arguments. Without copies, most of these
-#: programs would pass an unaligned address to a kernel.
+#: Maps a name to a function, and to another one that creates its arguments. Without copies, most of
+#: these programs would pass an unaligned address to a kernel.
 PATTERNS = {
     "labels tokens[1:]": (
         lambda x, t: loss(x, t[1:]),
@@ -200,9 +200,9 @@ PATTERNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Results equal those of copies to the last bit; outside `jax.jit`, each slice is a copy.
+    """Results under `jax.jit` are bitwise those outside of it, where each slice is a copy.
 
-    The gradient runs as well; its values are tested above.
+    The gradient runs, too; its values are tested above.
     """
     function, make = PATTERNS[name]
     operands = make()

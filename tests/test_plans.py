@@ -1,4 +1,4 @@
-"""`jaxnorm.implementation_for`: what runs each function, for arrays of models' sizes, and why."""
+"""`jaxnorm.implementation_for`: the implementation of each function for models' sizes, and why."""
 
 import functools
 
@@ -35,7 +35,8 @@ def test_a_cpu_runs_xla_s_code(name):
 
 
 GROUP = {"scale": vector(32, 1, 8, dtype="bfloat16"), "axis": (1, 3)}
-# A function, the shape of x in bfloat16, options, the implementation, and a part of the reasons.
+# A function, the shape of a bfloat16 x, options, the expected implementation, and a part of its
+# reason.
 PLANS = [
     *(
         (name, ROWS, {"scale": vector(4096)}, MOSAIC, "")
@@ -114,7 +115,7 @@ def test_plans_for_a_gpu(i):
 
 
 def test_arrays_that_are_not_given():
-    """The gate has x's shape and dtype by default; tables are float32, for all columns."""
+    """By default, the gate has x's shape and dtype, and tables are float32 for all columns."""
     scale = {"scale": vector(128)}
     plan = asked("rms_norm_gated", HEADS, **scale)
     gate = vector(*HEADS, dtype="bfloat16")
@@ -135,7 +136,7 @@ def test_a_wide_gate_has_no_kernel(x64):
 
 
 def test_the_kernel_of_a_norm_and_a_product_is_asked_for_by_name():
-    """By default, the norm's kernels run in both passes."""
+    """By default, rms_norm_linear runs the norm's kernels; its own kernel runs only on request."""
     named = functools.partial(asked, "rms_norm_linear", ROWS)
     plan = named()
     assert plan == asked("rms_norm", ROWS)

@@ -1,4 +1,4 @@
-"""Kernels are the default on CUDA if they support a call and are faster, decided at lowering."""
+"""On CUDA, kernels are the default if they support a call and are faster, decided at lowering."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ def gradient(function):
 
 
 def kernels(function, *operands):
-    """Return how many Mosaic kernels `function` has when it is lowered for CUDA."""
+    """Return the number of Mosaic kernels of `function`, lowered for CUDA."""
     lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
@@ -43,7 +43,7 @@ def test_lowered_for_cuda_a_call_is_a_kernel(function):
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_layers_have_the_passes_of_the_first(function):
-    """Equal passes are one object, so their operands and results are computed once."""
+    """Layers with equal calls share one object for each pass, so its types are computed once."""
     program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
     passes = [*calls_in(program.jaxpr)]
     assert len(passes) == 6
@@ -51,14 +51,14 @@ def test_layers_have_the_passes_of_the_first(function):
 
 
 def kernel_shapes(function, *operands):
-    """Return the first result of each Mosaic kernel, as text."""
+    """Return the type of the first result of each Mosaic kernel, as text."""
     lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return re.findall(r"custom_call @mosaic_gpu.*-> \(?tensor<([^>]*)>", lowered.as_text())
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
 def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
-    """Gradients are taken outside of `jax.vmap`: of per-example losses and equinox's norms."""
+    """A batch under `jax.vmap` runs the kernels of one large array, if the gradient is outside."""
 
     def loss(x, scale, bias):
         y = jaxnorm.layer_norm(x, scale, bias, implementation=implementation)
@@ -79,7 +79,7 @@ def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
 
 
 def test_gradients_for_each_example_are_kernels():
-    """Per-example gradients inside `jax.vmap` use kernels: parameters become those of groups."""
+    """Gradients inside `jax.vmap` run kernels, too: parameters become those of groups."""
 
     def loss(x, scale):
         return jnp.sum(jaxnorm.rms_norm(x, scale).astype(jnp.float32) ** 2)
@@ -93,7 +93,7 @@ def test_gradients_for_each_example_are_kernels():
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
 def test_an_axis_that_is_not_the_last_has_kernels(function):
-    """The kernels run by name only, because a transpose is needed."""
+    """Over an axis that needs a transpose, kernels run only if they are requested."""
     x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
     for axis in (0, 1, (0, 2)):
         forced = functools.partial(function, axis=axis, implementation="mosaic")
@@ -105,7 +105,7 @@ def test_an_axis_that_is_not_the_last_has_kernels(function):
         function.__name__, x.shape, x.dtype, axis=(0, 2), platform="cuda"
     )
     assert "not the last" in str(plan)
-    # An axis of size 1 is no obstacle.
+    # A last axis of size 1 needs no transpose.
     x = jax.ShapeDtypeStruct((64, 128, 1024, 1), jnp.bfloat16)
     assert kernels(gradient(functools.partial(function, axis=2)), x) == 2
 
@@ -119,11 +119,11 @@ def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
 
 
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():
-    """XLA runs calls with a mask of a few columns, float64, or shapes for which it is faster."""
+    """XLA's code runs masked rows of few columns, float64, and shapes for which it is faster."""
     few = jax.ShapeDtypeStruct((4096, 4), jnp.bfloat16)
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0
-    # The forward alone is a kernel.
+    # Only the forward runs a kernel.
     assert kernels(gradient(rms_norm), jax.ShapeDtypeStruct((1, 65536), jnp.bfloat16)) == 1
     with jax.enable_x64(True):
         assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1024), jnp.float64)) == 0
@@ -141,7 +141,7 @@ def test_another_gpu_runs_no_mosaic(monkeypatch):
 
     monkeypatch.setattr(support, "local_capability", lambda: 80)
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
-    assert plan.forward.name != "mosaic"  # Triton's, where its extra and a GPU are there
+    assert plan.forward.name != "mosaic"  # Triton's, if it is installed
     assert "compute capability 9.0" in plan.forward.reason
     assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1032), jnp.bfloat16)) == 0
 
@@ -164,7 +164,7 @@ def test_a_cpu_never_imports_the_kernels():
 
 
 def test_lowering_has_room_on_the_stack():
-    """Kernels are lowered below a frame that is larger than a chunk of Python's stack."""
+    """Kernels are lowered in a frame with a large chunk of Python's stack, which is faster."""
     found = []
 
     class Kernels(StandIn):

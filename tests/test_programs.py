@@ -1,4 +1,4 @@
-"""Every function in the programs that JAX makes of it: jit, none, scan, export, other platforms.
+"""Every function with and without jit, in scans, exported, and lowered for other platforms.
 
 The operands and plain JAX's formulas are those of the table in `functions`.
 """
@@ -33,13 +33,13 @@ basic = pytest.mark.parametrize("name", BASIC)
 
 
 def both(function, wrt):
-    """Return a function's results, and the gradients of a scalar of them."""
+    """Return a function that computes the results, and the gradients of `scalar` of them."""
     return lambda *operands: (function(*operands), gradients(function, wrt)(*operands))
 
 
 @each
 def test_it_is_the_formula(name, x64):
-    """Compare values and gradients in float64, where a wrong formula differs visibly."""
+    """Values and gradients are those of plain JAX's formula, in float64."""
     operands = operands_of(name, "float64")
     ours, plain = (both(f, floats_in(operands)) for f in FUNCTIONS[name][:2])
     results = jax.jit(ours)(*operands)
@@ -49,13 +49,13 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """Outside jit, values have the same bits, also for NumPy arrays; gradients are compared."""
+    """Outside of jit, values are bitwise those inside, also for NumPy arrays."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))
     for run, given in ((jax.jit(function), operands), (function, map(np.asarray, operands))):
         found = jax.tree.leaves(run(*given))
-        if "linear" in name:  # of several primitives, which `jax.jit` fuses
+        if "linear" in name:  # they have several primitives, which `jax.jit` fuses
             assert_computes(found, function, *operands)
             continue
         for a, b in zip(found, values, strict=True):
@@ -71,7 +71,7 @@ def test_outside_jit(name):
 @each
 @pytest.mark.parametrize("rows", [(0, 2), (3, 0)], ids=str)
 def test_no_rows(name, rows):
-    """Shapes are the same without rows, and gradients of parameters are 0."""
+    """Without rows, results have the usual shapes and dtypes, and parameters' gradients are 0."""
     operands = operands_of(name, sizes=Sizes(rows))
     run = both(FUNCTIONS[name].ours, floats_in(operands))
     results, found = run(*operands)
@@ -91,7 +91,10 @@ def test_no_rows(name, rows):
     ],
 )
 def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
-    """An implementation gives the same bits; the default may choose another without a backward."""
+    """An implementation gives the same bits with and without a gradient.
+
+    The default may choose another implementation if there is no backward.
+    """
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)
     x = x.astype(dtype)
@@ -102,7 +105,7 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
 @pytest.mark.remat
 @each
 def test_scan_over_layers(name, x64):
-    """Compare gradients of all operands of three layers, applied one after the other."""
+    """In a scan over three layers, gradients of all operands are those of plain JAX."""
     function, plain, _ = FUNCTIONS[name]
     stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
     wrt = floats_in(stacked)
@@ -141,7 +144,7 @@ def test_export_round_trip(name, platforms):
 
 
 def of_symbols(name, operands):
-    """Return types of the operands whose axes of rows are symbols."""
+    """Return the operands' types, with symbolic sizes for the axes of rows."""
     rows, sizes = jax.export.symbolic_shape("rows, heads"), Sizes()
     return [
         jax.ShapeDtypeStruct(
@@ -152,7 +155,7 @@ def of_symbols(name, operands):
 
 
 LINEAR_LOSSES = [name for name in FUNCTIONS if name.startswith("linear_")]
-# Their operands belong to positions, samples or groups, which have a number here.
+# Functions with operands that belong to positions, samples or groups, whose numbers are fixed here.
 OF_POSITIONS = {"softmax with a mask", "softmax with a bias", "layer_norm of groups"}
 OF_POSITIONS |= {"rms_norm_gated of heads"}
 OF_POSITIONS |= {n for n, f in FUNCTIONS.items() if {"cos", "of_samples"} & {*f.kinds.split()}}
@@ -165,12 +168,15 @@ OF_ROWS = [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}]
     ("name", "dtype"),
     [
         *((name, "float32") for name in OF_ROWS),
-        # In bfloat16 the analysis of a norm of a sum, and a product after it, has no bound.
+        # In bfloat16, `analyse` gives no finite bound for a norm of a sum with a matmul after it.
         *((name, "bfloat16") for name in OF_ROWS if name != "rms_norm_linear silu"),
     ],
 )
 def test_export_with_symbolic_rows(name, dtype):
-    """Both passes run for any number of rows, in plain JAX: kernels need sizes that are numbers."""
+    """An exported program with symbolic rows runs XLA's code for any number of rows.
+
+    This holds for both passes. Kernels need sizes that are numbers.
+    """
     operands, function = operands_of(name, dtype), FUNCTIONS[name].ours
     if "implementation" in options_of(name.split()[0]):
         function = functools.partial(function, implementation="xla")
@@ -184,7 +190,7 @@ def test_export_with_symbolic_rows(name, dtype):
 
 
 SYMBOLIC = {
-    # Parameters of each sample, as in adaLN; GroupNorm, with positions as a part of its rows.
+    # adaLN's parameters of each sample, and GroupNorm, whose rows include positions.
     "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
     "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
     "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
@@ -211,7 +217,10 @@ def normal(*shape):
 
 
 def test_export_with_symbolic_classes():
-    """The share of each class in a smoothed label is then a symbolic expression."""
+    """A loss with label smoothing can be exported with a symbolic number of classes.
+
+    The smoothed target of a class is then a symbolic expression.
+    """
 
     def loss(x, labels):
         call = jaxnorm.softmax_cross_entropy_with_integer_labels
@@ -241,7 +250,7 @@ def test_lowering_for_a_gpu_from_any_host(name):
 
 @basic
 def test_work_placed_on_the_cpu(name):
-    """The placement of the arrays chooses the implementation, not the default backend."""
+    """The placement of arrays determines the implementation, not the default backend."""
     cpu = jax.devices("cpu")[0]
     operands = [jax.device_put(a, cpu) for a in operands_of(name)]
     results = jax.jit(FUNCTIONS[name].ours)(*operands)

@@ -1,4 +1,4 @@
-"""The package as users see it: names, help, docstrings, types."""
+"""The package as users see it: names, help, docstrings and types."""
 
 import inspect
 import pydoc
@@ -48,7 +48,7 @@ def test_help_lists_functions():
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_signatures_name_types(name):
-    """Aliases are shown by their names, not as the unions that they stand for."""
+    """Signatures in `help` show short names of types, not the unions that they stand for."""
     first, *_ = pydoc.render_doc(getattr(jaxnorm, name), renderer=pydoc.plaintext).splitlines()[2:]
     shown = first.split(" -> ")[0]
     assert shown.startswith(f"{name}(")
@@ -86,7 +86,7 @@ def test_types_of_what_is_returned():
 
 
 def test_type_checkers_know_the_arguments():
-    """`typed_code.py` says which of its lines are errors."""
+    """mypy finds exactly the errors that `typed_code.py` marks."""
     pytest.importorskip("mypy")
     code = Path(__file__).with_name("typed_code.py")
     command = [sys.executable, "-m", "mypy", "--strict", str(code)]

@@ -1,4 +1,4 @@
-"""The Python blocks of the README and the docs run: those of a page form one program."""
+"""The Python blocks of the README and the docs run; all blocks of a page form one program."""
 
 import pkgutil
 import re
@@ -11,13 +11,13 @@ import jaxnorm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# A block may be indented, in a list; the comment before it says why it does not run.
+# A block may be indented, inside a list. A comment before a block says why it does not run.
 BLOCK = re.compile(
     r"(?:<!-- (?P<why>needs|not run:) (?P<what>.*?) -->\n)?"
     r"(?P<indent> *)```python\n(?P<code>.*?)\n *```",
     re.DOTALL,
 )
-# Modules that a block may need and that are not always installed. Other needs are errors.
+# Modules that a block may need and that are not always installed. Other modules must exist.
 OPTIONAL = {"jaxnorm.equinox", "jaxnorm.linen.converted", "jaxnorm.nnx.convert"}
 
 
@@ -31,7 +31,7 @@ def is_here(name: str) -> bool:
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the blocks of a page that can run here."""
+    """Return the code of the blocks of a page that can run on this machine."""
     found = []
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
         if block["why"] is None or (block["why"] == "needs" and is_here(block["what"])):
@@ -50,7 +50,7 @@ def test_the_examples_run(page):
 
 
 def test_the_pages_have_examples():
-    """The regular expression finds the examples of the pages."""
+    """The regular expression finds the examples of all pages that have some."""
     without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
     without |= {"results", "structure", "testing"}
     assert {page.stem for page in PAGES if not blocks(page)} == without
@@ -58,7 +58,7 @@ def test_the_pages_have_examples():
 
 
 def test_the_api_reference_has_every_public_name():
-    """The page lists every name of jaxnorm; pages of modules list their members automatically."""
+    """The API page lists every public name, and each public module has a page."""
     page = (ROOT / "docs" / "api" / "jaxnorm.md").read_text(encoding="utf-8")
     assert set(re.findall(r"auto(?:function|class|data):: (\w+)", page)) == set(jaxnorm.__all__)
     modules = {path.stem for path in (ROOT / "jaxnorm").glob("[a-z]*.py")}
@@ -73,7 +73,10 @@ def test_every_link_leads_somewhere():
 
 
 def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
-    """Before its first section, each with what it is for; and the Makefile has them."""
+    """The README starts with the commands for a new clone, each with its purpose.
+
+    They are targets of the Makefile.
+    """
     top, _, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in ("demo", "test"):

@@ -1,4 +1,4 @@
-"""The docs' recipes, compared with plain JAX: their own code, on random data."""
+"""The docs' recipes, run on random data and compared with plain JAX."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ VOCABULARY, WIDTH = 40, 24
 
 @functools.cache
 def page(name: str) -> dict[str, Any]:
-    """Return the names that the Python blocks of a page define."""
+    """Return the namespace that the Python blocks of a page define."""
     namespace: dict[str, Any] = {}
     for block in blocks(ROOT / "docs" / f"{name}.md"):
         exec(compile(block, name, "exec"), namespace)
@@ -40,7 +40,7 @@ def labels_of(*shape):
 
 
 def losses_of(hidden, scale, head, labels):
-    """Return the loss of each position, in plain JAX."""
+    """Compute the loss of each position in plain JAX."""
     rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
     logp = jax.nn.log_softmax(hidden * rstd * scale @ head)
     return -jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
@@ -50,7 +50,10 @@ ROUNDING = SAFETY * math.sqrt(256) * unit_roundoff("float32")
 
 
 def assert_close(ours, theirs):
-    """Assert equality to 64 roundings of the largest element: SAFETY sqrt(n) for 256 products."""
+    """Assert equality up to SAFETY sqrt(256) roundings of the largest element.
+
+    The sums have 256 terms.
+    """
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert a.dtype == b.dtype
         assert_within(a, exact(b), ROUNDING * np.abs(exact(b)).max())
@@ -58,7 +61,7 @@ def assert_close(ours, theirs):
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_norms_with_a_gate(groups):
-    """The gated norms of gated delta nets (over each head) and of Mamba 2 are as in plain JAX."""
+    """Gated norms, per head (gated delta nets) or per group (Mamba 2), equal plain JAX's."""
     blocks, shape = page("blocks"), (2, 16, 4, WIDTH)
 
     def both(norm, *arrays, **options):
@@ -75,7 +78,10 @@ def test_norms_with_a_gate(groups):
 
 
 def test_a_block_of_a_diffusion_transformer():
-    """Compare values, and the gradients of all operands that condition the block."""
+    """A block of a diffusion transformer has plain JAX's values and gradients.
+
+    The gradients include those of the operands that condition the block.
+    """
     names = [f"{name}_{i}" for i in (1, 2) for name in ("scale", "shift", "gate")]
     m = {name: 0.3 * normal(seed, 2, 1, WIDTH) for seed, name in enumerate(names)}
     x, weights = normal(7, 2, 16, WIDTH), normal(8, 2, WIDTH, WIDTH) / WIDTH**0.5
@@ -103,7 +109,10 @@ def test_what_to_take_where_a_norm_in_its_place_is_slower():
 
 
 def test_attention_with_qk_norms_and_rope():
-    """In Flax; and the queries of a port of Hugging Face's, whose tables hold each angle twice."""
+    """Attention with QK norms and RoPE equals plain JAX's, in Flax and in a port of Hugging Face's.
+
+    Hugging Face's tables contain each angle twice.
+    """
     rope = page("rope")
     attention, width, heads, d = rope["attention"], 128, 4, 32
     x, (cos, sin) = normal(0, 2, 16, width), rope["tables"](16, d)
@@ -144,7 +153,7 @@ def test_tied_embeddings():
 
 
 def test_gradient_accumulation():
-    """One micro-batch has no position that counts, and others have few."""
+    """Gradient accumulation is correct for micro-batches with few or no unmasked positions."""
     x, labels = normal(0, 4, 2, 8, WIDTH), labels_of(4, 2, 8)
     labels = labels.at[0, :, 1:].set(-100).at[2].set(-100)
     params = {"scale": normal(1, WIDTH), "head": normal(2, WIDTH, VOCABULARY)}
@@ -161,7 +170,7 @@ def test_gradient_accumulation():
 
 
 def answers(*shape):
-    """Return tokens of sequences, which of them are answers, a policy, and a policy near it."""
+    """Return tokens, the mask of answers, a policy's parameters, and parameters close to them."""
     tokens, lengths = labels_of(*shape, 16), jnp.arange(np.prod(shape)).reshape(*shape, 1)
     answer = (jnp.arange(16) >= 3) & (jnp.arange(16) < 6 + lengths)
     sizes = {"embedding": (VOCABULARY, WIDTH), "scale": (WIDTH,), "head": (WIDTH, VOCABULARY)}
@@ -171,7 +180,7 @@ def answers(*shape):
 
 
 def log_probs_of(params, tokens, answer):
-    """Return log-probabilities of each token but the first, and entropies, in plain JAX."""
+    """Compute log-probabilities of all tokens but the first, and entropies, in plain JAX."""
     hidden = params["embedding"][tokens[..., :-1]]
     rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
     logp = jax.nn.log_softmax(hidden * rstd * params["scale"] @ params["head"])
@@ -180,7 +189,7 @@ def log_probs_of(params, tokens, answer):
 
 
 def test_grpo():
-    """Ratios are on either side of both bounds."""
+    """The GRPO loss equals plain JAX's; ratios are below, between and above the clipping bounds."""
     tokens, answer, params, near = answers(3, 4)
     counts, rewards = answer[..., 1:], normal(20, 3, 4)
     old, _ = log_probs_of(near, tokens, answer)
@@ -304,7 +313,7 @@ def test_jensen_shannon():
 
 
 def test_outputs_that_are_offloaded():
-    """Only y of the scanned layers is offloaded to the host, and nothing else of its size."""
+    """In the offloading recipe, only y of the scanned layers is offloaded to the host."""
     loss = page("transformations")["loss"]
     x, layers = normal(0, 8, 64), (normal(1, 4, 64), normal(2, 4, 64, 64) / 8)
 
@@ -338,7 +347,7 @@ def test_padding_makes_a_norm_batch_invariant():
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
 def test_a_vocabulary_that_is_split(axis_type):
-    """The weight's gradient has the weight's sharding. Split logits have the same losses."""
+    """With a split vocabulary, losses are the same, and gradients are sharded like the weight."""
     mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(axis_type,) * 2)
     x, head, labels = normal(0, 4, 8, WIDTH), normal(1, WIDTH, VOCABULARY), labels_of(4, 8)
 

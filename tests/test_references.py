@@ -1,8 +1,8 @@
-"""The float64 references: independent of the code that they check, and right.
+"""The float64 references are correct, and independent of the code that they check.
 
-`jaxnorm.tools.references` comes with the package, for the self-check on a user's machine; the
-references of the tests add options and closer bounds to it. Here the results and the gradients are
-held against JAX's own derivatives, in float64, of each function as one writes it in jnp.
+`jaxnorm.tools.references` is a part of the package, for the self-check on a user's machine. The
+tests' references add options and tighter bounds. Here, results and gradients are compared with
+JAX's own derivatives, in float64, of each function written in jnp.
 """
 
 import ast
@@ -30,7 +30,7 @@ X, PARAMETER, LABELS = (ROWS, COLS), (COLS,), (ROWS,)
 
 @pytest.mark.parametrize("module", [references, running_error], ids=lambda m: m.__name__)
 def test_they_share_nothing_with_what_they_check(module):
-    """They import numpy and each other alone."""
+    """The references import only NumPy and each other."""
     tree = ast.parse(Path(module.__file__).read_text())
     imported = {
         name
@@ -49,7 +49,7 @@ def test_they_share_nothing_with_what_they_check(module):
     assert others <= {"collections", "dataclasses", "math", "numpy", "typing"}
 
 
-# ------------------------------------------------------------------ the functions, in plain jnp
+# ----------------------------------------------------------------------- the functions in jnp
 
 
 def softmax(x, bias=0.0, where=True, *, scale=1.0, causal=False, log=False):
@@ -89,7 +89,7 @@ def log_prob_and_entropy(logits, labels):
 
 
 def of_layer(function):
-    """A function of logits, as one of the linear layer that makes them."""
+    """Return a function of logits as a function of the linear layer that computes them."""
     return lambda x, weight, bias, labels: function(x @ weight + bias, labels)
 
 
@@ -98,7 +98,7 @@ _LINEAR = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": LABELS}
 _SUM = {"x": X, "residual": X}
 _ROTATIONS = [{"cos": (ROWS, n // 2), "sin": (ROWS, n // 2)} for n in (COLS, COLS // 2)]
 
-#: Name of a reference -> its formula in plain JAX, the shapes of operands, and options.
+#: For each reference: its name, its formula in jnp, the shapes of operands, and options.
 CASES = [
     *(
         (name, functools.partial(softmax, log=name == "log_softmax"), {"x": X, **others}, options)
@@ -188,7 +188,7 @@ CASES = [
 
 
 def evaluated(name, shapes, types, **options):
-    """Operands, cotangents, and the reference's results and gradients, without their bounds."""
+    """Return operands, cotangents, and the reference's results and gradients without bounds."""
     given = references.operands(shapes, COLS, seed=0)
     along = references.operands({str(i): shape for i, shape in enumerate(types)}, 0, seed=1)
     results, gradients = getattr(references, name)(
@@ -202,7 +202,7 @@ def evaluated(name, shapes, types, **options):
 
 
 def agree(ours, theirs):
-    """But for float64's roundings: eight sums of COLS terms, one after the other."""
+    """Assert equality up to float64's rounding errors of eight successive sums of COLS terms."""
     for a, b in zip(ours, theirs, strict=True):
         b = np.asarray(b)
         infinite = np.isinf(b)
@@ -224,7 +224,7 @@ def test_results_and_gradients(name, plain, shapes, options, x64):
     constants = {n: a for n, a in given.items() if n not in gradients}
     arrays = {n: jnp.asarray(given[n]) for n in gradients}
     expected, pullback = jax.vjp(lambda arrays: function(**arrays, **constants), arrays)
-    # Where an entry is masked, the logarithm is -inf and its cotangent is ignored.
+    # For a masked entry, the logarithm is -inf and its cotangent is ignored.
     expected, tree = jax.tree.flatten(expected)
     along = [np.where(np.isinf(y), 0, d) for y, d in zip(expected, along, strict=True)]
     (wanted,) = pullback(jax.tree.unflatten(tree, map(jnp.asarray, along)))
@@ -236,7 +236,7 @@ def test_every_reference_has_a_case():
     assert {name for name, *_ in CASES} >= {*OPERATIONS}
 
 
-# ------------------------------------------- the tests' own losses, which know every option
+# ------------------------------------------- the losses of the tests' references, with all options
 
 
 def test_losses_of_the_tests():

@@ -1,7 +1,7 @@
-"""Rematerialisation, by JAX's present implementation and by its next one (``jax_remat3``).
+"""Rematerialisation with both of JAX's implementations: the present and the next (``jax_remat3``).
 
 What a policy saves is counted as `jax.ad_checkpoint.print_saved_residuals` lists it, without
-arguments. What runs again is counted in jaxprs and in the optimised program.
+arguments. What is recomputed is counted in jaxprs and in compiled programs.
 """
 
 import functools
@@ -72,23 +72,23 @@ AROUND = {
 AROUND["nested"] = lambda f: AROUND["save_policy"](AROUND["save_policy"](f))
 AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
-# Name -> the function of an array, a vector and a matrix; its primitive; what is saved by each
-# policy: arrays of all rows and columns, arrays of a number for each row, squares (weights).
+# For each name: the function of an array, a vector and a matrix, and the arrays that each policy
+# saves. They are counted by shape: (rows, cols), one number per row, and (cols, cols) (weights).
 
 
 def saved(rows, named, numbers):
-    """Return the saved arrays without a policy, and with policies that save the output or not.
+    """Return the numbers of saved arrays for each policy.
 
     Args:
-      rows, named: the arrays of all rows and columns, and those of them that have a name.
-      numbers: the arrays with a number for each row.
+      rows, named: the number of arrays of shape (rows, cols), and how many of them have a name.
+      numbers: the number of arrays with one number per row.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
     return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}
 
 
 def norm_of(name, **options):
-    """Return a norm of x, with all of its vectors, and with a residual if it takes one."""
+    """Return a norm of x. The vector replaces all parameters, and 2 x a residual or gate."""
     function = getattr(jaxnorm, name)
     takes = inspect.signature(function).parameters
     rows = 1 + ("residual" in takes or name == "rms_norm_gated")
@@ -188,8 +188,8 @@ NAMES = {
     "rms_norm_linear silu": {"jaxnorm_rstd", "jaxnorm_preactivation"},
     "gated_linear": set(),
 }
-# These policies save what `save_policy` saves of our functions. They also save matmuls, which only
-# one of our functions has.
+# These policies save what `save_policy` saves. "both" also saves matmuls, so it is not tested with
+# functions that have matmuls.
 SAME = ("both", "offload", "nested", "jit inside")
 CASES = [
     (name, policy, saved[policy if policy in saved else "save_policy"])
@@ -206,13 +206,13 @@ def operands(dtype="float32"):
 
 
 def block(name):
-    """Return a function whose operand is computed, and therefore is not an argument."""
+    """Return a function whose operand is computed inside, so that it is not an argument."""
     function = FUNCTIONS[name][0]
     return lambda x, s, w: function(3 * x, s, w)
 
 
 def loss(f):
-    """Return a sum with a different cotangent for each element."""
+    """Return a function that computes one number, with a different cotangent for each element."""
 
     def summed(*arrays):
         y = f(*arrays)
@@ -232,7 +232,7 @@ def test_what_is_saved(name, policy, saved):
     assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
 
 
-# Each function runs with two of the policies, alternating.
+# Each function runs with two of the four policies, alternating.
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -242,7 +242,10 @@ def test_what_is_saved(name, policy, saved):
     ],
 )
 def test_gradients_are_those_without(name, policy):
-    """Compare float64 gradients, whose elements are sums of at most rows * cols^2 rounded terms."""
+    """float64 gradients with a policy equal those without, up to rounding errors.
+
+    An element is a sum of at most rows * cols^2 rounded terms.
+    """
     with jax.enable_x64(True):
         arrays = operands("float64")
         expected = jax.jit(jax.grad(loss(block(name)), (0, 1, 2)))(*arrays)
@@ -252,12 +255,12 @@ def test_gradients_are_those_without(name, policy):
         assert_within(ours, exact(theirs), ROWS * COLS**2 * 2.0**-53 * largest)
 
 
-# ------------------------------------------------------------------------------ what runs again
+# ------------------------------------------------------------------------------- recomputation
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "linear" not in name])
 def test_what_runs_again(name):
-    """Nothing runs again if a policy saves what the backward needs; otherwise the function does."""
+    """A function is recomputed only if the policy does not save what its backward needs."""
     for policy in ("plain", "save_policy", "names", "all but out", "checkpoint", "jit inside"):
         step = jax.grad(loss(AROUND[policy](block(name))), argnums=(0, 1, 2))
         without_out = policy == "all but out" and FUNCTIONS[name][1]["names"][0] > 0
@@ -268,26 +271,26 @@ def test_what_runs_again(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_names(name):
-    """Return the names of what a function saves, as policies see them."""
+    """The residuals of a function have the documented names, which policies see."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block(name), *a)[0])(*operands())
     assert {*names(jaxpr)} == NAMES.get(name, {"jaxnorm_out", "jaxnorm_rstd"})
 
 
 def calls(f, *arrays):
-    """Return the names of our forward calls in the jaxpr, including loops and nested jaxprs."""
+    """Return the names of our forward primitives in a jaxpr, including loops and nested jaxprs."""
     names = [e.primitive.name for e in equations(jax.make_jaxpr(f)(*arrays))]
     passes = [name.removeprefix("jaxnorm.") for name in names if name.startswith("jaxnorm.")]
     return [name for name in passes if not name.endswith(("_backward", "_tangent"))]
 
 
 def compiled_calls(f, *arrays):
-    """Return the number of forward norms in the optimised program: each has one rsqrt."""
+    """Return the number of forward norms in the compiled program: each has one rsqrt."""
     text = jax.jit(f).lower(*arrays).compile().as_text()
     return len(re.findall(r" = \S+ rsqrt\(", text))
 
 
 def layer(x, w):
-    """Return a norm between two matmuls, and elementwise code after it."""
+    """Compute a norm between two matmuls, with elementwise code after it."""
     return x + jnp.tanh(jaxnorm.rms_norm(x @ w, 1 + w[0]) @ w)
 
 
@@ -317,7 +320,7 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """The counts above would show a second norm."""
+    """Without a policy, a norm is recomputed, so the counts of the test above can fail."""
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
     step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
@@ -327,7 +330,7 @@ def test_checkpoint_runs_a_norm_again(stack):
 
 @pytest.mark.parametrize(("policy", "kernels"), [("save_policy", 2), ("checkpoint", 3)])
 def test_kernels_in_a_program_for_a_gpu(policy, kernels):
-    """A program has one kernel forward and one backward; without a policy, the forward's twice."""
+    """A program has one forward and one backward kernel; without a policy, two forward kernels."""
     x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
     weights = jax.ShapeDtypeStruct((LAYERS, 1024, 1024), "bfloat16")
     step = jax.grad(functools.partial(scanned, AROUND[policy]), argnums=(0, 1))
@@ -337,7 +340,7 @@ def test_kernels_in_a_program_for_a_gpu(policy, kernels):
     assert text.count("custom_call @mosaic_gpu") >= 2
 
 
-# ------------------------------------------------------------------------ derivatives and rules
+# ------------------------------------------------------------------------------- derivatives
 
 
 def custom_jvp(f):
@@ -353,7 +356,7 @@ def custom_vjp(f):
 
 
 def gradient_norm(f):
-    """Return a function whose gradient has second derivatives."""
+    """Return a function of the gradients, whose own gradient is a second derivative."""
     return lambda *a: sum(jnp.sum(jnp.cos(g)) for g in jax.grad(loss(f), (0, 1, 2))(*a))
 
 
@@ -375,9 +378,9 @@ DERIVATIVES = {
     ["rms_norm", "softmax", "linear_softmax_cross_entropy", "rms_norm_linear silu"],
 )
 def test_derivatives(name, derivative):
-    """Saved residuals have derivatives too, which the second order uses.
+    """Derivatives through named residuals equal those without names, also of second order.
 
-    A second derivative sums over the terms of the first, of which there are rows * cols^2.
+    A second derivative sums over the terms of the first; each sum has rows * cols^2 terms.
     """
     with jax.enable_x64(True):
         arrays = operands("float64")
@@ -401,7 +404,10 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 @pytest.mark.parametrize("policy", ["plain", "checkpoint", "save_policy", "names", "offload"])
 def test_memory_report(stack, policy):
-    """The bytes are those of JAX's own list, and arrays have the names of their operations."""
+    """memory_report's bytes equal those of JAX's own list, under each policy.
+
+    Arrays are named after their operations.
+    """
     x, _, w = operands()
     f = functools.partial(stack, AROUND[policy])
     weights = jnp.stack([w] * LAYERS)
@@ -427,7 +433,10 @@ def test_a_policy_of_products_sees_the_product_of_rms_norm_linear():
 
 
 def test_names_inside_a_custom_vjp(remat3):
-    """JAX's own settings decide whether a policy sees them: see docs/transformations.md."""
+    """Policies see names inside a `jax.custom_vjp` only with certain JAX settings.
+
+    docs/transformations.md lists them.
+    """
     f = AROUND["save_policy"](custom_vjp(block("rms_norm")))
     assert (PER_ROW in saved_shapes(f, *operands())) == (not remat3)
     if remat3:

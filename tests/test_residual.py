@@ -1,4 +1,4 @@
-"""Norms with a residual, and parameters of groups of rows, against float64 numpy."""
+"""Norms with a residual, and parameters of groups of rows, against float64 NumPy."""
 
 import functools
 
@@ -15,7 +15,7 @@ import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-# x, residual, parameters, y
+# Dtypes of x, residual, parameters and y.
 MIXES = [
     *((d, d, d, d) for d in DTYPES),
     ("bfloat16", "float32", "float32", "bfloat16"),
@@ -59,7 +59,7 @@ def test_addition_before_a_norm(
 @each_shape
 @each_mix
 def test_addition_after_a_norm(x_dtype, r_dtype, p_dtype, y_dtype, shape, implementation):
-    del y_dtype  # the sum is in the residual's
+    del y_dtype  # the sum has the residual's dtype
     x, residual = operands(shape, x_dtype, r_dtype)
     given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
     check("rms_norm_add", x, implementation=implementation, **given)
@@ -81,7 +81,10 @@ def test_addition_between_two_norms(
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("shared", ["scale", "next_scale"])
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
-    """The gradient is rounded once, in bfloat16, for all groups of rows of the other scale."""
+    """With two norms, the gradient of a scale that all groups share is rounded to bfloat16 once.
+
+    The other scale differs by group, so a kernel sums this gradient per group first.
+    """
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))
     scale, next_scale = (
@@ -107,7 +110,7 @@ def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation)
     assert_within(gradients[shared], expected, stored)
 
 
-# --- parameters of groups of rows
+# ------------------------------------------------------------------- parameters of groups of rows
 
 LEADS = {
     "sample": ((4, 1), (4, 1)),
@@ -133,7 +136,10 @@ def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implemen
 
 
 def test_groups_whose_rows_are_not_consecutive():
-    """Any parameter that numpy broadcasts is supported, by XLA's code on every platform."""
+    """Parameters of interleaved groups of rows are supported by XLA's code on every platform.
+
+    Any parameter that NumPy can broadcast is allowed.
+    """
     x = normal((4, 3, 16), "float32", 0)
     scale = normal((3, 16), "float32", 1)
     expected = jaxnorm.rms_norm(x, jnp.broadcast_to(scale, x.shape))
@@ -143,7 +149,7 @@ def test_groups_whose_rows_are_not_consecutive():
 
 
 def test_groups_over_channels():
-    """NCHW, normalised over C, with parameters of each sample: axes in x's order."""
+    """For NCHW arrays normalised over C, parameters of samples have axes in x's order."""
     x = normal((2, 16, 3, 5), "float32", 0)
     scale, bias = (normal((2, 1, 1, 16), "float32", seed) for seed in (1, 2))
 

@@ -1,4 +1,4 @@
-"""Norms with a residual where one array or another is float64: all arithmetic then is."""
+"""Norms with a residual where some array is float64: then all arithmetic is float64."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from jaxnorm_kernels import mosaic
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("x64", "quick_to_compile")]
 
 SHAPE = (5, 16)
-# x, residual, y: each mix with float64 in it.
+# Dtypes of x, residual and y: all combinations with a float64.
 MIXES = [
     mix for mix in itertools.product((*DTYPES, "float64"), repeat=3) if mix.count("float64") > 0
 ]
@@ -36,7 +36,7 @@ def rms_norm(x, scale):
 
 
 def plain(name, r_dtype, y_dtype, *operands):
-    """y and h in float64, each rounded to its dtype."""
+    """Compute y and h in float64, each rounded to its dtype."""
     x, residual, scale, next_scale = (a if a is None else a.astype("float64") for a in operands)
     if name == "add_rms_norm":
         h = (x + residual).astype(r_dtype)
@@ -51,7 +51,7 @@ def ours(name, save, y_dtype, x, residual, scale, next_scale):
 
 
 def derivatives(function, operands, along):
-    """Return derivatives of first and second order, forward and reverse, along every operand."""
+    """Return first and second derivatives, in forward and reverse mode, by every operand."""
 
     def loss(*operands):
         y, h = (a.astype("float64") for a in function(*operands))
@@ -73,7 +73,7 @@ def derivatives(function, operands, along):
 
 
 def of_given(function, *options):
-    """`derivatives` of a function, along the operands that are given."""
+    """Return a function that computes `derivatives` by the operands that are present."""
 
     def call(operands, along):
         missing = [None] * (4 - len(operands))
@@ -90,13 +90,13 @@ def exact_derivatives(name):
 @each_save
 @each_mix
 def test_two_norms(mix, save):
-    """Values and gradients are as near to those in numpy as one rounding of each array allows."""
+    """Values and gradients are within the bounds of one rounding per array, against NumPy."""
     x, residual, scale, next_scale = operands(mix)
     given = {"residual": residual, "scale": scale, "next_scale": next_scale}
     check("rms_norm_add_rms_norm", x, **given, save=save, y_dtype=mix[2])
 
 
-# The second function has one norm, whose arithmetic an addend may ask to be wider.
+# Combinations with one float64, for a function with a single norm. The float64 may be an addend's.
 ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in mix]
 
 
@@ -109,7 +109,7 @@ ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in 
     ],
 )
 def test_derivatives(name, mix, save):
-    """Derivatives are as accurate as plain JAX's, which rounds at the same places."""
+    """Derivatives are as accurate as plain JAX's, which rounds at the same points."""
     _, r_dtype, y_dtype = mix
     arrays = operands(mix)
     if name == "add_rms_norm":
@@ -123,7 +123,10 @@ def test_derivatives(name, mix, save):
 
 
 def test_no_kernel_takes_a_norm_of_such_a_call():
-    """Its arrays may be float32, but its statistics are not."""
+    """The norms inside a float64 call run no kernel, even if their own arrays are float32.
+
+    Their statistics are float64.
+    """
     float32, float64 = np.dtype("float32"), np.dtype("float64")
     spec = build_spec("norm_add_norm", "bwd", 256, 1024, float32, float64, residual_dtype=float32)
     assert spec.first.x_dtype == spec.first.y_dtype == float32

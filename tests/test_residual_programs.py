@@ -1,4 +1,4 @@
-"""Programs of residual norms: kernels, passes over the rows, and residuals."""
+"""Programs of residual norms: kernels, operations on whole arrays, and residuals."""
 
 import functools
 import re
@@ -29,9 +29,10 @@ WRAPPED = {
     [("bfloat16", "bfloat16", 1), ("bfloat16", "float32", 2), ("float32", "bfloat16", 1)],
 )
 def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
-    """The backward stores one gradient for both operands if their dtypes agree.
+    """A residual norm runs one kernel per pass, and no other operation on whole arrays.
 
-    It also does so if the gradient is rounded before it is x's.
+    The backward stores one gradient for both operands if they have one dtype, or if x's gradient is
+    a cast of the residual's.
     """
     shape = (8192, 4096)
     x, residual = jax.ShapeDtypeStruct(shape, x_dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -47,7 +48,7 @@ def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
     assert len(kernels) == 2
     results = [line.rpartition("->")[2].count("8192x4096") for line in kernels]
     assert results == [2, written]
-    # Nothing else in the program works on arrays of this size, but for that conversion.
+    # Except for the cast of x's gradient, nothing else works on arrays of this size.
     others = re.findall(r"stablehlo\.(?:add|convert|multiply|transpose) .*8192x4096.*", text)
     assert len(others) == (x_dtype == "float32")
     assert all("8192x4096xbf16>) -> tensor<8192x4096xf32>" in line for line in others)
@@ -62,13 +63,16 @@ def test_an_unused_result_costs_no_pass_backward(used):
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, scale)
     backward = [e for e in equations(jaxpr) if e.primitive.name.endswith("_norm_backward")]
-    # y, rstd, scale and dy; where y is not used, none.
+    # The operands are y, rstd, scale and dy. If y is unused, there is no backward pass.
     assert [len(equation.invars) for equation in backward] == ([4] if used == 0 else [])
 
 
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
 def test_an_unused_sum_is_not_written(name):
-    """This holds for a forward, for gradients, and in a scan's body, which is traced separately."""
+    """If h is not used, it is not written, also under gradients and in scans.
+
+    JAX traces a scan's body separately.
+    """
     shape = (8192, 4096)
     x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:], "float32")
 
@@ -95,7 +99,7 @@ def test_an_unused_sum_is_not_written(name):
 @pytest.mark.parametrize("residual", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
 def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
-    """Forward, with gradients, of batches and in a scan: no norm of h is computed."""
+    """If only h is used, no norm of h is computed, also under gradients, vmap and scan."""
     x, r = normal((8, 16), "bfloat16", 0), normal((8, 16), residual, 1)
     scale = jnp.ones(16)
 
@@ -113,7 +117,8 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
     }
     norms = dict.fromkeys(programs, 0)
     if name == "rms_norm_add_rms_norm":
-        # That of x is left; with gradients, which start from its statistics, the call as it was.
+        # rms_norm_add_rms_norm always computes the norm of x. The gradient starts from the
+        # statistics of the full call, which computes both norms.
         norms = {**dict.fromkeys(programs, 1), "gradient": 2}
     for key, program in programs.items():
         text = jax.jit(program).lower(x, r, scale).as_text()
@@ -126,7 +131,7 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
 
 @pytest.mark.usefixtures("quick_to_compile")
 def test_derivatives_of_a_program_whose_unused_sum_is_gone():
-    """It is back where a backward starts from it."""
+    """A scan that does not use h has correct derivatives; its backward may start from h."""
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 
     @functools.partial(jax.jit, static_argnames="save")
@@ -169,7 +174,7 @@ def scanned(block, x, parameters):
 
 
 def additions_of(jaxpr, shape):
-    """Return the additions of cotangents of this shape, anywhere in a jaxpr."""
+    """Return the number of additions of cotangents of this shape, anywhere in a jaxpr."""
     found = [e for e in equations(jaxpr) if e.primitive.name == "add_any"]
     return sum(e.outvars[0].aval.shape == shape for e in found)
 
@@ -179,7 +184,10 @@ def additions_of(jaxpr, shape):
 @pytest.mark.parametrize("layers", [unrolled, scanned])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
-    """In ``x + branch(norm(x))`` as models have it, with no change of theirs."""
+    """In unchanged models, x + branch(norm(x)), the norm's backward adds the residual's gradient.
+
+    So the jaxpr has no addition of gradients.
+    """
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (4, 8))
     parameters = (
@@ -196,7 +204,7 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
         return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
 
     ours, theirs = (jax.jit(loss(norm)) for norm in (getattr(jaxnorm, name), plain))
-    # The program runs outside of `jax.jit`, too.
+    # Also run it outside of `jax.jit`.
     run = loss(getattr(jaxnorm, name)) if wrapped == "plain" else ours
     assert_computes(run(x, parameters), theirs, x, parameters, like=ours)
     additions = [additions_of(jax.make_jaxpr(f)(x, parameters), x.shape) for f in (ours, theirs)]
@@ -205,12 +213,15 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
 
 
 def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
-    """A JAX version without accumulators uses the ordinary transpose."""
+    """In a JAX version without gradient accumulators, the transpose returns the gradient.
+
+    It is then added outside of the norm's backward.
+    """
     from jaxnorm.primitives import row_operations
 
     rules = row_operations._RULES
     monkeypatch.setattr(row_operations, "_accumulators", None)
-    # New primitives are created without the transpose that takes accumulators.
+    # Create new primitives, without the transpose that uses accumulators.
     monkeypatch.setattr(rules, "primitive", functools.cache(rules.registered))
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 
@@ -225,7 +236,10 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
 
 
 def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
-    """Rows of dh (bfloat16) are no multiple of 16 bytes, those of y and dy (float32) are."""
+    """If a kernel does not support the extra cotangent dh, it runs without, and dh is added later.
+
+    Here rows of dh (bfloat16) are not a multiple of 16 bytes, unlike rows of y and dy (float32).
+    """
     x, scale = (
         jax.ShapeDtypeStruct((512, 8196), "bfloat16"),
         jax.ShapeDtypeStruct((8196,), "float32"),

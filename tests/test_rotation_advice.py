@@ -1,4 +1,4 @@
-"""memory_report's advice on RMSNorms whose results are rotated."""
+"""memory_report's advice on RMSNorms whose results are rotated (RoPE)."""
 
 import functools
 
@@ -28,7 +28,7 @@ def halves(x, cos, sin):
 
 
 def whole(x, cos, sin):
-    """Rotate as Hugging Face does, with the partners of all elements in one array."""
+    """Rotate as Hugging Face does, with the pairs' other columns in a second array."""
     cos, sin = (jnp.concatenate([a, a], -1).astype(x.dtype) for a in (cos, sin))
     a, b = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-b, a], axis=-1) * sin
@@ -42,7 +42,7 @@ def neighbours(x, cos, sin):
 
 def step(rotated_norm, tables, x, w):
     q = rotated_norm((x @ w["q"]).reshape(BATCH, LENGTH, HEADS, HEAD), w["scale"], *tables)
-    y = (q * q).reshape(x.shape)  # keeps q
+    y = (q * q).reshape(x.shape)  # saves q
     return x + y @ w["out"]
 
 
@@ -92,7 +92,7 @@ def taken_twice(x, scale, *tables):
 
 
 def summed(x, scale, cos, sin):
-    """Return swapped halves: this is not a rotation."""
+    """Return swapped halves, which is not a rotation."""
     a, b = jnp.split(plain(x, scale), 2, axis=-1)
     return jnp.concatenate([b, a], axis=-1)
 

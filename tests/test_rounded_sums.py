@@ -1,4 +1,4 @@
-"""y is the norm of h as it is returned, rounded: XLA drops casts that go on to a wider dtype."""
+"""y is the norm of the rounded h that is returned, although XLA may drop a cast and its inverse."""
 
 import functools
 
@@ -22,18 +22,18 @@ each_platform = pytest.mark.parametrize(
 
 
 def operands(name, dtype):
-    """Return addends whose sum h has few bits before its rounding; its squares sum up exactly.
+    """Return operands for which h needs rounding, and whose squares have an exact sum.
 
-    So y has the same bits for every order of summation.
+    So y does not depend on the order of summation.
     """
     rng = np.random.default_rng(0)
     unit = jnp.finfo(dtype).eps
     h = 1 + rng.integers(0, 16, SHAPE) / 16
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
-    h = h * (1 + (addend < 0) * (h == 1) / 16)  # Below 1 the next number is half as far.
+    h = h * (1 + (addend < 0) * (h == 1) / 16)  # Below 1, numbers are twice as dense.
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
-    # The norm of ones is 1, and the scale that is added.
+    # The norm of ones is 1, so this scale is added.
     scale = np.abs(addend[0])
     return jnp.ones(SHAPE, dtype), jnp.asarray(h, dtype), jnp.asarray(scale, "float32")
 
@@ -49,7 +49,7 @@ def test_y_is_the_norm_of_h(name, dtype, platform):
         rms_norm = jax.jit(functools.partial(jaxnorm.rms_norm, implementation="xla"))
         np.testing.assert_array_equal(h, residual)
         np.testing.assert_array_equal(y, rms_norm(h))
-        # The norm of the unrounded sum differs.
+        # The norm of the unrounded sum would differ.
         addend = x.astype("float32") * (1 if scale is None else scale)
         other = rms_norm(residual.astype("float32") + addend).astype(dtype)
         assert np.mean(np.asarray(y != other)) > 0.05
@@ -59,7 +59,10 @@ def test_y_is_the_norm_of_h(name, dtype, platform):
 @each_dtype
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
-    """In a wider dtype: one program makes both."""
+    """If x is float32, dx is the residual's rounded gradient, cast to float32.
+
+    One program computes both.
+    """
 
     @jax.jit
     def gradients(x, residual, *cotangents):
@@ -78,7 +81,10 @@ def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
     ("name", "roundings"), [("add_rms_norm", (1, 2)), ("rms_norm_add_rms_norm", (1, 1))]
 )
 def test_the_rounding_is_in_the_program(name, roundings, dtype):
-    """The rounding is explicit where XLA may drop casts. On a CPU, casts are faster and stay."""
+    """Where XLA may drop casts, the program has an explicit rounding; not on a CPU.
+
+    On a CPU, casts are kept and are faster.
+    """
     x, narrow = (jax.ShapeDtypeStruct(SHAPE, each) for each in ("float32", dtype))
     function = functools.partial(getattr(jaxnorm, name), dtype=dtype, implementation="xla")
 
@@ -97,7 +103,7 @@ def test_the_rounding_is_in_the_program(name, roundings, dtype):
 
 @pytest.mark.parametrize(("wide", "narrow"), [("float32", "float16"), ("float64", "float32")])
 def test_small_sums_are_not_flushed(wide, narrow, x64):
-    """Numbers below the smallest normal number are rounded like others, and not flushed to 0."""
+    """Subnormal numbers are rounded like others, and not flushed to 0."""
     from jaxnorm_kernels.xla.norm import _rounded
 
     least = float(jnp.finfo(narrow).smallest_subnormal)

@@ -1,4 +1,4 @@
-"""add_layer_norm and add_rms_norm with a gate: values, gradients, transformations, what is kept."""
+"""add_layer_norm and add_rms_norm with a gate: values, gradients, transformations, saved arrays."""
 
 import re
 
@@ -21,7 +21,7 @@ FUNCTIONS = {"add_layer_norm": jaxnorm.add_layer_norm, "add_rms_norm": jaxnorm.a
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_save = pytest.mark.parametrize("save", ["output", "input"])
 
-# x, residual, parameters, y
+# Dtypes of x, residual, parameters and y.
 MIXES = [
     ("float32", "float32", "float32", "float32"),
     ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
@@ -29,7 +29,7 @@ MIXES = [
     ("float32", "bfloat16", "float32", "float16"),
 ]
 BATCH, LENGTH = 4, 33
-# Axes before the columns: of the norm's parameters, and of the gate.
+# Axes before the columns, of the norm's parameters and of the gate.
 LEADS = {
     "adaLN-zero": ((BATCH, 1), (BATCH, 1)),
     "LayerScale": ((), ()),
@@ -81,7 +81,7 @@ def test_a_gate_of_ones_is_none_and_of_zeros_the_residual():
         np.testing.assert_array_equal(function(x, residual, gate=jnp.zeros(64))[1], residual)
 
 
-# ----------------------------------------------------------------------- programs, what they keep
+# ------------------------------------------------------------------- programs, and saved arrays
 
 SHAPE = (3, 5, 16)
 X, RESIDUAL = (np.random.default_rng(i).normal(size=SHAPE) for i in range(2))
@@ -108,7 +108,7 @@ def test_over_other_axes(x64):
 @pytest.mark.parametrize("groups", [1, 32])
 @each_function
 def test_a_block_is_a_kernel_each_way(name, groups):
-    """The backward stores the gradients of x and the residual, and nothing else of their size."""
+    """One kernel per pass; the backward stores the gradients of x and the residual, and no more."""
     rows = jax.ShapeDtypeStruct((32, 1024, 1152), "bfloat16")
     vector = jax.ShapeDtypeStruct((groups, 1, 1152) if groups > 1 else (1152,), "float32")
 
@@ -132,7 +132,7 @@ def test_where_the_norm_is_not_used_a_sum_is_left():
     assert forward.lower(*operands).as_text().count("rsqrt") == 0
     jaxpr = jax.make_jaxpr(gradients(lambda *a: ours(*a)[1], (0, 1, 2, 3)))(*operands)
     backward = [e for e in equations(jaxpr) if e.primitive.name.endswith("_norm_backward")]
-    # x, y, rstd, scale, bias, the gate, and dh.
+    # The operands are x, y, rstd, scale, bias, gate and dh.
     assert [len(equation.invars) for equation in backward] == [7]
 
 

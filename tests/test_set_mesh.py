@@ -1,7 +1,7 @@
-"""Inside `jax.set_mesh`: arrays that name no mesh axis, and batches that one splits.
+"""Calls inside `jax.set_mesh`: arrays that are not sharded, and batches that a mesh axis splits.
 
-Every framework sets a mesh, even on one device. Arrays are then replicated, or not committed to any
-device; types of the latter do not contain the mesh.
+Frameworks set a mesh even on a single device. Arrays are then replicated over the mesh, or
+uncommitted; the types of uncommitted arrays do not contain the mesh.
 """
 
 import functools
@@ -48,7 +48,7 @@ PLACES = ("replicated", "uncommitted", "first", "others")
 
 
 def with_gradients(name):
-    """Return the function of an entry with its gradients, and its operands."""
+    """Return a function that computes an entry's results and gradients, and its operands."""
     operands = operands_of(name, sizes=SIZES)
 
     def run(*operands):
@@ -73,7 +73,7 @@ def mesh_of(name):
 
 
 def placed(operands, mesh, place):
-    """Return `operands`: all, none, the first or the others are replicated over the mesh."""
+    """Replicate operands over the mesh: all, the first, the others, or (uncommitted) none."""
 
     def is_committed(i):
         return place == "replicated" or (place == "first" and not i) or (place == "others" and i)
@@ -89,7 +89,7 @@ def test_no_axis_is_named(name, mesh, place):
     devices = mesh_of(mesh)
     with as_default(Kernels()) as kernels, jax.set_mesh(devices):
         assert_analysed(jax.jit(run)(*placed(operands, devices, place)), expected)
-        # Beside automatic axes of more than one device, only XLA's code runs.
+        # With Auto axes of more than one device, only XLA's code runs.
         assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1 and has_kernel(name))
 
 
@@ -108,7 +108,10 @@ def test_outside_of_jit(name, place):
 @on_eight_devices
 @pytest.mark.parametrize("name", BASIC)
 def test_a_part_with_automatic_axes(name):
-    """`jax.sharding.auto_axes` on an Explicit mesh runs XLA's code: kernels cannot be split."""
+    """Inside `jax.sharding.auto_axes` on an Explicit mesh, XLA's code runs.
+
+    XLA cannot split kernels.
+    """
     run, operands = with_gradients(name)
     mesh = mesh_of("eight")
     part, expected = jax.sharding.auto_axes(run, out_sharding=P()), on_one_device(name)
@@ -123,7 +126,7 @@ def test_a_part_with_automatic_axes(name):
 @pytest.mark.parametrize("over", [P(), P("data")], ids=["replicated", "split"])
 @pytest.mark.parametrize("name", BASIC)
 def test_what_is_not_compiled(name, over):
-    """`jax.disable_jit`, which shows each step, works for rows that are split or whole."""
+    """`jax.disable_jit` works inside a mesh, for split and for replicated rows."""
     function, operands = FUNCTIONS[name].ours, operands_of(name, sizes=SIZES)
     expected = analyse(function, *operands)
     mesh = mesh_of("eight")
@@ -137,7 +140,7 @@ def test_what_is_not_compiled(name, over):
 @on_eight_devices
 @pytest.mark.parametrize("name", [*BASIC[-3:], "rms_norm", "softmax"])
 def test_xla_s_code(name):
-    """XLA's code runs as it does where there is no kernel."""
+    """Without kernels, results inside a mesh are correct for all placements."""
     mesh = mesh_of("eight")
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
@@ -164,7 +167,7 @@ def test_second_derivatives(name):
 
 @on_eight_devices
 def test_a_mesh_without_devices():
-    """Programs for an `AbstractMesh` contain kernels, for as many devices as the mesh will have."""
+    """Programs for an `AbstractMesh` contain kernels."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     function, operands = jaxnorm.rms_norm, operands_of("rms_norm", sizes=SIZES)
     specs = [
@@ -179,19 +182,19 @@ def test_a_mesh_without_devices():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BASIC)
 def test_kernels_on_a_mesh_of_gpus(name, place):
-    """The mesh has one GPU, or all that there are."""
+    """Kernels run on a mesh of real GPUs: of one, or of all that exist."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
         arrays = placed(operands, mesh, place)
         compiled = jax.jit(run).lower(*arrays).compile()
         assert_analysed(compiled(*arrays), expected)
-    # The kernels that run without a mesh.
+    # As many kernels run as without a mesh.
     alone = jax.jit(run).lower(*operands).compile()
     assert compiled.as_text().count("mosaic_gpu") == alone.as_text().count("mosaic_gpu")
 
 
-# ----------------------------------------------------------------- a batch that mesh axes split
+# --------------------------------------------------------------- batches that a mesh axis splits
 
 BATCH = 8
 X, WEIGHT = normal(ROWS, COLS), normal(COLS, CLASSES)
@@ -214,7 +217,7 @@ def linear_log_prob(x, w):
 
 
 def linear_layer(x, w):
-    # Matmuls have results of about 1: the sine of large numbers differs by all their roundings.
+    # Scale results to magnitude 1: the sine of a large number would amplify its rounding error.
     return jnp.sum(jnp.sin(jaxnorm.rms_norm_linear(x, w / COLS**0.5)))
 
 
@@ -239,7 +242,7 @@ def of_whole_arrays(function, batch):
     return analyse(transform(function), x, w)
 
 
-# Any two of a function, a batch and a layout of the weight meet.
+# The cases cover every pair of a function, a batch and a sharding of the weight.
 WEIGHTS_OVER = [P("data"), P("data", None, "model"), P("data", "model")]
 IN_SHARDS = [
     pytest.param(function, batch, over, id=f"{function.__name__}-{batch}-{over}")

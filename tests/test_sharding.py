@@ -1,7 +1,8 @@
-"""On a mesh: values, shardings and collectives; training steps, exports, caches; some axes manual.
+"""Calls on meshes: values, shardings, collectives, training steps, exports, caches, manual axes.
 
-Eight virtual CPU devices. What runs on a shard is xla, or a stand-in for a kernel: xla's functions
-on two-dimensional arrays, which the partitioner cannot look into. `test_meshes` has every function.
+The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel: XLA's
+functions on two-dimensional arrays, which the partitioner cannot split. `test_meshes` covers every
+function.
 """
 
 import functools
@@ -41,7 +42,7 @@ pytestmark = [
 
 
 class Kernels(StandIn):
-    """The stand-in. It counts its launches, and refuses what a kernel would refuse."""
+    """A stand-in for kernels. It records calls, and refuses calls that a kernel would refuse."""
 
     def __getattr__(self, name):
         function = getattr(xla, name)
@@ -62,7 +63,7 @@ class Kernels(StandIn):
 
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """Set the default implementation: XLA's code (None), or the stand-in for a kernel."""
+    """Set the default implementation: XLA's code (None) or the stand-in for a kernel."""
     if request.param == "xla":
         yield None
         return
@@ -74,12 +75,12 @@ DATA = Case("data", {"data": 8}, P("data"))
 
 
 def moved(compiled):
-    """Return the shapes of collectives with arrays at least as large as a shard of x."""
+    """Return the shapes of all exchanged arrays that are at least as large as a shard of x."""
     found = collectives(compiled)
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
 
 
-# Shardings of an array with three axes, or with one, over the two axes of a mesh.
+# All shardings of an array with three axes, and of one with one axis, over a mesh with two axes.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -87,7 +88,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 @pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """Each device has its groups; a gradient is summed over the devices that share a group."""
+    """Each device has its groups' parameters; gradients are summed over devices of one group."""
     d, x, _ = operands("rms_norm")
     scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
     specs = (
@@ -108,7 +109,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 def test_every_pair_of_explicit_specs(x_spec, params):
-    """For any sharding on a mesh of two axes, gradients are sharded like their arrays."""
+    """For all shardings on two Explicit axes, gradients are sharded like operands."""
     mesh = {"data": 4, "seq": 2}
     case = Case("", mesh, x_spec, params)
     shape = (8, 8, 16)
@@ -122,7 +123,7 @@ def test_every_pair_of_explicit_specs(x_spec, params):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)])
 def test_other_axes(kernels, axis, kind):
-    """The function's axes are not the last one, which is sharded."""
+    """A softmax or norm over axes that are not sharded exchanges nothing."""
     mesh = mesh_of(Case("", {"data": 8}, P()), kind)
     x = operands("softmax")[1]
     sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, "data")))
@@ -151,7 +152,7 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
 
 
 def loss(transform, x, params, **options):
-    """Return the loss of a few pre-norm layers in a scan."""
+    """Compute the loss of a few pre-norm layers in a scan."""
 
     def layer(x, p):
         scale, w = p
@@ -198,7 +199,7 @@ def test_training_through_scanned_layers(kernels, transform, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vmap_of_a_sharded_call(kernels, kind):
-    """The batch axis becomes another axis of rows; each device has one launch for its share."""
+    """Under `jax.vmap`, the batch adds rows; each device runs one call on its shard."""
     mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
     _, x, scale = operands("rms_norm")
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
@@ -218,7 +219,7 @@ def test_donated_shards(kernels):
 
 
 def test_manual_axes_without_checks(kernels):
-    """With check_vma=False the caller sums the gradients of parameters, as for all functions."""
+    """With check_vma=False, the caller sums parameters' gradients, as for any JAX function."""
     mesh = mesh_of(DATA, "manual")
     arrays = operands("layer_norm")
 
@@ -238,7 +239,7 @@ def test_manual_axes_without_checks(kernels):
 
 
 def test_some_axes_manual_and_others_not(kernels):
-    """XLA's partitioner handles the other axes, so XLA's own code runs."""
+    """If only some axes are manual, XLA's code runs, because XLA partitions the other axes."""
     mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     _, x, scale = operands("rms_norm")
     mapped = jax.shard_map(
@@ -255,7 +256,10 @@ def test_some_axes_manual_and_others_not(kernels):
 
 
 def test_shards_of_unequal_size(kernels):
-    """XLA pads unequal shards; a kernel would treat the padding as rows."""
+    """If shards have unequal sizes, XLA's code runs.
+
+    XLA pads such shards, and a kernel would treat the padding as rows.
+    """
     mesh = mesh_of(DATA, "auto")
     x = jnp.ones((10, 64))
 
@@ -298,7 +302,10 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
 @pytest.mark.parametrize("without_address", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """The cache is hit, except by kernels on Auto axes, which hold a Python function's address."""
+    """The persistent cache is hit, except by kernels on Auto axes without JAX's setting for this.
+
+    Such programs contain the address of a Python function, which differs between processes.
+    """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_remove_custom_partitioning_ptr_from_cache_key": without_address,
@@ -323,7 +330,7 @@ def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_pa
 
 
 def test_a_mesh_without_devices():
-    """A program without kernels can be lowered for a mesh that is only a shape."""
+    """For an `AbstractMesh` of Auto axes, a program without kernels can be lowered."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))

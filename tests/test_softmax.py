@@ -1,4 +1,4 @@
-"""Values and gradients of softmax and log_softmax against float64 numpy."""
+"""Values and gradients of softmax and log_softmax against float64 NumPy."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def data(shape, dtype, seed=0, scale=3.0):
 
 
 def check(name, x, d, *, axis=-1, implementation):
-    """Check values and gradient of `name` at x, for the cotangent d in the output's dtype."""
+    """Assert that values and gradient at x are within their bounds; d is the cotangent."""
     function, expected, bound = FUNCTIONS[name]
     gradient, gradient_bound = GRADIENTS[name]
     y_dtype = d.dtype.name
@@ -66,7 +66,7 @@ def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
 @pytest.mark.parametrize("cols", [37, 64, 3000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
-    """Adding a constant to the cotangents of a row adds no error, although y is rounded."""
+    """A constant that is added to a row's cotangents causes no error, although y is rounded."""
     x, d = data((64, 8, cols), dtype), data((64, 8, cols), dtype, seed=1, scale=1.0)
     check("softmax", x, d + 100, axis=axis, implementation=implementation)
 
@@ -114,7 +114,7 @@ def test_float64(name):
     assert y.dtype == "float64"
     y_ref = expected(exact(x), -1)
     u = reference.unit_roundoff("float64")
-    # numpy's own float64 exp may err by another unit.
+    # NumPy's float64 exp may add an error of another ulp.
     assert_within(y, y_ref, 2 * bound(exact(x), y_ref, -1, "float64", u))
 
 
@@ -145,7 +145,7 @@ def test_agrees_with_jax_nn():
 def where_masks():
     rng = np.random.default_rng(3)
     some = rng.random((4, 5, 6)) < 0.5
-    some[1, 2] = False  # a row with nothing kept
+    some[1, 2] = False  # a fully masked row
     return {"full": some, "broadcast": some[:1, :, :], "lower rank": some[0, 0]}
 
 
@@ -158,7 +158,7 @@ def test_where(name, axis, kind, implementation):
     where = where_masks()[kind]
     x, d = data((4, 5, 6), "float32"), data((4, 5, 6), "float32", seed=1)
     kept = np.broadcast_to(where, x.shape)
-    # Masked elements of x and of the cotangent must not matter.
+    # Masked elements of x and of the cotangent must have no effect.
     x = jnp.where(kept, x, jnp.nan)
     d = jnp.where(kept, d, jnp.inf)
 
@@ -170,7 +170,7 @@ def test_where(name, axis, kind, implementation):
     y_ref = expected(exact(x), axis, where)
     d_kept = np.where(kept, exact(d), 0)
     dx_ref = np.where(kept, GRADIENTS[name][0](y_ref, d_kept, axis), 0)
-    # The rounding of the same program for operands without NaN.
+    # The bounds are those of the same program for operands without NaN.
     y_like, dx_like = analyse(both, jnp.where(kept, x, 0), jnp.where(kept, d, 0))
     assert_within(y, y_ref, y_like.error)
     assert_within(dx, dx_ref, dx_like.error)
@@ -179,7 +179,7 @@ def test_where(name, axis, kind, implementation):
 
 
 def test_log_softmax_mask_is_not_guessed_from_the_output():
-    """A genuine -inf logit has a gradient, a masked one has none."""
+    """log_softmax gives a logit of -inf a gradient, and a masked logit none."""
     x = jnp.asarray([0.0, -jnp.inf, 1.0])
     for where, expected in [(None, 1.0), (jnp.asarray([True, False, True]), 0.0)]:
         _, vjp = jax.vjp(lambda x, where=where: jaxnorm.log_softmax(x, where=where), x)
@@ -223,7 +223,7 @@ def test_numpy_and_scalar_axes(name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradient_beats_jax_nn_in_low_precision(dtype):
-    """Float32 arithmetic is at least as accurate as the gradient of jax.nn in the same dtype."""
+    """In low precision, the gradient is at least as accurate as jax.nn's."""
     x, d = data((64, 1000), dtype), data((64, 1000), dtype, seed=1)
     dx_ref = reference.softmax_gradient(reference.softmax(exact(x), -1), exact(d), -1)
     errors = [

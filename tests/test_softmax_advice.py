@@ -1,4 +1,4 @@
-"""memory_report's advice on softmaxes: masks, and results that are copied before their matmul."""
+"""memory_report's advice on softmaxes: masks, and weights that are copied before their matmul."""
 
 import functools
 
@@ -20,7 +20,10 @@ PADDING = jax.ShapeDtypeStruct((BATCH, LENGTH), "bool")
 
 
 def report_of(attend, stack, argnums=(0, 1)):
-    """Report layers of attention whose `attend` maps logits, values and padding to results."""
+    """Return the report of attention layers.
+
+    `attend` maps logits, values and the padding mask to results.
+    """
     w = {n: jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "bfloat16") for n in ("q", "k", "v", "o")}
 
     def layer(padding, x, w):
@@ -45,7 +48,7 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """The queries' heads are in groups, as in Tunix's Gemma and Qwen."""
+    """Apply the weights with query heads in groups, as Tunix's Gemma and Qwen do."""
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
 
@@ -82,13 +85,13 @@ def above(logits, v, padding):
 
 
 def with_one_more(logits, v, padding):
-    """Attend with a mask that also has one entry above the diagonal."""
+    """Attend with a mask that also allows one key above the diagonal, so it is not causal."""
     where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool), 1)
     return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
 
 
 def of_other_axes(logits, v, padding):
-    """Attend with Gemma's order of logits: (batch, length, heads, length)."""
+    """Attend with logits in Gemma's order of axes: (batch, length, heads, length)."""
     where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[:, None]
     p = jax.nn.softmax(jnp.where(where, logits.transpose(0, 2, 1, 3), -jnp.inf))
     return jnp.einsum("bths,bshd->bthd", p.astype(v.dtype), v)
@@ -139,7 +142,7 @@ def told_by(report):
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Advice saves what it says, and is gone after it was followed."""
+    """Following the advice saves what it says, within 10 %, and leaves no such advice."""
     plain, ours, words = FOLLOWED[name]
     before, after = report_of(plain, stack), report_of(ours, stack)
     told = told_by(before)
@@ -160,7 +163,10 @@ def test_a_mask_that_something_else_uses():
 
 
 def test_a_reshape_of_the_softmax_s_own_axis():
-    """A softmax of reshaped logits would be over other elements."""
+    """There is no advice if the softmax's own axis is reshaped afterwards.
+
+    A softmax of reshaped logits would normalise over other elements.
+    """
 
     def attend(logits, v, padding):
         p = jax.nn.softmax(logits).astype(v.dtype).reshape(BATCH, HEADS, LENGTH, 4, -1)
@@ -171,7 +177,10 @@ def test_a_reshape_of_the_softmax_s_own_axis():
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_of_jax(is_causal):
-    """`jax.nn.dot_product_attention` saves a mask of all logits' size for each layer."""
+    """Advice finds the mask that `jax.nn.dot_product_attention` saves.
+
+    It has the size of all logits, for each layer.
+    """
 
     def loss(q, k, v):
         y = jax.nn.dot_product_attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""A `Spec` belongs to one family of operations, and has no field of another one."""
+"""A `Spec` belongs to one family of operations, and has no fields of another family."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def test_a_spec_is_small():
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_norms_of_a_call(op):
-    """A call without norms is its own last one."""
+    """`Spec.norms` has a spec for each norm of a call; without norms, `last` is the call."""
     spec = build_spec(op, "bwd", 4, 128, F32, F32)
     norms = spec.norms
     assert len(norms) == len(OPERATIONS[op].norms)

@@ -1,4 +1,4 @@
-"""Masks, biases and parameters of size 1 along axes that meshes split, beside whole ones."""
+"""On meshes, masks, biases and parameters may have size 1 along split axes, next to full ones."""
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,10 @@ FUNCTIONS = {
     ("name", "mask_shape", "bias_shape", "spec"), pairwise([*FUNCTIONS], PARTS, PARTS, SPECS)
 )
 def test_values_and_derivatives(name, mask_shape, bias_shape, spec, kind):
-    """Results match those of one device, up to about a hundred roundings.
+    """Results and derivatives equal those of one device, up to about a hundred roundings.
 
-    These are roundings of terms of size 1, whose sum may be 0, as for softmax's gradient.
+    The rounded terms have magnitude 1. Their sum may be 0, as in softmax's gradient, so the bound
+    is absolute.
     """
     mask, bias = part(MASK, mask_shape), part(BIAS, bias_shape)
 

@@ -1,4 +1,4 @@
-"""The schedules that a sweep times are distinct, and compute what XLA computes."""
+"""The schedules that a sweep times are distinct and compute XLA's results."""
 
 import pickle
 
@@ -22,7 +22,10 @@ def test_every_wide_backward_has_several_schedules():
 
 
 def test_a_given_schedule_replaces_the_table():
-    """The schedule has no clusters, because the interpreter cannot run them."""
+    """A given schedule replaces the table's, and its results are correct.
+
+    This schedule has no clusters, because the interpreter cannot run them.
+    """
     workload = KernelWorkload("rms_norm", "bwd", 4, 2048, "float32", "float32")
     given = next(s for s in backward.schedules(workload) if s.cluster == 1)
     operands = workload.operands(0)
@@ -73,7 +76,7 @@ def test_rows_rank_by_time():
 
 @pytest.mark.parametrize("name", ["backward", "causal", "forward", "heads", "linear"])
 def test_other_processes_can_take_workloads(name):
-    """Schedules are lowered in other processes, to which workloads and schedules are sent."""
+    """Workloads and schedules can be pickled, to be lowered in other processes."""
     chosen = sweep.definitions(sweep.ROOT / f"benchmarks/sweeps/{name}.py")
     workload = next(chosen["workloads"]())
     sent = workload, chosen["schedules"](workload)

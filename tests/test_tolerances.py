@@ -1,4 +1,4 @@
-"""No tolerance of a test is a literal: bounds are computed by `reference` and `program_error`."""
+"""No tolerance of a test is a literal: `reference` and `program_error` compute all bounds."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ import jaxnorm
 TESTS = Path(__file__).parent
 TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
 
-#: Files with tolerances that are not bounds of rounding errors, and what they are.
+#: Files with tolerances that do not bound rounding errors, and what they bound.
 EXCEPTIONS = {
     "test_activation_advice.py": "advice promises its bytes to within 10 %",
     "test_benchmarks_linear.py": "samples of random numbers; rows of three digits",
@@ -36,7 +36,7 @@ EXCEPTIONS = {
 
 
 def literal_tolerances(path):
-    """Return the lines with a tolerance, other than 0, that consists of literals."""
+    """Return the lines with a tolerance other than 0 that consists of literals."""
     lines = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
@@ -74,7 +74,7 @@ def test_a_literal_is_found(tmp_path):
     assert literal_tolerances(path) == [1, 2, 4]
 
 
-# ------------------------------------------------------------------------- the analysed programs
+# ------------------------------------------------------------------------- tests of `program_error`
 
 
 def program(x, scale):
@@ -86,7 +86,7 @@ def program(x, scale):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bound_holds_and_is_near(dtype):
-    """Errors are below their bounds, and a change of some hundred epsilons is above."""
+    """Errors are below the computed bounds, and changes of some hundred epsilons are above."""
     rng = np.random.default_rng(0)
     x, scale = (jnp.asarray(rng.normal(size=s), dtype) for s in ((8, 32), (32,)))
     results = jax.jit(program)(x, scale)
@@ -100,7 +100,7 @@ def test_a_bound_holds_and_is_near(dtype):
 
 
 def test_float64_is_the_value(x64):
-    """In float64, the same program is within its own, much smaller, bound."""
+    """In float64, results are within the much smaller bounds of float64."""
     rng = np.random.default_rng(1)
     x, scale = (jnp.asarray(rng.normal(size=s)) for s in ((8, 32), (32,)))
     assert_computes(jax.jit(program)(x, scale), program, x, scale)

@@ -61,7 +61,7 @@ def test_every_timing_is_of_a_function_and_every_block_has_a_call():
 
 
 def test_the_table_is_what_was_measured():
-    """The code and the docs page have the figures of the committed results."""
+    """The code's table and the docs page have the figures of the committed results."""
     measured = triton_defaults.times(triton_defaults.FOLDER)
     assert triton_defaults.ratios(measured, "triton_sm80") == TIMINGS
     assert triton_defaults.table() in (ROOT / "docs/platforms.md").read_text()
@@ -81,7 +81,7 @@ def test_the_default_is_what_was_fast_enough(timing, reason, monkeypatch):
     monkeypatch.setattr(support, "can_lower", lambda: True)
     said = support.why_not_default(spec("softmax"))
     assert said is None if reason is None else reason in said
-    assert support.why_unsupported(spec("softmax")) is None  # by name it runs
+    assert support.why_unsupported(spec("softmax")) is None  # supported on request
     assert ("not timed on this GPU" in (support.caveat(spec("softmax")) or "")) == bool(timing)
 
 
@@ -101,7 +101,7 @@ def test_the_report_says_what_the_extra_would_give(capability, absence, says, mo
 
 
 def test_the_check_times_what_has_a_timing():
-    """The calls that ``--check`` times can be traced, and are named as in the table."""
+    """The calls that ``--check`` times can be traced, and are named as in the timings."""
     timed = {str(call) for call in wall_time.CALLS}
     assert {name.partition(" with ")[0] for name in timed} <= {*FUNCTIONS}
     assert timed & {*TIMINGS}

@@ -1,4 +1,4 @@
-"""Triton kernels that one machine compiles and another runs: which kernel a launch gets."""
+"""Triton kernels that one machine compiles and another runs: each launch gets its kernel."""
 
 import json
 import subprocess
@@ -14,7 +14,8 @@ from benchmarks import program_folders, triton_programs
 from benchmarks.triton_programs import Launch
 from jaxnorm_kernels.specs import Shared
 
-# The norm's forward and backward as a GPU's program has them, its kernels' code in order.
+# A script whose `kernels()` returns the code of the kernels in a norm's program for a GPU, in
+# order.
 PROGRAM = """
 import hashlib, sys, zlib
 from pathlib import Path
@@ -44,7 +45,7 @@ def kernels():
 
 
 def run(code, *arguments):
-    """Run `PROGRAM` and then the code in a new process; return what it prints."""
+    """Run `PROGRAM` followed by `code` in a new process, and return its output."""
     command = [sys.executable, "-c", PROGRAM + textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -58,7 +59,7 @@ def about(folder, **changes):
 
 
 def test_kernels_come_from_the_folder(tmp_path):
-    """Without Triton: a launch is lowered to the code in its file, and is an error without one."""
+    """Without Triton, a launch uses the code in its file, and raises an error if there is none."""
     about(tmp_path)
     code = """
     folder = Path(sys.argv[1])
@@ -89,7 +90,7 @@ def test_a_recorded_kernel_is_the_one_that_triton_compiles(tmp_path):
     digests = "print([hashlib.sha256(kernel).hexdigest() for kernel in kernels()])"
     assert float(run(record, tmp_path)) == 64 * 256
     replayed = run(f"triton_programs.replay(Path(sys.argv[1])); {digests}", tmp_path)
-    # Without a GPU, kernels are lowered for an A100.
+    # Without a GPU, kernels are lowered for an A100 by default.
     assert replayed == run(digests)
     assert replayed.count(",") == 1
 

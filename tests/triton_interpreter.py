@@ -1,7 +1,7 @@
 """Run the Triton kernels on the CPU, in Triton's interpreter, wherever JAX calls them.
 
 Run pytest with TRITON_INTERPRET=1, which Triton reads when it is imported. The interpreter checks
-values; `triton/test_compile.py` checks the kernels as compiled for a GPU.
+values; `triton/test_compile.py` tests the kernels compiled for a GPU.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxnorm_kernels.triton import launch
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A numpy array with the interface of a device tensor that the interpreter uses."""
+    """A NumPy array with the interface of a device tensor that the interpreter uses."""
 
     array: np.ndarray
 
@@ -62,7 +62,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, ...], **call: Any):
-    """Replace `launch.run`."""
+    """Run a kernel in the interpreter; this function replaces `launch.run`."""
     arguments = {key: value for key, value in call.items() if key in kernel.arg_names}
     refs = {key: value for key, value in arguments.items() if isinstance(value, jax.Ref)}
     arrays = {key: value for key, value in arguments.items() if isinstance(value, jax.Array)}
@@ -100,7 +100,7 @@ def _cast(self: Any, source: Any, to: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-    """Multiply bfloat16 values as numbers; the interpreter itself would multiply their bits."""
+    """Multiply bfloat16 values. The interpreter itself would multiply their bits as integers."""
     del options
     a, b = (_cast(self, factor, tl.float32).data for factor in (a, b))
     return TensorHandle(a @ b + total.data, total.dtype.scalar)

@@ -1,4 +1,4 @@
-"""A user's code for mypy, which `test_public.py` runs; each error that it must find is marked."""
+"""A user's code, which `test_public.py` checks with mypy. Errors that mypy must find are marked."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,8 @@
-"""Schedules, calls and float64 references for the tests of the backward kernels."""
+"""Schedules, calls and float64 references for the tests of the backward kernels.
+
+"ring" in a name means `PipelinedRows`, and "rows_ring" `PipelinedNarrowRows`: rows pass through a
+ring of stages in shared memory.
+"""
 
 import functools
 import math
@@ -19,8 +23,9 @@ from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec
 
-#: Rows that are whole chunks, and rows whose chunks (or blocks of rows that) overlap. The tests run
-#: them on two persistent blocks: a ring goes round, and one block has more rows than the other.
+#: Cases ending in "tail" have widths at which the last fragment of a row overlaps the previous one.
+#: The numbers of rows are such that two persistent blocks reuse the stages of their rings, and one
+#: block has more rows than the other.
 NORM_CASES = (
     Case("ring", 11, 2048, PipelinedRows(8, 1, stages=3)),
     Case("ring_two_stages", 7, 2048, PipelinedRows(8, 1, stages=2)),
@@ -48,7 +53,8 @@ SOFTMAX_CASES = (
     Case("split_row_tail", 2, 2571, InRegisters(1, 4)),
 )
 
-#: Rows over several blocks. These are only lowered, because the interpreter has no clusters.
+#: Schedules that share a row between the blocks of a cluster. The interpreter has no clusters, so
+#: these are only lowered.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, PipelinedRows(8, 2, stages=3, cluster=2)),
     Case("cluster_of_2_rows", 9, 8192, PipelinedRows(8, 2, stages=3, rows=2, cluster=2)),
@@ -78,7 +84,7 @@ def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def of_rows(parameter: np.ndarray, spec: Spec) -> np.ndarray:
-    """``(rows, cols)`` or ``(1, cols)``: the parameter of each row, of all rows or of a group."""
+    """Return a parameter with one row for each row of x, or with one row if all rows share it."""
     if parameter.ndim == 1:
         return parameter[None]
     return np.repeat(parameter, spec.rows // len(parameter), axis=0)
@@ -89,7 +95,7 @@ def parameter_shape(groups: int, spec: Spec) -> tuple[int, ...]:
 
 
 def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
-    """The arguments of the backward: what the forward in float64 gives, and the cotangents."""
+    """Return the backward's arguments: what the forward saves (in float64), and cotangents."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 3, (spec.rows, spec.cols))
     d = rng.normal(0, 1, (spec.rows, spec.cols)).astype(spec.y_dtype)
@@ -104,14 +110,14 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     if spec.norm.scale_dtype is not None:
         shape = parameter_shape(spec.norm.scale_groups, spec)
         scale = rng.normal(1, 0.5, shape).astype(spec.norm.scale_dtype)
-        scale[..., ::7] = 0  # floored, where there is a floor
+        scale[..., ::7] = 0  # replaced by a floor, if the dtype's range allows it
         y = y * of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
     if spec.norm.bias_dtype is not None:
         bias = rng.normal(0, 1, parameter_shape(spec.norm.bias_groups, spec)).astype(
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            bias[..., ::7] = 0  # Otherwise y has no room for x_hat times the floor.
+            bias[..., ::7] = 0  # With a bias, rounding y would lose x_hat times the floor.
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
@@ -129,7 +135,7 @@ def effective_bias(bias: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
-    """dx; for a norm also dscale and dbias."""
+    """Run the backward and return dx; for a norm also dscale and dbias."""
     if spec.is_norm:
         return contract.call(mosaic, spec, *operands, schedule=schedule)
     y, dy = operands
@@ -137,7 +143,7 @@ def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:
-    """`call` in the interpreter, in the dtypes of the spec."""
+    """Run `call` in the interpreter."""
     program = _program if schedule is None else _program_once
     with interpreted(params):
         outputs = program(spec, schedule, schedules.persistent_blocks)(*operands)
@@ -145,29 +151,30 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 
 
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
-    """`call` under `jax.jit`, for the function that says how many blocks there are."""
-    del blocks  # read where it was found
+    """Return `call` under `jax.jit`. `blocks` is only a key of the cache `_program_once`."""
+    del blocks  # The kernel reads the function from its module.
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 
-# A given schedule has the same program each time, which compiles once. Without one, the program
-# depends on tables, which a test may replace.
+# With a given schedule, the program is always the same and is compiled once. Without a schedule, it
+# depends on tables that a test may replace.
 _program_once = functools.lru_cache(maxsize=64)(_program)
 
 
 # References and error bounds.
 #
-# They start from the arrays that the kernel gets, including statistics, so they need separate
-# formulas: `reference` starts from x. u = 2^-24 is the unit roundoff of float32. A sum of n terms
-# adds at most _TERMS in sequence and then a tree, so its relative error (against the sum of
-# magnitudes) is below _TERMS u. Everything else adds a few roundings.
+# They start from the arrays that the kernel reads, including the statistics. `reference` starts
+# from x, so its formulas cannot be used here. u = 2^-24 is the unit roundoff of float32. A kernel
+# adds at most _TERMS terms one after the other and then adds those partial sums as a tree. The
+# relative error of a sum (against the sum of magnitudes) is therefore below _TERMS u. Everything
+# else adds a few roundings.
 
 _U = 2.0**-24
 _TERMS = 128
 
 
 def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
-    """The outputs in float64, and the errors that a kernel may make; None for no parameter."""
+    """Return the outputs in float64 and their error bounds; None for an absent parameter."""
     if spec.op == "norm":
         return norm_reference(spec, *operands)
     y, d = map(exact, operands)
@@ -176,10 +183,11 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
     total = terms.sum(axis=1, keepdims=True)
     total_error = _TERMS * _U * np.abs(terms).sum(axis=1, keepdims=True)
     if spec.renormalises:
-        # y is not negative, so its sum has a relative error; the quotient adds a few units.
+        # y is not negative, so the error of its sum is relative to the sum. The division adds a few
+        # u.
         total, total_error = (a / y.sum(axis=1, keepdims=True) for a in (total, total_error))
         total_error += (_TERMS + 4) * _U * np.abs(total)
-    # The argument of exp may be rounded once more, as y log2(e).
+    # The kernel may compute exp(y) as 2^(y log2(e)), which rounds the exponent once more.
     weight, weight_error = (np.exp(y), 4 * (1 + np.abs(y)) * _U) if log else (y, 0)
     dx = log_softmax_gradient(y, d, 1) if log else y * (d - total)
     error = np.abs(weight) * (total_error + weight_error * np.abs(total))
@@ -195,7 +203,7 @@ def norm_reference(
     g = np.ones((1, spec.cols))
     if scale is not None:
         g = of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
-    d_error = np.zeros_like(d)  # of the cotangent behind an activation
+    d_error = np.zeros_like(d)  # the error of the cotangent after the activation's derivative
     if spec.norm.saved == "input":
         mean = stats[1].astype(np.float64)[:, None] if spec.norm.subtract_mean else 0.0
         xh = (saved - mean) * r
@@ -227,7 +235,7 @@ def norm_reference(
     error = np.abs(xh) * c2_error + np.abs(c2) * xh_error + c1_error + np.abs(g) * d_error
     error += 4 * _U * (np.abs(dg) + np.abs(c1) + np.abs(xh * c2))
     error = r * error
-    if dh is not None:  # one more addition
+    if dh is not None:
         dx = dx + dh.astype(np.float64)
         error += _U * np.abs(dx)
     outputs: list[Any] = [dx]

@@ -24,9 +24,10 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A schedule, with numbers of rows and columns for which it has a special case.
+    """A schedule, with numbers of rows and columns that exercise its special cases.
 
-    `schedule` is for a vector of 8 elements (for 16 bits), or of 1.
+    `schedule.vector`, the number of elements that a thread loads at once, is 8 (for 16-bit arrays)
+    or 1.
     """
 
     name: str
@@ -35,14 +36,15 @@ class Case:
     schedule: Any
 
     def schedule_for(self, *dtypes: np.dtype | None) -> Any:
-        """The schedule with the vector that these dtypes allow."""
+        """Return the schedule with the largest vector for these dtypes, unless its vector is 1."""
         if self.schedule.vector == 1:
             return self.schedule
         widest = max(dtype.itemsize for dtype in dtypes if dtype is not None)
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
-# Each kind with rows that are whole units, and with rows (and blocks) that overlap.
+# Each kind of schedule with rows that fill all fragments, and with rows whose last fragments
+# overlap ("tail").
 CASES = (
     Case("rows_in_warps", 9, 512, ForwardSchedule("row_tile", 8, rows=4)),
     Case("rows_in_warps_tail", 9, 440, ForwardSchedule("row_tile", 8, rows=8)),
@@ -54,7 +56,7 @@ CASES = (
     Case("split_row_tail", 2, 2571, ForwardSchedule("split_row", 1, warpgroups=4)),
     Case(
         "pipelined_tile",
-        11,  # 3 groups of 4 rows, which overlap: 2 for the first block, 1 for the second
+        11,  # 3 groups of 4 rows, the last overlaps: 2 in the first block, 1 in the second
         512,
         ForwardSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
@@ -90,7 +92,7 @@ CASES = (
     ),
 )
 
-#: Rows that the blocks of a cluster share; the interpreter cannot run clusters.
+#: Schedules that share a row between the blocks of a cluster. The interpreter cannot run them.
 CLUSTERED = (
     Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
     Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
@@ -110,7 +112,7 @@ CLUSTERED = (
 
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
-    """An operation of `OPS`, or a norm with a residual, by default of x's dtype."""
+    """Return the spec of an operation; a residual has the dtype of x unless `kwargs` change it."""
     if op in ("softmax", "log_softmax"):
         return build_spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
@@ -129,7 +131,7 @@ def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs:
     return build_spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
-#: The mean and the standard deviation of the elements of each operand here.
+#: The mean and the standard deviation of each random operand.
 _NORMAL = {"x": (0.5, 3), "residual": (-1, 2), "bias": (0, 1), "scale": (1, 0.5)}
 _NORMAL["next_scale"] = _NORMAL["scale"]
 
@@ -145,22 +147,22 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
 
 
 def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tuple[Any, ...]:
-    """The outputs, then the statistics."""
+    """Run the forward and return its outputs, then the statistics."""
     outputs = contract.call(module, spec, *operands, **kwargs)
     return (*outputs[:-1], *outputs[-1]) if spec.is_norm else outputs
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> list[np.ndarray]:
-    """`call` in the interpreter, in the dtypes of the spec."""
+    """Run `call` in the interpreter."""
     with mosaic.interpreted(params):
         outputs = program(spec, **kwargs)(*operands)
     return [np.asarray(out) for out in outputs]
 
 
 def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) -> Any:
-    """`call` under `jax.jit`; of a given schedule the same each time, so that it compiles once.
+    """Return `call` under `jax.jit`, cached for a given schedule, so that it compiles once.
 
-    Without one the program depends on tables, which a test may replace.
+    Without a schedule, the program depends on tables that a test may replace.
     """
     if schedule is not None:
         return _program_of(spec, schedule, **kwargs)
@@ -173,7 +175,7 @@ def _program_of(spec: Spec, schedule: ForwardSchedule, **kwargs: Any) -> Any:
 
 
 def lower(spec: Spec, schedule: Any = None) -> str:
-    """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
+    """Return the module that XLA receives for an NVIDIA GPU. Lowering infers Mosaic's layouts."""
     run = jax.jit(functools.partial(contract.call, mosaic, spec, schedule=schedule))
     return run.trace(*norms.types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -184,21 +186,21 @@ def xla_call(spec: Spec, *operands: Any) -> list[np.ndarray]:
 
 # -------------------------------------------------------------------------------- error bounds
 #
-# Values are those of `reference`, the bounds of the order in which these kernels add. u = 2^-24 is
-# the unit roundoff of float32. A sum of n terms in the kernels is one of at most _TERMS in sequence
-# and then a tree, so its relative error (against the sum of magnitudes) is below _TERMS u.
-# Everything else adds a few roundings.
+# The values are computed by `reference`; the bounds follow the order in which the kernels add. u =
+# 2^-24 is the unit roundoff of float32. A kernel adds at most _TERMS terms one after the other and
+# then adds those partial sums as a tree. The relative error of a sum (against the sum of
+# magnitudes) is therefore below _TERMS u. Everything else adds a few roundings.
 
 _U = 2.0**-24
 _TERMS = 128
 
 
 def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """y in float64, and the error that a kernel may make."""
+    """Return y in float64, and the error that a kernel may make."""
     x = exact(x)
     shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
-    # The error of exp(t): the rounding of t and, for 16 bits, of t log2(e); 4 u for the function
-    # itself. Parts of a row have their own maxima, which doubles the first.
+    # The error of exp(t): the rounding of t and, for 16-bit outputs, of t log2(e), and 4 u for the
+    # function itself. Partitions of a row have separate maxima, which doubles the error of t.
     exp_error = (4 * np.abs(shifted) + 4) * _U
     total_error = (p * exp_error).sum(axis=1, keepdims=True) + (_TERMS + 8) * _U
     if spec.op == "softmax":
@@ -211,7 +213,7 @@ def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def norm_reference(
     spec: Spec, x: np.ndarray, scale: np.ndarray | None, bias: np.ndarray | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """y, rstd and mean in float64, and the errors that a kernel may make."""
+    """Return y, rstd and mean in float64, and the errors that a kernel may make."""
     x = exact(x)
     scale, bias = (of_rows(param, spec.rows) for param in (scale, bias))
     g = 1.0 if scale is None else exact(scale) + spec.norm.scale_offset
@@ -228,12 +230,13 @@ def norm_reference(
     norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
-    # A wrong mean adds its square; the magnitudes of the sum are the sum.
+    # An error of the mean adds its square to the variance. The terms of that sum are not negative,
+    # so its error is relative to the sum.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
     error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)
     if bias is not None:
-        # XLA on CPU may leave out a rounding to y's dtype.
+        # XLA on a CPU may omit rounding the bias to y's dtype.
         error = error + half_unit(b, spec.y_dtype) + 4 * _U * np.abs(b)
     error = error + 4 * _U * np.abs(norm.normal)
     y, _, error, _ = after_norm(spec.norm.activation, norm.normal, error, _U)
@@ -250,7 +253,10 @@ def norm_reference(
 def residual_reference(
     spec: Spec, outputs: Sequence[np.ndarray], x: Any, residual: Any, *params: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return `norm_reference` for all outputs; y is compared with the norm of the given h."""
+    """Return all outputs and their errors for a norm with a residual.
+
+    y is compared with the norm of the h that the kernel returned.
+    """
     if spec.op == "add_norm":
         h = (x.astype(F32) + residual.astype(F32)).astype(spec.norm.residual_dtype)
         (y, *stats), (error, *stat_errors) = norm_reference(spec.last, outputs[1], *params)
@@ -267,7 +273,7 @@ def residual_reference(
 
 
 def of_rows(param: np.ndarray | None, rows: int) -> np.ndarray | None:
-    """A parameter of groups of rows, for each row."""
+    """Return a parameter of groups of rows with one row for each row of x."""
     if param is None or param.ndim == 1:
         return param
     return np.repeat(param, rows // len(param), axis=0)
@@ -276,7 +282,10 @@ def of_rows(param: np.ndarray | None, rows: int) -> np.ndarray | None:
 def reference(
     spec: Spec, *operands: Any, outputs: Sequence[np.ndarray] = ()
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The outputs in float64 and the errors that a kernel may make, which gave these `outputs`."""
+    """Return the outputs in float64, and the errors that a kernel may make.
+
+    `outputs` are the kernel's own results; the reference of a norm with a residual needs its h.
+    """
     if spec.norm.residual_dtype is not None:
         return residual_reference(spec, outputs, *operands)
     if spec.op == "norm":

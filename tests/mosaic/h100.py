@@ -1,7 +1,7 @@
-"""Compile kernels for an H100 that need not be present, and read the compiler's messages.
+"""Compile kernels for an H100 that need not be present, and read the messages of ptxas.
 
-JAX compiles for a topology that is described to its CUDA plugin, and Mosaic prints the messages of
-ptxas. `make compile` installs both.
+JAX's CUDA plugin compiles for a GPU that exists only as a text description, and Mosaic prints the
+messages of ptxas. `make compile` installs the plugin and ptxas.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward
 from jaxnorm_kernels.specs import Spec
 
-# XLA's description of a GPU, as far as a compilation needs it.
+# The text that describes a GPU to XLA, with the fields that compilation needs.
 _CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -56,7 +56,7 @@ device_description_str: "{name}"
 
 
 def _config(name: str, major: int, gpu: Gpu, memory: int, threads: int = 2048) -> str:
-    """Return the description of `gpu`, with its bytes of memory and threads per multiprocessor."""
+    """Return the description of `gpu`: `memory` is in bytes, `threads` is per multiprocessor."""
     optin, shared = gpu.smem, gpu.shared_bytes
     return _CONFIG.format(
         name=name,
@@ -78,9 +78,12 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The report of ptxas on a kernel: registers per thread, and bytes that were spilled.
+    """The report of ptxas about a kernel.
 
-    `serialised`: ptxas serialises its matrix instructions.
+    Attributes:
+      registers: the number of registers per thread.
+      spilled: the number of bytes per thread that are spilled to memory.
+      serialised: True if ptxas serialises the kernel's matrix instructions (wgmma).
     """
 
     name: str
@@ -90,12 +93,13 @@ class Compiled:
 
 
 class Compiler:
-    """For one GPU. Tests that make it are left out where `needs.cuda_compilers` says why."""
+    """Compiles kernels for one GPU. `needs.cuda_compilers` checks that this is possible."""
 
     def __init__(self, folder: Path, config: str = H100) -> None:
         self.folder = folder
         (nvcc,) = importlib.import_module("nvidia.cu13.bin").__path__
-        # First: another ptxas of this machine may be older, and spill other registers.
+        # Put this ptxas first: another one on this machine may be older and spill different
+        # registers.
         os.environ["PATH"] = f"{nvcc}{os.pathsep}{os.environ['PATH']}"
         topology = topologies.get_topology_desc(
             "gpu", "cuda", target_config=config, topology="1x1x1"
@@ -103,10 +107,10 @@ class Compiler:
         self.sharding = NamedSharding(Mesh(np.array(topology.devices), "x"), PartitionSpec())
 
     def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
-        """The kernels of ``function(*operands)``, in the order of their names."""
+        """Compile ``function(*operands)`` and return its kernels, sorted by name."""
         with pytest.MonkeyPatch.context() as patch:
-            # No folder is set: with one, the compiler writes the kernel after each pass, which
-            # takes longer than the pass.
+            # No dump folder is set: with one, the compiler would write the kernel after each pass,
+            # which takes longer than the pass.
             patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
             shapes = jax.tree.map(self._on_gpu, tuple(operands))
             with _printed_to(self.folder / "ptxas"):
@@ -143,13 +147,13 @@ def _read(said: str) -> list[Compiled]:
     return sorted(found, key=lambda kernel: kernel.name)
 
 
-#: Bytes of a thread: a few words of a row that fills the registers of its block, which cost nothing
-#: where that was measured (softmax over 32768 columns).
+#: The maximum number of bytes per thread that a kernel may spill. Rows that fill all registers of a
+#: block spill a few words. This cost no time where it was measured (softmax over 32768 columns).
 SPILLED = 32
 
 
 def assert_fits(kernel: Compiled, spec: Spec) -> None:
-    """Few spills; and a ring's registers let as many blocks run at a time as it asks for."""
+    """Assert that the kernel hardly spills and uses few enough registers for its blocks per SM."""
     assert kernel.spilled <= SPILLED
     if spec.direction == "fwd" or not spec.is_norm:
         return
@@ -157,5 +161,5 @@ def assert_fits(kernel: Compiled, spec: Spec) -> None:
     if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
         assert schedule.stages >= 2
         threads = 128 * getattr(schedule, "warpgroups", 1)
-        registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
+        registers = -(-kernel.registers // 8) * 8  # allocated in steps of 8 per thread
         assert registers * threads * schedule.blocks_per_sm <= norm_backward.REGISTERS

@@ -1,4 +1,4 @@
-"""Mosaic's kernels of softmaxes with a mask, a bias or `causal`: lowered, and interpreted."""
+"""Helpers that lower or interpret Mosaic's softmax kernels with a mask, a bias or `causal`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxnorm_kernels import mosaic
 
 
 def lower(call: Call) -> str:
-    """Return the module that XLA gets for an NVIDIA GPU."""
+    """Return the module that XLA receives for an NVIDIA GPU."""
     traced = jax.jit(call.kernel("mosaic")).trace(*operand_types(call))
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -22,7 +22,7 @@ def interpret(call: Call, *arrays: Any) -> list[jax.Array]:
 
 
 def interpreted(op: str) -> Any:
-    """Return the public function with its kernels in the interpreter; it is differentiable."""
+    """Return the public function, differentiable, with its kernels running in the interpreter."""
 
     def function(
         x: Any,

@@ -1,4 +1,4 @@
-"""The addresses that a thread loads and stores, for all layouts that kernels use."""
+"""The addresses that each thread loads and stores, for all layouts that kernels use."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 def tiled(array: np.ndarray, tiles: Any) -> np.ndarray:
-    """The array with the axes that a tiled layout names."""
+    """Return the array reshaped and transposed so that it has the axes of the tiled layout."""
     for tile in tiles:
         lead = array.ndim - len(tile)
         shape = [(size // t, t) for size, t in zip(array.shape[lead:], tile)]
@@ -45,7 +45,7 @@ def tiled(array: np.ndarray, tiles: Any) -> np.ndarray:
 
 
 def held(layout: Any, array: np.ndarray) -> np.ndarray:
-    """The elements of the array that each thread of a warpgroup holds, register by register."""
+    """Return the elements that each thread of a warpgroup holds, in the order of its registers."""
     array = tiled(array, layout.tiling.tiles)
     elements = []
     for thread in range(WARPGROUP_THREADS):
@@ -70,7 +70,7 @@ def computed(places: mgpu.Places) -> np.ndarray:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("row", [0, 24], ids=["dense", "part"])
 def test_each_thread_finds_its_elements(name, row):
-    """The places are right for a whole array, and for a part of an array with longer rows."""
+    """The computed addresses are correct for a dense array, and for columns of a wider array."""
     layout, shape = LAYOUTS[name]
     whole = (*shape[:-1], shape[-1] + row)
     array = np.arange(math.prod(whole)).reshape(whole)
@@ -81,7 +81,7 @@ def test_each_thread_finds_its_elements(name, row):
 
 
 def test_axes_that_are_not_counted():
-    """The place among the first axes alone: the last axis has a stride of 0."""
+    """With a stride of 0 for the last axis, the address depends only on the other axes."""
     layout = strip_layout(8, 8).to_mgpu()
     numbers = np.broadcast_to(np.arange(32).reshape(4, 8, 1), (4, 8, 128))
     places = mgpu.places(layout, (4, 8, 128), (8, 1, 0))
@@ -89,7 +89,7 @@ def test_axes_that_are_not_counted():
 
 
 def test_threads_side_by_side_take_one_term():
-    """Few operations: a vector for each thread of a warpgroup is at ``thread % 128 * vector``."""
+    """The address of adjacent vectors takes one term, ``thread % 128 * vector``, so it is cheap."""
     places = mgpu.places(warps_layout(8).to_mgpu(), (4, 256), (256, 1))
     assert places.terms == ((1, 128, 8),)
     assert places.registers == (0,)

@@ -1,7 +1,7 @@
 """Values of the backward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
 
-The interpreter knows neither layouts nor alignment nor clusters; `test_backward_lowering` looks at
-the first and the last.
+The interpreter models neither layouts nor alignment nor clusters. `test_backward_lowering` tests
+layouts and clusters.
 """
 
 from typing import Any
@@ -35,17 +35,17 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two persistent blocks, which are enough to add up, and quick to interpret."""
+    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
     monkeypatch.setattr(schedules, "persistent_blocks", _two)
 
 
 def _two(spec: Spec, schedule: Any) -> int:
-    """One function for all tests: programs of the same one are shared."""
+    """Return 2. All tests use this one function, so that they share compiled programs."""
     return 2
 
 
 def check(spec: Spec, schedule: Any, *operands: Any) -> None:
-    """Every output against the reference in float64, within its error bound."""
+    """Assert that every output is within its error bound of the float64 reference."""
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands)
     dtypes = (spec.x_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype)
@@ -59,7 +59,8 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# Each schedule with both functions, both dtypes and both of what is saved, these in pairs.
+# Each schedule runs with each function, each dtype and each saved array; not every combination
+# runs, but every pair of values does.
 @pytest.mark.parametrize(
     ("op", "dtype", "saved", "case"),
     [
@@ -86,7 +87,7 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     ids=str,
 )
 def test_with_64_bit_types(op: str, case: Case) -> None:
-    """Kernels count in 32 bits, even if a Python integer is traced as 64 bits."""
+    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
     spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -145,7 +146,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Each schedule runs one of two calls, so that each kind of schedule meets both.
+# The two calls alternate over the schedules, so each kind of schedule runs both.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -155,7 +156,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     ],
 )
 def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
-    """dh in the dtype of x, which may be wider than that of saved and dy; one rounding."""
+    """dh is added to dx in x's dtype, which may be wider than saved and dy, with one rounding."""
     spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, adds_dh=True)
     check(spec, case.schedule_for(x, y), *make_operands(spec))
 
@@ -180,7 +181,8 @@ def test_dtypes_of_dh(
     check(spec, case.schedule_for(x, y), *make_operands(spec))
 
 
-#: Groups with rows that two blocks or the rows of a step do not divide; and groups of a step each.
+#: Cases (schedule, groups, rows per group): rows that are not a multiple of the blocks or of the
+#: rows of a step, and groups of exactly one step.
 GROUPED = [
     ("ring", 3, 5),
     ("ring_two_stages", 2, 3),
@@ -215,7 +217,7 @@ def test_parameters_of_groups(name: str, groups: int, rows: int) -> None:
 )
 @pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail"])
 def test_one_parameter_of_groups(name: str, change: dict[str, Any]) -> None:
-    """The other is absent, or belongs to all rows."""
+    """One parameter may have a row per group while the other is absent or shared by all rows."""
     case = BY_NAME[name]
     spec = make_spec("layer_norm", 3 * case.rows, case.cols, BF16, BF16, **change)
     check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -230,7 +232,7 @@ def test_groups_with_64_bit_types(name: str) -> None:
         check(spec, case.schedule_for(BF16), *make_operands(spec))
 
 
-# Each group has enough rows for both blocks to go around their rings.
+# Each group has enough rows that both blocks reuse the stages of their rings.
 @pytest.mark.parametrize(("name", "rows"), [("ring_two_warpgroups", 5), ("rows_ring", 17)])
 def test_results_are_the_same_again(name: str, rows: int) -> None:
     case = BY_NAME[name]
@@ -244,7 +246,7 @@ def test_results_are_the_same_again(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "rows_ring_tail"])
 def test_nan_stays_in_its_row(name: str) -> None:
-    """In dx; dscale and dbias are sums over all rows."""
+    """A NaN in one row makes only that row of dx NaN; dscale and dbias are sums over all rows."""
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -258,7 +260,9 @@ def test_nan_stays_in_its_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring_two_stages", "rows_ring"])
 def test_clip(name: str) -> None:
-    """|x_hat| is at most sqrt(N). Larger values are rounding errors, here of a bias far above G."""
+    """A recovered |x_hat| is clipped to sqrt(N), its largest true value. Larger values are rounding
+    errors, here because y is much larger than the scale.
+    """
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -267,7 +271,7 @@ def test_clip(name: str) -> None:
 
 
 def test_float16_has_no_floor() -> None:
-    """If G is 0, or so small that 1 / G would be infinite, x_hat is 0."""
+    """In float16, x_hat is 0 if the scale is 0 or so small that its reciprocal is infinite."""
     case = BY_NAME["ring"]
     spec = make_spec("rms_norm", case.rows, case.cols, F16, F16)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -282,7 +286,7 @@ def test_float16_has_no_floor() -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("name", ["ring_two_warpgroups_tail", "rows_ring"])
 def test_float16_that_overflows(name: str, op: str) -> None:
-    """With a cotangent of 0, as behind a tanh, an infinite y leaves its row as it is."""
+    """An infinite y whose cotangent is 0 (as before a tanh) does not affect the rest of its row."""
     case = BY_NAME[name]
     spec = make_spec(op, case.rows, case.cols, F32, F16)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -292,7 +296,8 @@ def test_float16_that_overflows(name: str, op: str) -> None:
     check(spec, case.schedule_for(F32), saved, stats, scale, bias, d)
 
 
-# Where chunks or rows overlap, two threads store the same value: a race that does no harm.
+# Where fragments or rows overlap, two threads store the same value. This race is harmless and is
+# not in these cases.
 @pytest.mark.parametrize(
     "name",
     ["ring", "ring_two_warpgroups", "ring_rows", "ring_four_warpgroups", "rows_ring"],
@@ -318,8 +323,8 @@ def no_races(spec: Spec, case: Case) -> bool:
     return not interpret_pallas_call.get_races().races_found
 
 
-# Each kind of walk writes both where the residual is the wider one, of float32; of other dtypes x's
-# is a cast outside the kernel, and a kind of walk each is enough.
+# Both kinds of loop store both gradients if the residual is float32 and x is not. For other dtypes,
+# x's gradient is cast outside the kernel, and one kind of loop per combination is enough.
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [
@@ -332,7 +337,7 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, check the gradient of h in h's dtype, and of x in x's dtype."""
+    """For h = x + residual, both gradients are dh: the residual's in h's dtype, x's in x's."""
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
     spec = changed(plain, op="add_norm", x_dtype=x, residual_dtype=residual)

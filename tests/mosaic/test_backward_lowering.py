@@ -1,7 +1,7 @@
 """The backward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
 
-As in `test_lowering` for the forward, this runs Mosaic's layout inference and its lowering to
-vector and LLVM operations. The steps after it (LLVM, ptxas) need a GPU.
+Like `test_lowering` for the forward, this runs Mosaic's layout inference and lowers to the vector
+and LLVM dialects. The later steps (LLVM, ptxas) need a GPU.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
 def mixed(cases: Sequence[Case]) -> list[Any]:
-    """Return each case with two mixes of dtypes, and the first case of a kind with all mixes."""
+    """Return each case with two combinations of dtypes; the first of a kind with all of them."""
     kinds: set[type] = set()
     found = []
     for i, case in enumerate(cases):
@@ -49,7 +49,7 @@ def mixed(cases: Sequence[Case]) -> list[Any]:
 
 
 def in_turn(ops: Sequence[str], cases: Sequence[Any]) -> list[Any]:
-    """One of two functions and the other: each schedule and each mix meets both."""
+    """Alternate between two functions, so that all schedules and dtypes run with both."""
     return [
         pytest.param(ops[i % 2], case, x, y, id=f"{ops[i % 2]}-{case.name}-{x}-{y}")
         for i, (case, x, y) in enumerate(cases)
@@ -75,7 +75,7 @@ def test_softmax_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) 
     assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
 
 
-#: The shapes of the benchmarks, odd ones, and few rows.
+#: The shapes of the benchmarks, odd shapes, and shapes with few rows.
 SHAPES = [
     (32768, 64),
     (32768, 128),
@@ -115,10 +115,10 @@ def test_default_schedules_lower(rows: int, cols: int, dtype: np.dtype) -> None:
             assert "mosaic_gpu" in lower(spec)
 
 
-#: For a norm's backward.
+#: Widths that the backward of a norm does not support.
 TOO_LONG = (262144,)
 
-#: Widths that the tables name, and others.
+#: Widths at which the schedule tables change, and others.
 WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5000, 5120, 7168, 8192, 12288, 16384, 32768]
 
 
@@ -146,7 +146,10 @@ def test_default_schedules_with_dh_lower(
 
 
 def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
-    """They are no multiple of 16 bytes, where those of the other operands are."""
+    """The backward needs all arrays' rows to be multiples of 16 bytes, including those of dh.
+
+    Here only dh's rows are not.
+    """
     spec = make_spec("rms_norm", 4096, 4100, BF16, F32, adds_dh=True)
     assert schedules.norm_schedule(spec) is None
     assert "multiples of 16 bytes" in str(mosaic.why_unsupported(spec))
@@ -170,7 +173,7 @@ def test_groups_of_rows_lower(cols: int, rows: int) -> None:
     ("groups", "rows"), [(2, 5000), (8, 1024), (100, 512), (133, 77), (3000, 9)]
 )
 def test_blocks_of_groups_have_no_idle_round(groups: int, rows: int) -> None:
-    """The blocks of all groups finish at the same time, as far as possible."""
+    """The blocks of all groups are distributed so that they finish at nearly the same time."""
     spec = make_spec("rms_norm", groups * rows, 4096, BF16, BF16, scale_groups=groups)
     schedule = schedules.norm_schedule(spec, HOPPER)
     assert isinstance(schedule, PipelinedRows)
@@ -210,7 +213,7 @@ def test_every_call_has_a_schedule_that_fits(
     adds_dh: bool,
     groups: int,
 ) -> None:
-    """`rows` are those of a group."""
+    """Each supported call has a schedule that fits. `rows` is the number of rows per group."""
     softmax = "softmax" in op
     change = {"scale_dtype": scale, "saved": saved, "adds_dh": adds_dh, "bias_groups": groups}
     if op != "layer_norm":
@@ -249,7 +252,7 @@ def test_without_a_driver_the_clusters_are_those_of_an_h200() -> None:
 
 @dataclasses.dataclass
 class Device:
-    """The attributes of a JAX device that the code reads."""
+    """The attributes of a JAX device that the library reads."""
 
     local_hardware_id: int
     core_count: int = 132
@@ -257,7 +260,7 @@ class Device:
     shared_memory_per_block_optin: int = HOPPER.smem
 
 
-CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})  # of two GPUs
+CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})  # size: count, of two GPUs
 
 
 def test_clusters_are_those_that_all_gpus_of_the_process_run(monkeypatch) -> None:

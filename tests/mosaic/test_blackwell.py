@@ -1,7 +1,8 @@
-"""A call for each line of the tables, compiled for GPUs on which nothing was timed: B200, RTX 50.
+"""Compile a call for each rule of the schedule tables for B200 and RTX 50, which were never timed.
 
-The schedules are those of the GPU's own sizes. This needs JAX's CUDA plugin, and no GPU, as CI has
-it by `make compile`; that the calls meet every line, and that their memory is there, needs neither.
+Schedules are chosen for the sizes of these GPUs. Compiling needs JAX's CUDA plugin but no GPU
+(`make compile` installs it in CI). The tests that the calls cover every rule, and that schedules
+fit into memory, need neither.
 """
 
 import functools
@@ -41,25 +42,25 @@ from jaxnorm_kernels.specs import Spec
 
 
 def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.dtype) -> Spec:
-    """``(outer, cols, inner)``, with parameters of inner elements."""
+    """Return the spec of a call on ``(outer, cols, inner)``, with parameters per inner element."""
     spec = cases.make_spec(op, outer * inner, cols, dtype, dtype)
     return changed(spec, inner=inner, inner_params=True)
 
 
-# x, y; rows and columns.
+# Operation, rows, columns, dtypes of x and y.
 FORWARD = [
     forward_cases.make_spec(op, rows, cols, x, y)
     for op, rows, cols, x, y in (
         ("layer_norm", 8192, 512, BF16, BF16),  # pipelined_tile
         ("softmax", 8192, 1000, BF16, BF16),  # row_tile
-        ("rms_norm", 8, 8192, BF16, BF16),  # split_row of few rows
+        ("rms_norm", 8, 8192, BF16, BF16),  # split_row, for few rows
         ("layer_norm", 8192, 4096, BF16, BF16),  # pipelined_row
-        ("layer_norm", 4096, 65536, F32, BF16),  # the same, wide
+        ("layer_norm", 4096, 65536, F32, BF16),  # pipelined_row, wide
         ("rms_norm", 8192, 4096, F32, F32),  # warpgroup_row
-        ("log_softmax", 8192, 16384, F32, F32),  # pipelined_row that rereads
+        ("log_softmax", 8192, 16384, F32, F32),  # pipelined_row that rereads shared memory
         ("softmax", 8192, 32768, BF16, BF16),  # split_row
-        ("softmax", 1024, 2**18, BF16, BF16),  # the same, of half a MiB
-        # Unaligned.
+        ("softmax", 1024, 2**18, BF16, BF16),  # split_row with rows of half a MiB
+        # Rows that are not a multiple of 16 bytes.
         ("softmax", 8, 8199, BF16, BF16),
         ("softmax", 8192, 4095, F32, F32),
         ("softmax", 8192, 50257, BF16, BF16),
@@ -94,10 +95,10 @@ BACKWARD = [
 STRIPS = [
     in_strips(cases, op, outer, cols, inner, x)
     for cases, op, outer, cols, inner, x in (
-        (forward_cases, "layer_norm", 64, 49, 1024, BF16),  # 128 elements wide
-        (forward_cases, "layer_norm", 64, 48, 4096, F32),  # 64
-        (forward_cases, "layer_norm", 32, 512, 4096, BF16),  # 32
-        (forward_cases, "rms_norm", 8, 4096, 4096, BF16),  # the strip of a cluster
+        (forward_cases, "layer_norm", 64, 49, 1024, BF16),  # strips of 128 inner elements
+        (forward_cases, "layer_norm", 64, 48, 4096, F32),  # strips of 64
+        (forward_cases, "layer_norm", 32, 512, 4096, BF16),  # strips of 32
+        (forward_cases, "rms_norm", 8, 4096, 4096, BF16),  # strips shared by a cluster
         (backward_cases, "layer_norm", 32, 256, 4096, BF16),
         (backward_cases, "layer_norm", 8, 4096, 4096, F32),
         (backward_cases, "rms_norm", 8, 4096, 784, F32),
@@ -150,7 +151,7 @@ SCALED = [
     ]
     for direction in ("fwd", "bwd")
 ]
-# Function, kind of `logits_cases`, columns, dtype; each forward and backward.
+# Function, kind (a key of `logits_cases.KINDS`), columns, dtype. Each runs forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
     ("softmax", "causal", 2048, BF16),
@@ -161,14 +162,14 @@ PLACED = [
 
 @pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The compute capability of a GPU whose sizes the schedules use."""
+    """Make schedules use the sizes of one GPU, and return that GPU's compute capability."""
     monkeypatch.setattr(gpu_module, "_local_gpu", lambda: GPUS[request.param])
     return request.param
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
-    """One for each GPU: a process keeps the architecture that it first compiled a kernel for."""
+    """Yield a process for each GPU: a process keeps the architecture of its first compilation."""
     spawn = multiprocessing.get_context("spawn")
     pools = {capability: ProcessPoolExecutor(1, spawn) for capability in CONFIGS}
     yield pools
@@ -177,14 +178,14 @@ def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
 
 
 def check(work: Any, capability: int, processes: dict[int, ProcessPoolExecutor]) -> None:
-    """Compiles, elsewhere; few spills."""
+    """Assert that the kernels compile in the GPU's process, and hardly spill registers."""
     kernels = processes[capability].submit(compiled, work, capability).result()
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED
 
 
 def compiled(work: Any, capability: int) -> list[Compiled]:
-    """The kernels of a spec, or of a line of `PLACED`."""
+    """Compile the kernels of a spec, or of an entry of `PLACED`."""
     gpu_module._local_gpu = lambda: GPUS[capability]
     compiler = compiler_for(capability)
     if isinstance(work, Spec):
@@ -201,7 +202,7 @@ def compiler_for(capability: int) -> Compiler:
 
 
 def function_of(spec: Spec) -> tuple[Any, Any]:
-    """A kernel's call, and the shapes of its operands."""
+    """Return a function that calls the kernel, and the shapes of its operands."""
     if spec.operation.family == "loss":
         return loss_of(spec)
     results = slice(2 if spec.norm.rotated else None)
@@ -209,7 +210,7 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
 
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
-    """Forward and backward."""
+    """Return a function that runs a loss's forward and backward, and its operands' shapes."""
     of_backward = changed(spec, direction="bwd", want_stats=False)
 
     def both(x: Any, labels: Any, *cotangents: Any) -> Any:
@@ -237,7 +238,8 @@ def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
-        # 256 KiB of each of two arrays need clusters of 16, or more shared memory.
+        # A block would need 256 KiB of each of two arrays. This takes clusters of 16 or more shared
+        # memory.
         assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
     if spec.direction == "bwd" and spec.is_norm and spec.cols == 1001:
@@ -255,7 +257,7 @@ def test_softmaxes_of_logits_compile(
     check(line, capability, processes)
 
 
-# ------------------------------------------------------------------- without the CUDA plugin, too
+# ------------------------------------------------------------------- tests that need no CUDA plugin
 
 
 def test_the_calls_meet_every_line() -> None:
@@ -292,7 +294,7 @@ def norm_backwards() -> Iterator[Spec]:
 
 @pytest.mark.parametrize("gpu", [B200, RTX_5090], ids=["B200", "RTX 50"])
 def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
-    """With as many blocks of a multiprocessor as a schedule asks for."""
+    """As many blocks per SM as scheduled fit into its shared memory."""
     for spec in norm_backwards():
         schedule = norm_backward.norm_schedule(spec, gpu)
         if not isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
@@ -321,7 +323,7 @@ def test_strips_fit_shared_memory_of_99_kib() -> None:
             held = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays if hasattr(a, "dtype"))
             assert held + 1024 <= RTX_5090.smem
             assert strips.cluster <= 8
-    assert refused < 1000  # of 1620
+    assert refused < 1000  # of 1620 calls
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ def test_where_they_are_the_default(capability: int | None, part: str | None, mo
 
 
 def test_older_gpus_are_refused(monkeypatch) -> None:
-    """Older GPUs are refused if the kernels are requested by name, or by the environment."""
+    """On older GPUs, the kernels are unsupported, even if they are requested explicitly."""
     monkeypatch.setattr(support, "local_capability", lambda: 89)
     for spec in (FORWARD[0], STRIPS[0]):
         assert "9.0 (Hopper) or newer" in (support.why_unsupported(spec) or "")

@@ -1,4 +1,4 @@
-"""XLA's programs of blocks that use the kernels, compiled for an H100 that need not be present."""
+"""Blocks of models that use the kernels, compiled by XLA for an H100 that need not be present."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ ROWS, COLS = 8192, 4096
 
 
 def unchanged(x: Any, residual: Any, scale: Any) -> Any:
-    """Compute the block as models write it."""
+    """Compute the block as models write it, with a separate addition."""
     h = x + residual
     return jaxnorm.rms_norm(h, scale), h
 
@@ -39,7 +39,7 @@ def silu(x: Any, scale: Any, bias: Any) -> Any:
 
 
 def images(x: Any, scale: Any, bias: Any) -> Any:
-    """GroupNorm and SiLU with channels last."""
+    """Compute GroupNorm and SiLU with channels last."""
     return jaxnorm.layer_norm(x, scale, bias, axis=(1, 3), activation="silu")
 
 
@@ -51,8 +51,8 @@ ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COL
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 IMAGES, CHANNEL = ((32, 1024, 32, 8), "bfloat16"), ((32, 1, 8), "float32")
 
-# A block, its operands, the gradients that are separate arrays, and how many fusions of x's size
-# XLA may add: the addition that a user's code has before the norm.
+# For each block: the function, its operands, the indices of its distinct gradients, and how many
+# fusions over arrays of x's size XLA may add (an addition that the code has before the norm).
 BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, [ROW, ROW, COLUMN], [0, 2], 0),
     "add_layer_norm": (jaxnorm.add_layer_norm, [ROW, ROW, COLUMN, COLUMN], [0, 2, 3], 0),
@@ -73,7 +73,7 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
-    """A block is one kernel forward, and one backward with a sum of partial gradients.
+    """A block is one kernel in the forward pass and one in the backward pass.
 
     There is no other pass over an array of x's size, and no copy.
     """
@@ -111,7 +111,10 @@ def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add_rms_norm"])
 def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:
-    """Of XLA's own code, in each of two passes; and which platform it is for costs no branch."""
+    """XLA's implementation computes a norm in two fusions, each of which rounds the sum.
+
+    The choice of the implementation by platform leaves no conditional in the program.
+    """
     x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=compiler.sharding)
     function: Any = functools.partial(getattr(jaxnorm, name), implementation="xla")
     text = jax.jit(function).lower(x, x).compile().as_text()

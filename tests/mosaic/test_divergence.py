@@ -26,7 +26,7 @@ DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "
 
 
 def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0, **options):
-    """Return the specs of the forward with statistics, and of the backward."""
+    """Return the specs of the forward, which also returns statistics, and of the backward."""
     given = {"scale": 1.0, "reverse": False, "logit_softcap": None, "teacher_logit_softcap": None}
     call = divergence_call(
         "kl_divergence",
@@ -71,8 +71,8 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# Whole units and steps; a partial step; rows that start between multiples of 16 bytes; rows shorter
-# than a 16-byte unit for each thread; two dtypes.
+# Widths of full steps, with a partial last step, of unaligned rows, and of rows with less than 16
+# bytes per thread; and different dtypes of logits and teacher.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
@@ -87,7 +87,10 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
     ids=str,
 )
 def test_values(cols, dtype, teacher_dtype, schedule, reverse):
-    """There are more rows than places at which a row can start."""
+    """Values and gradients are within their bounds.
+
+    There are more unaligned rows than offsets within a 16-byte word at which a row can start.
+    """
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
     d = jnp.linspace(-1, 2, len(x))
     y, dx = run(mosaic, x, teacher, schedule=schedule, d=d, reverse=reverse)
@@ -98,7 +101,7 @@ def test_values(cols, dtype, teacher_dtype, schedule, reverse):
 
 @DIRECTIONS
 def test_caps_and_positions(reverse):
-    """Results equal the plain implementation's, and are 0 in a row that does not count."""
+    """Results equal XLA's, and are 0 at positions that are masked, even if their logits are NaN."""
     x, teacher = operands((4, 1000), "float32")
     positions = jnp.arange(4) != 1
     x = x.at[1].set(jnp.nan)
@@ -140,7 +143,7 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """Errors are those of differences of exponentials."""
+    """For small divergences, errors are relative to the difference of the logits."""
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)
@@ -150,7 +153,7 @@ def test_small_divergences(reverse):
 
 
 def test_padding():
-    """The last columns are not classes."""
+    """Padding columns are no classes: they do not change the result, and their gradient is 0."""
     x, teacher = operands((3, 1008), "float32")
     big = np.finfo(np.float32).max
     padded = [a.at[:, 1001:].set(big) for a in (x, teacher)]
@@ -181,7 +184,7 @@ def test_which_calls_have_kernels():
             jaxnorm.kl_divergence(x, x, implementation="mosaic", **options)
 
 
-# ------------------------------------------------------------------------ lowered and compiled
+# -------------------------------------------------------------- lowered, or compiled for an H100
 
 
 def types(rows, cols, dtype, teacher_dtype):
@@ -212,7 +215,7 @@ def test_lowers(rows, cols, dtype, teacher_dtype, reverse):
     ("cols", "dtype"), [*itertools.product((1000, 32768, 50257), (BF16, F32))], ids=str
 )
 def test_registers(cols, dtype, options, compiler):
-    """No registers are spilled, and at least four blocks share an SM."""
+    """No registers are spilled, and the registers allow at least four blocks per SM."""
     specs = specs_of(8192, cols, dtype, dtype, **options)
     backward, forward = compiler.compile(
         forward_and_backward(mosaic, tuple(specs)), types(8192, cols, dtype, dtype)[:3]

@@ -1,7 +1,7 @@
 """The kernels of norms with fused operations: interpreted, lowered, compiled.
 
 The operations are a gate, an activation, a sum with a scaled branch, and, for the backward only, a
-second norm after a residual. Every test runs over `FAMILIES`, which has the differences.
+second norm after a residual. Every test runs over `FAMILIES`, which lists how they differ.
 """
 
 import functools
@@ -36,13 +36,14 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 
 class Family(NamedTuple):
-    """The calls of one fused norm.
+    """The calls with which one fused norm is tested.
 
     Attributes:
-      options: the values of each option. Any two values meet.
-      changes: calls that differ from the default in other ways, on 16 rows.
-      shapes: rows, columns and groups of rows of the calls that are lowered and compiled.
-      mixes: the number of mixes of dtypes that are compiled.
+      options: the values of each option. The tests cover every pair of values.
+      changes: other changes to the default call, each tested on 16 rows.
+      shapes: (rows, columns) of the lowered and compiled calls; a third number is the number of
+        groups of rows.
+      mixes: the number of combinations of dtypes that are compiled.
     """
 
     op: Op
@@ -125,11 +126,11 @@ FAMILIES = {
             {"scale_offset": 0.25},
         ],
         [(8192, cols) for cols in WIDTHS],
-        directions=("bwd",),  # `test_interpret` and `test_lowering` have the forwards
+        directions=("bwd",),  # The forwards are in `test_interpret` and `test_lowering`.
         mixes=4,
     ),
 }
-# Two norms have the loops of a single norm, so a few schedules are enough.
+# Two norms run in the same loops as one norm, so a few schedules are enough.
 OF_TWO_NORMS = (
     *("ring_two_stages", "ring_tail", "ring_rows"),
     *("ring_two_warpgroups", "rows_ring_tail"),
@@ -140,7 +141,7 @@ IN_BOTH_ORDERS = [{"norm_before_gate": before} for before in (True, False)]
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use two persistent blocks: enough for sums over blocks, and fast in the interpreter."""
+    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
     monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
 
@@ -153,13 +154,13 @@ def run(spec: Spec, *operands: Any, schedule: Any) -> Any:
 
 
 def check(spec: Spec, schedule: Any) -> None:
-    """Check a pass in the interpreter against its bounds."""
+    """Run a pass in the interpreter and assert that its results are within their bounds."""
     checked = norms.check_forward if spec.direction == "fwd" else norms.check_backward
     checked(functools.partial(run, schedule=schedule), spec)
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Yield each schedule with one of the combinations in turn, and a fast one with all of them.
+    """Yield each schedule with one combination of options, and a fast schedule with all.
 
     This is enough, because the loops over rows do not depend on the formula, and each kind of loop
     has several schedules.
@@ -172,7 +173,8 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # The first option's values in turn: two schedules of a kind stand beside each other.
+        # The first option's values alternate in pairs, because `cases` lists two schedules of each
+        # kind in a row.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)
@@ -202,7 +204,7 @@ RINGS = (
 
 
 def check_both(family: str, **given: Any) -> None:
-    """Check the forward with both orders of loading, and the backward with both loops."""
+    """Check the forward with parameters loaded first and last, and the backward with both loops."""
     if "fwd" in FAMILIES[family].directions and "adds_dh" not in given:
         for row_tile in ROW_TILES if family == "scaled sum" else ROW_TILES[:1]:
             check(FAMILIES[family].spec("fwd", 16, 440, **given), row_tile)
@@ -235,7 +237,10 @@ def test_variants(family: str, change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
-    """Kernels count in 32 bits, and formulas are float32, even if `1.0` is traced as float64."""
+    """With 64-bit types, kernels count in 32 bits and compute in float32.
+
+    Python numbers such as `1.0` are traced as float64 in this mode.
+    """
     with jax.enable_x64(True):
         check_both(family, **given)
 
@@ -243,7 +248,7 @@ def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
 @interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation: str) -> None:
-    """Gates include 0, and values whose exponentials overflow or vanish."""
+    """The gate's activation is correct for 0 and where its exponential overflows or underflows."""
     spec = FAMILIES["gate"].spec("fwd", 8, 512, mix=MIXES[1], activation=activation)
     gate = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 255)), [-0.0]])
     arrays = norms.make_operands(spec)
@@ -263,7 +268,7 @@ def test_gates_of_all_sizes(activation: str) -> None:
     ids=str,
 )
 def test_two_norms_in_float16_that_overflow(rows: int, cols: int, schedule: Any) -> None:
-    """If the cotangent is 0, as after a tanh, an infinite y counts as the largest number."""
+    """If its cotangent is 0 (as before a tanh), an infinite y acts like the largest number."""
     spec = FAMILIES["two norms"].spec("bwd", rows, cols, mix=(F32, F32, F16))
     *_, (x, saved, *others, dy, dh) = norms.backward_operands(spec)
     dy = dy.at[1, 5].set(0)
@@ -306,7 +311,7 @@ def test_activations_of_groups_of_channels(
 
 
 def lowered_cases() -> Iterable[Any]:
-    """Yield each shape with alternating combinations, and scaled sums with each compiled mix."""
+    """Yield each shape with alternating combinations of options (scaled sums: of dtypes)."""
     for family, of in FAMILIES.items():
         times = {"activation": 1, "scaled sum": 3}.get(family, 2)
         for i, shape in enumerate([*of.shapes] * times):
@@ -319,7 +324,7 @@ def lowered_cases() -> Iterable[Any]:
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize(("family", "shape", "given"), [*lowered_cases()])
 def test_lowers_for_a_gpu(family: str, shape: tuple[int, ...], given: dict[str, Any]) -> None:
-    """Each pass is one kernel."""
+    """Each pass lowers to one kernel."""
     for direction in FAMILIES[family].directions:
         spec = FAMILIES[family].spec(direction, *shape, **given)
         assert mosaic.why_unsupported(spec) is None
@@ -345,7 +350,8 @@ SHARED_REFUSALS = [
         ("gate", {"gate_dtype": np.dtype("float64")}, "float64"),
         ("gate", {"cols": 8191}, "in multiples of 16 bytes"),
         *(("scaled sum", *refusal) for refusal in (SHORT, STATISTICS, *SHARED_REFUSALS)),
-        # The norm's float32 rows are multiples of 16 bytes, unlike those of x.
+        # Rows of the float32 residual are a multiple of 16 bytes, but rows of the bfloat16 x are
+        # not.
         (
             "scaled sum",
             {"cols": 100, "saved": "input", "residual_dtype": F32},
@@ -404,6 +410,6 @@ def test_registers_of_strips(
     spec = test_group_norm.make_spec(direction, shape, group, dtype, **given)
     (kernel,) = compiler.compile(test_group_norm.call_of(spec), test_group_norm.types(spec))
     assert kernel.spilled == 0
-    # Two blocks run at a time.
+    # The registers must suffice for two blocks per SM.
     threads = 128 * strip_schedule.strips_of(spec).warpgroups
     assert -(-kernel.registers // 8) * 8 * threads * 2 <= schedules.REGISTERS

@@ -1,4 +1,4 @@
-"""XLA's programs of gated_linear for an H100: what a step saves, and how its backward is fused."""
+"""XLA's programs of gated_linear for an H100: the saved arrays, and the fusions of the backward."""
 
 import re
 from typing import Any
@@ -12,11 +12,12 @@ import jaxnorm
 
 pytestmark = pytest.mark.compiles
 
-# XLA merges two smaller matmuls with one operand, and then writes both halves again.
+# Sizes at which XLA does not merge the gate's and up's matmuls. It merges smaller ones, and then
+# copies both halves of the result.
 TOKENS, WIDTH, INNER, LAYERS = 8192, 2048, 8192, 3
 
-# XLA uses cuBLAS, as on a GPU, where it times matmuls. Without timings it would use Triton, and no
-# fusion could read the results of two matmuls.
+# Force cuBLAS, which XLA chooses by timing on a real GPU. Without timings it would choose Triton,
+# and no fusion could read the results of two matmuls.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -38,7 +39,7 @@ def compiled(compiler: Compiler, activation: str, layers: str, *, plain: bool = 
 
 
 def gradient(compiler: Compiler, layer: Any, shapes: Any, layers: str) -> Any:
-    """Return the compiled gradient of a stack of layers; `layer` returns what is added to x."""
+    """Return the compiled gradient of a stack of residual layers, x = x + layer(x, weights)."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         if layers == "scan":
@@ -57,7 +58,7 @@ def gradient(compiler: Compiler, layer: Any, shapes: Any, layers: str) -> Any:
 
 
 def elementwise(program: Any) -> list[int]:
-    """Return how many arrays of tokens x INNER each elementwise kernel stores."""
+    """Return, for each elementwise kernel, the number of (TOKENS, INNER) arrays that it stores."""
     array = rf"bf16\[{TOKENS},{INNER}\]"
     written = []
     for results in re.findall(r"= (\S.*?) fusion\(.*kind=kLoop", program.as_text()):
@@ -77,21 +78,22 @@ def test_one_pass_backward(activation: str, layers: str, compiler: Compiler) -> 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_kept_for_the_backward(activation: str, compiler: Compiler) -> None:
-    """Each layer saves gate and up. Plain JAX saves 5 or 6 arrays of their size."""
+    """Each layer saves only gate and up. Plain JAX saves 5 or 6 arrays of their size."""
     ours, plain = (
         compiled(compiler, activation, "scan", plain=plain).memory_analysis().temp_size_in_bytes
         for plain in (False, True)
     )
     array = TOKENS * INNER * 2
     kept = LAYERS * 2 * array
-    # The rest is the residual stream of each layer, and the arrays of one layer's backward.
+    # The remaining memory is the residual stream of each layer, and one layer's arrays in the
+    # backward.
     assert kept <= ours <= kept + LAYERS * TOKENS * WIDTH * 2 + 8 * array
     assert plain >= ours + LAYERS * 3 * array
 
 
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
 def test_no_part_of_gelu_is_an_array(layers: str, compiler: Compiler) -> None:
-    """In GPT-2's MLP, the tanh is no float32 array, though gradients and a matmul depend on it."""
+    """In GPT-2's MLP, no float32 array is stored: each fusion recomputes the tanh."""
 
     def layer(x: jax.Array, weights: Any) -> jax.Array:
         to_inner, bias, down = weights

@@ -1,6 +1,6 @@
-"""The kernels on a GPU: each rule of the forward's table, and arrays that keep the whole GPU busy.
+"""The kernels on a GPU: each rule of the forward's schedule table, and arrays that fill the GPU.
 
-`test_kernels` has the other tests.
+`test_kernels` has the tests that also run on smaller arrays.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 pytestmark = pytest.mark.gpu
 
-# At least 64 MiB of bfloat16: only under such a load do copies overtake the reads that they should
-# wait for.
+# At least 64 MiB in bfloat16. Only under this load can an asynchronous copy overwrite data in
+# shared memory before it is read, if a wait is missing.
 LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 5120), (8192, 8192)]
 LARGE += [(8192, 12288), (4096, 16384), (2048, 32768), (1024, 65536), (512, 131072)]
 UNALIGNED = [(8192, 4095), (1024, 50257), (4096, 9001)]
 
-# Widths for each rule of the forward's table, with many rows.
+# Widths for which the forward's table chooses each of its rules, with many rows.
 FORWARD_COLS = [72, 512, 768, 1000, 1024, 3000, 5120, 8192, 12288, 16384, 32768, 50257, 65536]
 FORWARD_COLS += [2**17, 2**18]
 
@@ -39,7 +39,8 @@ FORWARD_COLS += [2**17, 2**18]
 @pytest.mark.parametrize("cols", FORWARD_COLS)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_forward_kernels(op, cols):
-    # Alternate the mixes, so that each width and each function meets all three.
+    # The combinations of dtypes alternate, so that each width and each function runs with all
+    # three.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     cols = cols if "softmax" in op else cols // 8 * 8
@@ -55,7 +56,7 @@ def test_clusters_are_those_of_the_driver():
     each = [active_clusters(d.local_hardware_id, gpu.smem) for d in jax.local_devices()]
     assert gpu.clusters == {size: min(c[size] for c in each) for size in each[0]}
     for size, count in gpu.clusters.items():
-        # A cluster stays within a group of multiprocessors, so that some may be left.
+        # A cluster runs within one GPC (a group of SMs), so a few SMs may remain unused.
         assert gpu.sms // size / 2 < count <= gpu.sms // size
 
 
@@ -67,13 +68,13 @@ def relative_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
 
 
 def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 3) -> None:
-    """Assert that elements differ from XLA's at most by two roundings and the order of sums."""
+    """Assert that the results differ from XLA's by at most two roundings and the order of sums."""
     operands = workload.operands(0)
     expected = jax.tree.leaves(jax.jit(workload.function(xla))(*operands))
     function = jax.jit(workload.function(implementation))
     for _ in range(calls):
         for ours, theirs in zip(jax.tree.leaves(function(*operands)), expected, strict=True):
-            bound = 2**-7  # a rounding to bfloat16 each
+            bound = 2**-7  # each side rounds to bfloat16
             if ours.dtype == jnp.float32:
                 bound = 8 * math.sqrt(workload.rows + workload.cols) * 2**-24
             assert relative_difference(ours, theirs) <= bound
@@ -93,7 +94,7 @@ def test_large_arrays(op, rows, cols, direction, dtype):
     assert_like_xla(KernelWorkload(op, direction, rows, cols, dtype, dtype), mosaic)
 
 
-# A block of each kind, with gradients. A plain norm beside an addition has the same kernels.
+# A block of each kind, with gradients. A plain norm next to an addition runs the same kernels.
 BLOCKS = [
     pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
     for block in blocks.grid(
@@ -104,7 +105,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("workload", BLOCKS)
 def test_large_blocks(workload):
-    """Compare a forward, and the backward of its residuals, with XLA's."""
+    """The results and gradients of a block agree with XLA's."""
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
 
     def compiled(provider: str) -> jax_side.Program:
@@ -112,7 +113,7 @@ def test_large_blocks(workload):
 
     expected = jax.tree.leaves(compiled("xla").call(*inputs))
     call = compiled("mosaic").call
-    # y is rounded differently by either, and gradients are computed from the stored y.
+    # The two programs may round y differently, and gradients are computed from the stored y.
     bound = 2**-7
     if workload.dtype == "float32":
         bound = 8 * math.sqrt(math.prod(workload.sizes[:-1]) + workload.cols) * 2**-24
@@ -122,10 +123,10 @@ def test_large_blocks(workload):
 
 
 def test_no_copy_overtakes_a_read():
-    """A row in shared memory is overwritten only after it has been read.
+    """An asynchronous copy overwrites a row in shared memory only after it has been read.
 
-    The next row is partly in the cache. With a barrier instead of a fence, 145 to 191 rows were
-    wrong in each of 15 calls (H200).
+    Such a copy is fastest when its source is in the L2 cache. With a barrier instead of a fence,
+    145 to 191 rows were wrong in each of 15 calls (H200).
     """
     workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
     schedule = dataclasses.replace(choose(workload.spec), slots=1, tiles=2, rereads=False)

@@ -1,7 +1,9 @@
-"""Norms over groups of neighbours on the inner axis, and parameters of inner elements.
+"""Norms of arrays ``(outer, cols, inner)`` over cols and groups of neighbouring inner elements.
 
-References are those of rows. The interpreter knows neither layouts nor clusters: calls whose strips
-are shared by clusters are lowered, compiled, and run on a GPU.
+GroupNorm with channels last is such a norm; its parameters belong to inner elements. A block of a
+kernel processes a *strip*: all columns of some inner elements. The references use the same array as
+rows. The interpreter models neither layouts nor clusters, so calls whose strips are shared by a
+cluster are only lowered, compiled, and run on a GPU.
 """
 
 import functools
@@ -44,7 +46,7 @@ def make_spec(
     param_groups: int = 1,
     **changes: Any,
 ) -> Spec:
-    """Return the spec of an ``(outer, cols, inner)`` call."""
+    """Return the spec of a call on an array of shape ``(outer, cols, inner)``."""
     outer, cols, inner = shape
     spec = build_spec(
         "norm",
@@ -68,21 +70,21 @@ def make_spec(
 
 
 def strided(array: Any, spec: Spec) -> Any:
-    """View ``(rows, cols)`` as ``(outer, cols, inner)``."""
+    """Return an array ``(rows, cols)`` in the order ``(outer, cols, inner)``."""
     outer, cols, inner = spec.strided
     parts = array.reshape(outer, inner // spec.inner_cols, cols, spec.inner_cols)
     return np.ascontiguousarray(np.moveaxis(parts, 2, 1).reshape(outer, cols, inner))
 
 
 def in_rows(array: Any, spec: Spec) -> Any:
-    """The inverse of `strided`."""
+    """Return an array ``(outer, cols, inner)`` as rows: the inverse of `strided`."""
     outer, cols, inner = spec.strided
     parts = array.reshape(outer, cols, inner // spec.inner_cols, spec.inner_cols)
     return np.ascontiguousarray(np.moveaxis(parts, 1, 2).reshape(spec.rows, spec.cols))
 
 
 def of_rows(spec: Spec) -> Spec:
-    """Return the same call with rows, whose parameters belong to each row and its columns."""
+    """Return the spec of the same call on rows, with separate parameters for each row."""
     plain = changed(spec, inner=1, inner_cols=1, inner_params=False)
     return changed(plain, scale_groups=spec.rows, bias_groups=spec.rows)
 
@@ -91,14 +93,14 @@ def make_params(spec: Spec) -> list[np.ndarray | None]:
     rng = np.random.default_rng(1)
     shape = (spec.inner,) if spec.groups == 1 else (spec.groups, spec.inner)
     scale, bias = rng.normal(1, 0.5, shape).astype(F32), rng.normal(0, 1, shape).astype(F32)
-    scale[..., ::7] = 0  # floored
+    scale[..., ::7] = 0  # The kernel replaces 0 by a floor.
     bias[..., ::7] *= spec.norm.scale_dtype is None
     dtypes = (spec.norm.scale_dtype, spec.norm.bias_dtype)
     return [None if dtype is None else a for a, dtype in zip((scale, bias), dtypes)]
 
 
 def summed_like(param: np.ndarray, values: Any, spec: Spec) -> Any:
-    """Return the sums over all elements that share an element of a parameter."""
+    """Sum values over all elements of x that use the same element of the parameter."""
     by_inner = strided(values, spec).sum(axis=1)
     return by_inner.reshape(spec.groups, -1, spec.inner).sum(axis=1).reshape(param.shape)
 
@@ -109,7 +111,7 @@ def within(output: Any, value: Any, error: Any) -> None:
 
 
 def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None:
-    """Check every output of forward and backward against its error bound in float64."""
+    """Assert that all outputs of both passes are within their bounds of the float64 reference."""
     rng, params, rows = np.random.default_rng(0), make_params(spec), of_rows(spec)
     outer, _, inner = spec.strided
     wide = [
@@ -131,7 +133,7 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
     for output, value, error in zip((in_rows(y, spec), *stats), values, errors, strict=True):
         within(output, value, error)
 
-    # The backward gets what XLA's forward saves.
+    # The backward reads the arrays that XLA's forward saves.
     y, kept = jax.jit(functools.partial(contract.call, xla, rows))(x, *wide)
     saved, kept = np.asarray(y) if spec.norm.saved == "output" else x, [np.asarray(s) for s in kept]
     backward, rows = (changed(s, direction="bwd", adds_dh=adds_dh) for s in (spec, rows))
@@ -148,8 +150,8 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
             within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
 
 
-#: Strips: overlapping columns and inner elements, loops, shares of warpgroups; groups of a part of
-#: a thread's vector, of one, and of the vectors of several threads.
+#: Strips with overlapping columns or inner elements, with loops, and shared by warpgroups. Groups
+#: are a part of a thread's vector, one vector, or the vectors of several threads.
 STRIPS = {
     "a_vector": Strips(1, 37, 32, 4, 8, group=4),
     "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
@@ -161,9 +163,10 @@ STRIPS = {
     "two_warpgroups": Strips(1, 72, 32, 4, 8, warpgroups=2),
     "wide": Strips(1, 9, 64, 4, 16),
     "narrow": Strips(1, 64, 16, 4, 4),
-    # Overlapping strips would be races, of stores of equal values.
+    # Without overlap, for the race detector: overlapping strips store equal values twice.
     "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
-    # Groups that are not a power of 2: strips that overlap, of 30 and of 24 of their 32 elements.
+    # Groups that are not a power of 2. Strips overlap: they have 32 inner elements, of which whole
+    # groups use 30 or 24.
     "ten": Strips(2, 37, 80, 2, 16, group=10),
     "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
     "twenty": Strips(3, 21, 40, 4, 8, group=20),
@@ -221,16 +224,16 @@ def test_no_races(strips: Strips) -> None:
 
 @pytest.mark.parametrize("saved", ["output", "input"])
 def test_with_64_bit_types(saved: str) -> None:
-    """Kernels count in 32 bits, even if a Python integer is traced as 64 bits."""
+    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
     with jax.enable_x64(True):
         check(make_spec("fwd", (1, 37, 40), 1, F32, saved=saved))
 
 
 # ------------------------------------------------------------------------- layouts and registers
 
-#: Samples, positions, channels, groups.
+#: Samples, positions, channels, groups of channels.
 SIZES = [(32, 4096, 256, 32), (8, 16384, 128, 32), (16, 1024, 512, 32), (64, 64, 256, 128)]
-#: Group sizes that are not a power of 2: those of Stable Diffusion's U-Nets, and 6.
+#: Sizes with groups that are not a power of 2: Stable Diffusion's U-Nets, and groups of 6 channels.
 UNEVEN = [(8, 1024, 320, 32), (8, 1024, 640, 32), (8, 256, 1920, 32), (8, 64, 1280, 32)]
 UNEVEN += [(8, 4096, 192, 32)]
 
@@ -250,7 +253,8 @@ def types(spec: Spec) -> list[Any]:
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
 
 
-#: Each line of the table, and sizes that no width or number of warps divides: of one channel each.
+#: Sizes for each rule of the table, and sizes that no strip width or number of warps divides. Each
+#: group is one channel.
 SHAPES = [(64, 8, 4096), (16, 32, 256), (16, 64, 3136), (32, 256, 4096), (8, 1000, 784)]
 SHAPES += [(8, 4096, 4096), (4, 3001, 144), (2, 12000, 64), (8, 333, 32), (8, 100, 16)]
 
@@ -268,7 +272,7 @@ def test_lowering(shape: tuple[int, int, int], dtype: Any, direction: str) -> No
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_shared_memory(dtype: Any, direction: str) -> None:
-    """A block fits a multiprocessor."""
+    """The shared memory that a block uses fits into a multiprocessor."""
     for cols in range(8, 24000, 179):
         for inner in (16, 64, 784, 4096):
             spec = make_spec(direction, (64, cols, inner), 1, dtype)
@@ -281,9 +285,9 @@ def test_shared_memory(dtype: Any, direction: str) -> None:
             used = sum(
                 math.prod(s.shape) * s.dtype.itemsize
                 for s in scratch
-                if hasattr(s, "shape") and s.dtype != np.uint32  # a cluster's barriers: below
+                if hasattr(s, "shape") and s.dtype != np.uint32  # cluster barriers: see below
             )
-            assert used + 1024 <= MOST_SHARED_BYTES  # barriers, and Mosaic's own
+            assert used + 1024 <= MOST_SHARED_BYTES  # 1024 bytes for barriers and for Mosaic itself
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -295,11 +299,11 @@ def test_registers(sizes: tuple[int, ...], dtype: Any, direction: str, compiler:
     spec = make_spec(direction, (outer, cols, inner), inner // groups, dtype, saved=saved)
     (kernel,) = compiler.compile(call_of(spec), types(spec))
     assert kernel.spilled == 0
-    # Two blocks at a time, of up to two warpgroups.
+    # The registers must suffice for two blocks per SM, of up to two warpgroups each.
     assert kernel.registers <= REGISTERS // (4 * 128)
 
 
-# ------------------------------------------------------------------ views, refusals, and programs
+# --------------------------------------------------------------- reshapes, refusals, and programs
 
 
 @pytest.mark.parametrize(
@@ -383,7 +387,7 @@ def test_softmaxes_are_refused() -> None:
     ],
 )
 def test_calls_left_to_xla(function: str, shape: Any, axis: int, params: int) -> None:
-    """XLA runs these calls: kernels for rows would need transposes of operands and results."""
+    """Calls that would need transposes around a kernel run XLA's code."""
     call = getattr(jaxnorm, function)
     arrays = [jax.ShapeDtypeStruct(s, BF16) for s in (shape, *[(shape[axis],)] * params)]
 
@@ -440,7 +444,7 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-#: Groups of one channel, with overlapping strips and clusters.
+#: Groups of one channel; strips overlap, and some are shared by a cluster.
 SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
 
 
@@ -451,7 +455,7 @@ SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 
     "sizes", [*SIZES, *UNEVEN, *SINGLE, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str
 )
 def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
-    """Forward and gradients differ from XLA's by two roundings each, and by the order of sums."""
+    """Results and gradients agree with XLA's, up to two roundings each and the order of sums."""
     outer, cols, inner, groups = sizes
     keys = jax.random.split(jax.random.key(0), 4)
     shape, param = (outer, cols, groups, inner // groups), (groups, 1, inner // groups)

@@ -1,6 +1,6 @@
 """Values of the forward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
 
-The interpreter knows neither layouts nor alignment; `test_lowering` looks at the former.
+The interpreter models neither layouts nor alignment. `test_lowering` tests layouts.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
-    """Outputs and statistics against the reference in float64, within its error bound."""
+    """Assert that outputs and statistics are within their bounds of the float64 reference."""
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands, outputs=outputs)
     assert len(outputs) == len(expected)
@@ -77,10 +77,10 @@ RESIDUAL_CALLS = [
 
 
 def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case]]:
-    """Return each case with every other call, so that each kind of schedule meets each call.
+    """Return each case with every other call, so that each kind of schedule runs every call.
 
-    In `CASES`, whole rows and rows that overlap are next to each other. The former start with one
-    of the calls for one pair, the latter for the next pair.
+    `CASES` lists a schedule with rows that divide evenly next to one with overlapping rows. In
+    alternate pairs, the former takes the calls with even indices or with odd ones.
     """
     found = [
         (call, case)
@@ -95,7 +95,7 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     return found
 
 
-# `test_residual_variants` has all of these operations where rows overlap.
+# Overlapping rows run all of these operations in `test_residual_variants`.
 @pytest.mark.parametrize(
     ("op", "x", "residual", "y", "case"),
     [
@@ -132,14 +132,17 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
-# Each schedule runs with alternating functions, so that each kind of schedule meets several.
+# The functions alternate over the schedules, so each kind of schedule runs several of them.
 @pytest.mark.parametrize(
     ("op", "case"),
     [*zip(itertools.cycle(["layer_norm", "add_layer_norm", "rms_norm_add_rms_norm"]), CASES)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_groups_of_rows(op: str, case: Case) -> None:
-    """Each group has its scale, or its bias; tiles and queues end with a group or before it."""
+    """Values are correct if each group of rows has its own scale or bias.
+
+    Neither a tile nor the rows that a block processes may span two groups.
+    """
     schedule, groups = dataclasses.replace(case.schedule_for(F32), params_first=True), 3
     rows = 2 * schedule.rows * max(1, schedule.tiles)
     shared = {"bias_groups": groups} if op == "add_layer_norm" else {"scale_groups": groups}
@@ -150,7 +153,7 @@ def test_groups_of_rows(op: str, case: Case) -> None:
 def test_groups_that_no_tile_can_have() -> None:
     of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
     for schedule in (
-        ForwardSchedule("row_tile", 4, rows=4),  # rows 4 to 7 are of two groups
+        ForwardSchedule("row_tile", 4, rows=4),  # rows 4 to 7 would span two groups
         ForwardSchedule("pipelined_row", 4, slots=1, tiles=4, params_first=True),
     ):
         with pytest.raises(ValueError, match="of one group for rows of another"):
@@ -163,7 +166,7 @@ def test_groups_that_no_tile_can_have() -> None:
     ids=lambda case: case.name,
 )
 def test_with_64_bit_types(case: Case) -> None:
-    """Kernels count in 32 bits, even if a Python integer is traced as 64 bits."""
+    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
@@ -213,7 +216,10 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_variance_of_large_means(case: Case) -> None:
-    """Mean 1e4, standard deviation 1: E[x^2] - E[x]^2 would be off by thousands."""
+    """The variance is accurate for a mean of 1e4 and a standard deviation of 1.
+
+    Computed as E[x^2] - E[x]^2 in float32, it would be wrong.
+    """
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32, saved="input")
     _, scale, bias = make_operands(spec)
     x = np.random.default_rng(1).normal(1e4, 1, (case.rows, case.cols)).astype(np.float32)
@@ -223,7 +229,10 @@ def test_variance_of_large_means(case: Case) -> None:
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16, F32], ids=str)
 def test_scale_floor(y_dtype: np.dtype) -> None:
-    """A scale of 0 is raised so that y still carries x_hat; float16 has no room for that."""
+    """A scale near 0 is replaced by a floor, so that x_hat can be recovered from y; not in float16.
+
+    float16's range is too small for this.
+    """
     case = BY_NAME["warpgroup_row"]
     spec = make_spec("rms_norm", case.rows, case.cols, F32, y_dtype)
     x, scale, _ = make_operands(spec)
@@ -256,10 +265,10 @@ SPECIAL_CASES = [
 
 
 def special_calls() -> list[Any]:
-    """Return each schedule with each special value, alternating between the two functions."""
+    """Return each schedule with each special value, alternating between softmax and layer_norm."""
     found = []
     for case, special, op in pairwise(SPECIAL_CASES, [*SPECIAL], ["softmax", "layer_norm"]):
-        # The norm of a row that overflows is garbage of one kind or another.
+        # A norm of a row whose sum overflows has no defined result.
         if special == "lowest" and op == "layer_norm":
             op = "log_softmax"
         found.append(pytest.param(case, special, op, id=f"{case.name}-{special}-{op}"))
@@ -268,7 +277,7 @@ def special_calls() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "special", "op"), special_calls())
 def test_special_values_stay_in_their_row(op: str, case: Case, special: str) -> None:
-    """NaN and infinities come out as xla has them, and only in their row."""
+    """A row with NaN or infinities has the result of XLA's code, and other rows are unaffected."""
     spec = make_spec(op, 3, case.cols, F32, F32)
     x, *params = make_operands(spec)
     SPECIAL[special](x)
@@ -283,7 +292,7 @@ def test_special_values_stay_in_their_row(op: str, case: Case, special: str) -> 
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_row_does_not_depend_on_others(op: str, case: Case) -> None:
-    """A row's bits do not depend on other rows, also in overlapping tiles and in queues."""
+    """A row's results are bitwise independent of other rows, even where tiles overlap."""
     spec = make_spec(op, case.rows, case.cols, F32, F32)
     x, *params = make_operands(spec)
     kept = [0, case.rows - 1]
@@ -326,13 +335,14 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
         check(spec, None, *make_operands(spec))
 
 
-# Where fragments of a row overlap, two warpgroups store the same value: a race that does no harm.
+# Where fragments of a row overlap, two warpgroups store the same value. This race is harmless, so
+# these cases are left out.
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.name.endswith("tail")], ids=lambda case: case.name
 )
 @pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
-    # No overlapping blocks.
+    # The number of rows is a multiple of the schedule's, so that blocks do not overlap.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
     spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)
@@ -341,7 +351,7 @@ def test_no_races(op: str, case: Case) -> None:
 
 
 def test_deterministic() -> None:
-    """Columns that two parts of a row hold come out the same, so that the order does not matter."""
+    """Two runs give the same bits, although two warpgroups store some columns in any order."""
     case = BY_NAME["split_row_tail"]
     spec = make_spec("softmax", case.rows, case.cols, F32, F32)
     (x,) = make_operands(spec)

@@ -1,4 +1,4 @@
-"""Names of cuDNN's attention in programs that JAX compiles for an H100."""
+"""The number of cuDNN's attention kernels in programs that save its residuals by name."""
 
 import re
 
@@ -15,11 +15,11 @@ from test_kept_attention import (
 )
 
 pytestmark = pytest.mark.compiles
-__all__ = ["cudnn", "of_docs"]  # fixtures
+__all__ = ["cudnn", "of_docs"]  # pytest fixtures
 
 
 def test_kernels(compiler: Compiler, cudnn, of_docs):
-    """docs/transformations.md has these numbers."""
+    """The numbers of attention kernels are those that docs/transformations.md gives."""
 
     def counts(attention):
         arrays = [

@@ -1,7 +1,7 @@
-"""Functions of linear logits as XLA compiles them for an H100: matmuls and memory traffic.
+"""Functions of linear logits, compiled by XLA for an H100: matmuls and memory traffic.
 
-The sizes are those of Llama 3 8B. XLA is told to use cuBLAS; on a GPU that is present, it may
-choose Triton's matmuls if these are faster. They fuse the same sum.
+The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS; on a real GPU it may choose Triton's
+matmuls if they are faster. These fuse the same sum.
 """
 
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compiles
 ROWS, D, V = 8192, 4096, 128256
 LOGITS = 2 * ROWS * V  # bytes
 ACCUMULATOR = 4 * D * V
-CHUNKS = {"chunk": 2048}  # fewer rows than weight has, so that their sizes differ
+CHUNKS = {"chunk": 2048}  # fewer rows than the weight, so that the two sizes differ
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -52,7 +52,7 @@ def compiled(
     ids=["mean", "none", "log_prob", "rows that chunks do not divide"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
-    """There are three or four matmuls. One of them adds to its output, in place."""
+    """There are 3 matmuls (4 without a reduction); one accumulates into its output in place."""
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
     products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
@@ -60,7 +60,7 @@ def test_products(compiler: Compiler, reduction, rows, options):
     (accumulating,) = (line for line in products if '"beta":1' in line)
     assert f"f32[{D},{V}]" in accumulating.split(" custom-call(")[0]
     assert "output_to_operand_aliasing={{0}: (2, {})}" in accumulating
-    # In a loop, only this matmul writes an array of weight's size.
+    # In a loop, only this matmul writes an array of the weight's size.
     computations = dict(_computations(text))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
     assert len(bodies) == (1 if reduction == "mean" else 2)
@@ -72,22 +72,23 @@ def test_products(compiler: Compiler, reduction, rows, options):
         and _elements(kind) >= D * V
     ]
     assert len(made) == 1, made
-    # Logits of log-probabilities are float32, and beside their gradient of 16 bits.
+    # For log-probabilities, the logits are float32 and exist at the same time as their 16-bit
+    # gradient.
     chunk = LOGITS / 4 * (3 if reduction == "log_prob" else 1)
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + chunk
 
 
 def test_dlogits_take_the_logits_place(compiler: Compiler):
-    """dlogits overwrite the logits, and weight's gradient overwrites weight."""
+    """The gradient of the logits overwrites the logits, and the weight's a donated weight."""
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
-    workspace = 2**26  # of cuBLAS, and of one number per row
+    workspace = 2**26  # for cuBLAS and for arrays with one number per row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
 
 
 def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
-    """A default chunk has as many rows as weight, and takes no more memory than a smaller one."""
+    """A default chunk has as many rows as the weight; a smaller chunk takes as much memory."""
     default, fewer = (
         compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
         for options in ({}, CHUNKS)
@@ -97,7 +98,7 @@ def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementation):
-    """Weight is padded once. In the loop, nothing is padded and no result is cut."""
+    """The weight is padded once, before the loop. In the loop, nothing is padded or sliced."""
     program = compiled(compiler, "mean", classes=50257, implementation=implementation)
     computations = dict(_computations(program.as_text()))
     (body,) = re.findall(r"body=%?([\w.\-]+)", program.as_text())
@@ -107,5 +108,6 @@ def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementa
         if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
         and _elements(kind) >= D * 50257
     ]
-    # Logits, weight's gradient, and dlogits, which a kernel or a fusion computes from the logits.
+    # The logits, the weight's gradient, and the gradient of the logits, computed by a kernel or a
+    # fusion.
     assert len(made) == 3, made

@@ -34,7 +34,14 @@ CAPPED = {**CAP, **SMOOTHED}
 
 
 class Loss(NamedTuple):
-    """A function of the table, its reference, and options that it has."""
+    """A loss function.
+
+    Attributes:
+      function: the name of the public function.
+      reference: the class that computes it in float64.
+      options: options with which it is tested.
+      results: the number of its results.
+    """
 
     function: str
     reference: type
@@ -55,21 +62,21 @@ def make_spec(op, rows, cols, dtype, **options):
 
 
 def run(module, spec, given, **schedule):
-    """A pass over the arrays that there are, by their names."""
+    """Run a pass of an implementation. `given` maps the names of its operands to arrays."""
     return contract.call(module, spec, *map(given.get, norms.names_of(spec)), **schedule)
 
 
 def of_backward(x, results, stats, cotangents):
-    """What a backward takes beside the operands."""
+    """Return the operands that only the backward takes: a dict from their names to arrays."""
     names = dict(zip(("entropy", "dy", "dentropy"), (*results[1:], None, None)[:1] + cotangents))
     return {"saved": x, "stats": stats, **names}
 
 
 @functools.lru_cache(maxsize=8)
 def forward_and_backward(spec, schedule=None, parts=PARTS, overwrites=False):
-    """A function of logits, labels, cotangents and, if there are any, positions.
+    """Return a function of logits, labels, cotangents and (if the spec has them) positions.
 
-    The same one for the same arguments, so that it compiles once.
+    It runs both passes. It is cached, so that calls with equal arguments compile once.
     """
     backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
     count = LOSSES[spec.op].results
@@ -89,11 +96,12 @@ def cotangents(op, d):
 
 
 def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **options):
-    """Both passes in the interpreter, within the bounds of the reference in float64."""
+    """Run both passes in the interpreter and assert that the results are within their bounds."""
     rows, classes = x.shape
     has = {"has_positions": positions is not None, "padding": padding}
     spec = make_spec(op, rows, classes + padding, x.dtype, **has, **options)
-    # The padding must not enter a sum, and its gradient must not be NaN in the matmuls that follow.
+    # The padding has the largest number: it must not enter a sum, and its gradient must be 0,
+    # because matmuls follow.
     wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
     d = cotangents(op, d)
     arrays = [a for a in (wide, labels, *d, positions) if a is not None]
@@ -108,8 +116,8 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
     assert_within(dx[:, :classes], expected.gradient(*d), expected.gradient_bound(*d))
 
 
-# Whole units and steps; a rest of a step; rows that begin between multiples of 16 bytes; rows
-# shorter than a unit of 16 bytes for each thread.
+# Widths of full steps, with a partial last step, of unaligned rows, and of rows with less than 16
+# bytes per thread.
 @pytest.mark.parametrize(
     ("op", "cols", "dtype", "schedule", "options"),
     [
@@ -135,7 +143,10 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
     ids=str,
 )
 def test_values(op, cols, dtype, schedule, options):
-    """More rows than there are places where one may begin."""
+    """Values and gradients are within their bounds.
+
+    There are more unaligned rows than offsets within a 16-byte word at which a row can start.
+    """
     check(op, *operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
 
 
@@ -146,7 +157,7 @@ def test_a_vocabulary(dtype):
 
 @each_loss
 def test_rows_of_all_kinds(op):
-    """Bad labels, logits that are no numbers, and positions that do not count."""
+    """Rows with bad labels, non-finite logits or masked positions have the correct results."""
     x, labels, d = operands((9, 515), "float32")
     labels = labels.at[0].set(-1).at[1].set(515).at[2].set(-100)
     x = x.at[2].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf)
@@ -169,7 +180,7 @@ def test_rows_of_all_kinds(op):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
 def test_labels(dtype):
-    """Labels may have other dtypes, and be inside or outside the classes."""
+    """Labels may have any integer dtype, and may be outside the classes."""
     values = [0, 5, 127, 2**15, 2**31 + 5, 2**32 + 5, -(2**33) + 5]
     info = np.iinfo(dtype)
     x, _, d = operands((3, 256), "bfloat16")
@@ -180,7 +191,7 @@ def test_labels(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_classes_that_are_masked_by_the_lowest_number(dtype):
-    """A mask of the lowest number may cover everything that a thread reads first, or at all."""
+    """Classes may be masked by the dtype's lowest number, even if a thread loads nothing else."""
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
@@ -203,7 +214,7 @@ def test_classes_that_are_masked_by_the_lowest_number(dtype):
     ids=str,
 )
 def test_padding(op, classes, padding, dtype, options):
-    """The last columns are no classes, and no label is one of them."""
+    """Padding columns are not classes, and a label in the padding is out of range."""
     x, labels, d = operands((3, classes), dtype)
     labels = labels.at[0].set(classes - 1)
     check(op, x, labels, d, padding=padding, **options)
@@ -225,7 +236,7 @@ def test_padding(op, classes, padding, dtype, options):
     ],
 )
 def test_gradient_in_the_logits_place(op, cols, dtype):
-    """Results have the same bits if dx overwrites x, including overlapping units and edges."""
+    """If the gradient overwrites the logits, all results are bitwise the same."""
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(op, 9, cols, dtype, **(SMOOTHED if op == CE else {}))
     given = {"x": x, "labels": labels}
@@ -259,7 +270,7 @@ def test_units_cover_a_row(cols, vector):
         assert (row * cols + first) % units.vector == 0
         assert 0 <= first <= first + units.body <= cols
         assert units.body >= units.width
-        # The edges have what the body has not.
+        # The unaligned ends of a row have the elements that the aligned body does not have.
         assert units.has_edges == (units.body < cols)
         assert first < 128
         assert cols - first - units.body < 128
@@ -293,11 +304,11 @@ def test_what_the_kernels_refuse(op):
         assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
 
 
-# ------------------------------------------------------------------------ lowered and compiled
+# -------------------------------------------------------------- lowered, or compiled for an H100
 
 
 def types_of(spec, label_dtype="int32"):
-    """Of logits, labels, cotangents and, if there are any, positions."""
+    """Return the types of logits, labels, cotangents and (if the spec has them) positions."""
     types = dict(zip(norms.names_of(spec), norms.types_of(spec, np.dtype(label_dtype))))
     d = [jax.ShapeDtypeStruct(types["labels"].shape, F32)] * LOSSES[spec.op].results
     arrays = (types["x"], types["labels"], *d, types["positions"])
@@ -329,7 +340,7 @@ def test_lowers(op, rows, cols, dtype, label_dtype):
 
 
 def test_programs():
-    """There is one kernel each way, also under `jax.vmap` and with `save_policy`."""
+    """Each pass is one kernel, also under `jax.vmap` and with `save_policy`."""
     types = [((8, 512, 32768), BF16), ((8, 512), "int32"), ((8, 512), bool)]
     x, labels, where = (jax.ShapeDtypeStruct(*of) for of in types)
 
@@ -347,8 +358,8 @@ def test_programs():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
-# With smoothed labels, a cap or a third sum a block shares an SM with one other or more; else with
-# three.
+# 64 registers per thread allow four blocks per SM; 80 and 96 allow at least two. Smoothed labels, a
+# cap and a third sum take more registers.
 @pytest.mark.parametrize(
     ("op", "options", "registers"),
     [
@@ -379,7 +390,10 @@ def test_registers(cols, dtype, op, options, registers, compiler):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @each_loss
 def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
-    """Results and gradient on a GPU: by default two kernels; no array is made but the gradient."""
+    """On a GPU, the only new array of the logits' size is the gradient.
+
+    By default the program is two kernels; XLA's code is fusions.
+    """
     options = SMOOTHED if op == CE else {}
     function = functools.partial(
         getattr(jaxnorm, LOSSES[op].function), implementation=implementation, **options
@@ -399,7 +413,7 @@ def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
 
 @pytest.mark.compiles
 def test_a_slice_that_begins_anywhere_is_copied(compiler):
-    """The kernels take arrays to begin with 16 bytes; XLA hands them no others."""
+    """Kernels require aligned arrays, so XLA copies a slice before it passes it to a kernel."""
     rows, cols = 255, 50257
     x = jax.ShapeDtypeStruct((3, rows, cols), BF16, sharding=compiler.sharding)
     labels = jax.ShapeDtypeStruct((rows,), np.int32, sharding=compiler.sharding)

@@ -1,7 +1,7 @@
 """The forward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
 
-This runs Mosaic's layout inference and its lowering to vector and LLVM operations, which finds
-layouts that do not fit an operation. The steps after it (LLVM, ptxas) need a GPU.
+This runs Mosaic's layout inference and lowers to the vector and LLVM dialects, which detects
+layouts that do not fit an operation. The later steps (LLVM, ptxas) need a GPU.
 """
 
 import math
@@ -42,7 +42,7 @@ RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
-# Each schedule with each function and each mix of dtypes, these in pairs.
+# The cases cover every pair of a schedule, a function and a combination of dtypes.
 @pytest.mark.parametrize(
     ("op", "case", "x", "y"),
     [
@@ -74,7 +74,7 @@ def test_residuals_lower(op: str, case: Case, dtypes: tuple[np.dtype, ...]) -> N
 
 
 def test_a_layout_that_does_not_fit_is_found() -> None:
-    """The test above would be worth nothing if lowering let any layout through."""
+    """Lowering rejects a layout that does not fit, so the test above can fail."""
     spec = make_spec("softmax", 4, 512, BF16, BF16)
     with pytest.raises(ValueError, match="holds rows of"):
         lower(spec, schedule=ForwardSchedule("warpgroup_row", 8))
@@ -84,7 +84,7 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
         lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=6))
 
 
-#: The shapes of the benchmarks, odd ones, few rows, and an array of more than 2^31 elements.
+#: The shapes of the benchmarks, odd shapes, few rows, and an array of more than 2^31 elements.
 SHAPES = [
     (32768, 128),
     (32768, 768),
@@ -113,7 +113,8 @@ SHAPES = [
 ]
 
 
-#: Rows with a residual: the supported shapes from above, and widths that no table names.
+#: Shapes of calls with a residual: the supported ones of the shapes above, and widths at which no
+#: schedule table changes.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 
@@ -125,7 +126,7 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec)
 
 
-# Each shape runs with each function, with alternating mixes of dtypes, so that both meet all mixes.
+# The cases cover every pair of a shape, a function and a combination of dtypes.
 @pytest.mark.parametrize(
     ("rows", "cols", "op", "dtypes"),
     [
@@ -159,14 +160,14 @@ def test_groups_of_rows_lower(groups: int, rows: int, cols: int, op: str) -> Non
 
 
 def test_large_arrays_are_addressed_with_64_bits() -> None:
-    """A row's offset, row * cols, is computed in Mosaic's index type, which is 64 bits wide."""
+    """Arrays of more than 2^31 elements are supported: offsets are computed in 64 bits."""
     spec = make_spec("softmax", 70000, 65536, BF16, BF16)
     assert spec.rows * spec.cols > 2**31
     assert mosaic.why_unsupported(spec) is None
 
 
 def random_spec(rng: np.random.Generator) -> Spec:
-    """Any forward call that is not refused."""
+    """Return the spec of a random supported forward call."""
     rows, cols = int(2 ** rng.uniform(0, 22)), int(2 ** rng.uniform(3, 18))
     if rng.random() < 0.5:
         cols = -(-cols // 8) * 8
@@ -207,7 +208,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         arrays = [s for s in scratch if hasattr(s, "dtype")]
         assert sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in arrays) <= gpu.smem
         if isinstance(held, Pipelined):
-            assert held.warpgroups * held.slots <= 32  # barriers in an array
+            assert held.warpgroups * held.slots <= 32  # the maximum number of barriers in an array
             assert not any(spec.cols * dtype.itemsize % 16 for dtype in inputs)
 
 
@@ -218,7 +219,7 @@ def test_every_line_of_the_table_is_used() -> None:
         for op in ("softmax", "log_softmax", "layer_norm")
         for x in (BF16, F32)
     ]
-    # With three parameters.
+    # Calls with three parameters.
     specs += [
         norms.make_spec("scaled_add_norm", "fwd", 8192, cols, (BF16,) * 3, "layer_norm")
         for cols in (1152, 65536)
@@ -228,7 +229,7 @@ def test_every_line_of_the_table_is_used() -> None:
 
 
 def test_shard_map_with_explicit_axes() -> None:
-    """The outputs vary over the mesh axes of the input."""
+    """In `shard_map` with Explicit axes, the outputs vary over the same mesh axes as the input."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = make_spec("rms_norm", 8, 512, BF16, BF16)
     sharded = jax.P("rows", None)
@@ -249,9 +250,9 @@ def test_shard_map_with_explicit_axes() -> None:
 def test_logits_give_way_to_their_gradient_on_explicit_axes(
     rows: tuple[str, ...], function: str
 ) -> None:
-    """The gradient of a linear loss overwrites the logits, unless they vary over mesh axes.
+    """The gradient of a linear loss can overwrite the logits unless they vary over mesh axes.
 
-    Pallas cannot write to an array that varies over mesh axes.
+    Pallas cannot write to an array that varies over mesh axes. Both cases lower.
     """
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
@@ -276,6 +277,7 @@ def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() 
 
     widest = layer_norm(1024, 131072)
     assert widest.tiles == math.ceil(1024 / HOPPER.clusters[widest.cluster])
-    # Measured: elsewhere a single round is slower than a few rows for each block.
+    # Measured for these shapes: blocks that process a few rows each are faster than persistent
+    # blocks that share all rows.
     for rows, cols in ((16384, 8192), (2048, 8192), (8192, 16384), (4096, 65536)):
         assert layer_norm(rows, cols).tiles <= 8

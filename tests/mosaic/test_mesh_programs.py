@@ -1,4 +1,4 @@
-"""The exchange between two H100s for a linear loss and its gradients, in a compiled program."""
+"""The arrays that two H100s exchange for a linear loss and its gradients, in a compiled program."""
 
 import math
 
@@ -19,29 +19,29 @@ BATCH, LENGTH, D, CLASSES = 8, 512, 1024, 32768
 
 @pytest.fixture(scope="module")
 def mesh(compiler):
-    """Two H100s that need not be here; `compiler` prepares the compilation for them."""
+    """Return a mesh of two H100s that need not be present; `compiler` sets up the compilation."""
     del compiler
     topology = topologies.get_topology_desc("gpu", "cuda", target_config=H100, topology="1x1x2")
     return Mesh(np.array(topology.devices), "data")
 
 
 ROWS = BATCH * LENGTH
-# How x and the head are split, and the exchanged arrays by the names of the collectives.
+# For each layout: how x and the head (the weight of the logits) are sharded, and the shapes that
+# each collective exchanges.
 LAYOUTS = {
-    # FSDP with batches split and the head split along d.
+    # FSDP: x is split over the batch, and the head along d.
     "d of the head": (
         P("data"),
         P("data"),
         {"all-gather": [(D, CLASSES)], "reduce-scatter": [(D // 2, CLASSES)]},
     ),
-    # There are fewer rows than classes: x is gathered in place of the head.
+    # There are fewer rows than classes, so x is gathered instead of the head.
     "classes": (
         P("data"),
         P(None, "data"),
         {"all-gather": [(BATCH, LENGTH, D)], "reduce-scatter": [(BATCH // 2, LENGTH, D)]},
     ),
-    # With embedding tables split along d, x is also split along d: each device has half of each
-    # row.
+    # If embedding tables are split along d, so is x: each device has half of each row.
     "d of x and of the head": (
         P(None, None, "data"),
         P("data"),
@@ -57,7 +57,7 @@ LAYOUTS = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_16_bits_are_exchanged(layout, mesh):
-    """x is bfloat16, and the head float32: matmuls are bfloat16, as is all that is exchanged."""
+    """With a bfloat16 x and a float32 head, matmuls and exchanged arrays are bfloat16."""
     x_spec, head_spec, expected = LAYOUTS[layout]
 
     def operand(shape, dtype, spec):
@@ -80,7 +80,7 @@ def test_16_bits_are_exchanged(layout, mesh):
             assert dtype == "bf16", each
             assert each.runs == 1, each
             found.setdefault(each.name, []).append(elements)
-    # XLA gives an array other axes, but not another number of elements.
+    # XLA may reshape an exchanged array, so only the numbers of elements are compared.
     assert {name: sorted(sizes) for name, sizes in found.items()} == {
         name: sorted(map(math.prod, shapes)) for name, shapes in expected.items()
     }

@@ -1,8 +1,8 @@
 """The size of kernels' modules, which determines how long a first call takes.
 
-Lowering is Python, and takes time for each operation, which is then compiled. So a computation that
-is repeated for each row, or for each vector of a thread, is a loop or a single operation of Mosaic:
-rows are copied together, and an array gets its layout where it is created.
+Lowering runs in Python and takes time for each operation, which is then compiled. Code that repeats
+for each row, or for each vector of a thread, must therefore be a loop or one Mosaic operation: rows
+are copied together, and an array gets its layout where it is created.
 """
 
 import dataclasses
@@ -19,12 +19,13 @@ from jax._src.lib.mlir import ir
 
 import jaxnorm
 
-# The limit for forward and backward together. Measured with jax 0.12.0 on an idle core of a server
-# (`python -m benchmarks.run compile`): tracing and lowering take 0.07 to 0.09 ms per operation of
-# these modules, for any function. Compiling both for an H100 takes another 0.4 to 1 s. A GPU's host
-# with a process on every other core takes up to twice as long. So 4 s, the limit for a first call,
-# allow some 16000 operations. jax 0.11.2 takes 2 to 2.5 times as long for unaligned rows, because
-# its layout inference prints operations in order to sort constraints.
+# The maximum number of operations of forward and backward together. Measured with jax 0.12.0 on an
+# idle core of a server (`python -m benchmarks.run compile`): tracing and lowering take 0.07 to 0.09
+# ms per operation of these modules, for any function. Compiling both passes for an H100 takes
+# another 0.4 to 1 s. A GPU's host with a process on every other core takes up to twice as long. A
+# first call may take 4 s, which allows about 16000 operations. jax 0.11.2 takes 2 to 2.5 times as
+# long for unaligned rows, because its layout inference prints operations in order to sort
+# constraints.
 MOST = 16_000
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
@@ -34,7 +35,13 @@ MIXED = (F32, BF16)
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of x and the rest of its operands: shapes by the width, and their dtypes."""
+    """A function whose kernels are measured.
+
+    Attributes:
+      x: returns the shape of x for a number of columns.
+      like_x: the number of other operands with the shape of x.
+      columns: the number of operands with one element per column.
+    """
 
     call: Callable[..., Any]
     x: Callable[[int], tuple[int, ...]] = lambda cols: (8192, cols)
@@ -67,7 +74,7 @@ def of_groups(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> 
 
 
 def norm_add(x: jax.Array, residual: jax.Array, scale: jax.Array, **given: Any) -> jax.Array:
-    del given["dtype"]  # the residual's
+    del given["dtype"]  # the residual's dtype
     return jaxnorm.rms_norm_add(x, residual, scale, **given)
 
 
@@ -128,8 +135,8 @@ FUNCTIONS = {
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
-# A line of each schedule, and those whose rows or vectors were many operations: rows of less than
-# a warp's vectors and a part, unaligned rows, and units above a diagonal.
+# A call for each rule of the schedules, and calls whose rows or vectors once took many operations:
+# rows narrower than a warp's vectors, unaligned rows, and fragments above a causal diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),
@@ -156,7 +163,7 @@ CASES = [
     ("softmax", 50257, F32, F32),
     ("cross_entropy", 50257, BF16, BF16),
     ("log_prob_and_entropy", 50257, BF16, BF16),
-    # The largest of rows, of those that were looked for over many widths and dtypes.
+    # The calls with the largest modules, found by a search over many widths and dtypes.
     ("add_rms_norm", 50256, BF16, F32),
     ("layer_norm", 50256, *MIXED),
     ("add_layer_norm", 57352, BF16, F32),
@@ -179,7 +186,7 @@ CASES = [
 
 
 def operations(name: str, cols: int, x: str, y: str) -> int:
-    """Return the number of operations in the modules of a function's kernels, in both passes."""
+    """Return the number of operations in the modules of a function's kernels, of both passes."""
     function = FUNCTIONS[name]
     rows = jax.ShapeDtypeStruct(function.x(cols), x)
     column = jax.ShapeDtypeStruct((cols,), F32)
@@ -194,12 +201,12 @@ def operations(name: str, cols: int, x: str, y: str) -> int:
 
     lowered = jax.jit(both).trace(*operands).lower(lowering_platforms=("cuda",))
     modules = _kernels(lowered.compiler_ir().operation)
-    assert len(modules) >= 2  # a kernel in each direction
+    assert len(modules) >= 2  # at least one kernel per pass
     return sum(map(_size, modules))
 
 
 def _kernels(operation: Any) -> list[bytes]:
-    """The modules of kernels that a program calls."""
+    """Return the modules of all kernels that a program calls."""
     if operation.name == "stablehlo.custom_call":
         if "mosaic_gpu" not in str(operation.attributes["call_target_name"]):
             return []
@@ -210,7 +217,7 @@ def _kernels(operation: Any) -> list[bytes]:
 
 
 def _size(module: bytes) -> int:
-    """Return the number of operations of a module in MLIR's bytecode: one per line, if printed."""
+    """Return the number of operations of a module in MLIR bytecode, counted in its printed form."""
     with ir.Context() as context, ir.Location.unknown():
         mosaic_gpu_dialect.register_dialect(context)
         context.load_all_available_dialects()

@@ -1,4 +1,4 @@
-"""Kernels of softmaxes with a mask, a bias or `causal`: values by the interpreter, and lowering."""
+"""Softmax kernels with a mask, a bias or `causal`: values in the interpreter, and lowering."""
 
 import functools
 
@@ -23,8 +23,9 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
-# Each kind of tile, and each way to share rows of a mask or a bias: one row for a whole tile or one
-# for each row, with all columns or one. Also rows that do not fit a tile of several rows.
+# Each kind of tile, with each way in which a mask or a bias is broadcast: one row per tile or per
+# row of x, with all columns or one. Also numbers of rows that a tile of several rows does not
+# divide.
 VALUES = [
     Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
     Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),
@@ -42,7 +43,7 @@ VALUES = [
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", VALUES, ids=str)
 def test_values(case, name, monkeypatch):
-    # Alternate the mixes, so that each function meets most mixes of dtypes.
+    # The combinations of dtypes alternate, so that each function runs with most of them.
     mixes = test_logits.MIXES
     x_dtype, bias_dtype, y_dtype = mixes[
         (2 * VALUES.index(case) + (name == "softmax")) % len(mixes)
@@ -66,7 +67,7 @@ EDGES = [
 @pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("case", EDGES, ids=str)
 def test_what_takes_no_part_does_not_matter(case, op):
-    """Masked elements do not matter, even in rows that are fully masked, all -inf or not finite."""
+    """Masked elements have no effect, even if they are NaN or all others in their row are -inf."""
     rows = case.shape[0]
     mask = test_logits.mask_of(case.mask).at[0].set(False)
     kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, case.shape[-1]), bool))
@@ -76,7 +77,7 @@ def test_what_takes_no_part_does_not_matter(case, op):
     d = data(case.shape, "float32", seed=1)
     bias = [jnp.zeros(case.call(op, F32).view.logits_bias)] * (case.bias is not None)
     forward, backward = case.call(op, F32), case.backward(op, F32)
-    # The specification has 0 in masked entries; the kernel must not read them.
+    # XLA's code gets 0 in masked entries and the kernel NaN, which it must not read.
     (expected,) = forward.xla(jnp.where(kept, x, 0), mask, *bias)
     (y,) = interpret(forward, jnp.where(kept, x, jnp.nan), mask, *bias)
     assert_computes(y, lambda *a: forward.xla(*a)[0], jnp.where(kept, x, 0), mask, *bias)
@@ -88,7 +89,7 @@ def test_what_takes_no_part_does_not_matter(case, op):
 @pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("case", EDGES, ids=str)
 def test_nan_of_what_takes_part_stays_there(case, op):
-    """A cotangent that is NaN makes the sum over its row NaN, and masked entries stay 0."""
+    """A NaN cotangent affects only its row, and masked entries of that row stay 0."""
     mask = test_logits.mask_of(case.mask).at[..., 0].set(True)
     rows, cols = case.shape[0], case.shape[-1]
     kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, cols), bool))
@@ -118,17 +119,18 @@ FILLED = [
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("case", FILLED, ids=str)
 def test_what_is_masked_may_take_part(case):
-    """As in Flax's attention, a fully masked row is uniform, and its gradient is 0."""
+    """With a finite `masked_logit`, as in Flax, a fully masked row is uniform with gradient 0."""
     mask = test_logits.mask_of(case.mask)
     mask = mask.at[0].set(False) if mask.ndim > 1 else mask
-    x = data(case.shape, "float32").at[1].set(FILL)  # as what is masked
+    x = data(case.shape, "float32").at[1].set(FILL)  # the same as masked logits
     d = data(case.shape, "float32", seed=1)
     bias = [data(case.call("softmax", F32).view.logits_bias, "float32")] if case.bias else []
     forward, backward = case.call("softmax", F32), case.backward("softmax", F32)
     mask = mask.reshape(forward.view.mask)
     (expected,) = forward.xla(x, mask, *bias)
     (y,) = interpret(forward, x, mask, *bias)
-    # In float32 the fill of the second row absorbs the bias, which no bound can follow.
+    # In this row, float32 rounding loses the bias next to the huge logit, which the bound of
+    # `assert_computes` does not cover. So the row is compared with the uniform distribution.
     even = np.full(case.shape[-1], 1 / case.shape[-1])
     assert_within(y[1], np.broadcast_to(even, y[1].shape), SAFETY * rounding(even, "float32"))
     rows = np.arange(len(y)) != 1
@@ -218,7 +220,7 @@ def test_a_part_of_the_columns_is_refused():
 
 
 def program(*arrays, transform=lambda f: f, **options):
-    """Return the program of the values and all gradients, for an NVIDIA GPU."""
+    """Return the program, for an NVIDIA GPU, that computes the value and all gradients."""
 
     def loss(x, bias, where):
         y = jaxnorm.softmax(x, where=where, bias=bias, implementation="mosaic", **options)
@@ -244,7 +246,7 @@ def test_64_bit_types():
 
 
 def test_shard_map():
-    """The gradient of a bias that the shards share is summed over them."""
+    """In `shard_map`, the gradient of a bias that all shards share is summed over the shards."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = P("rows"), P(), P("rows")
 

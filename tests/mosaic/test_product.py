@@ -1,4 +1,4 @@
-"""The kernel of a norm and the product after it: interpreted, lowered, and compiled for an H100."""
+"""The kernel that fuses a norm with the next matmul: interpreted, lowered, compiled for an H100."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ SMALL = ProductSchedule(features=128, stages=2, group=2)
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A call of the kernel: sizes, dtypes (None for an operand that is absent) and options."""
+    """A call of the kernel: its sizes, dtypes (None for an absent operand) and options."""
 
     rows: int
     cols: int
@@ -63,7 +63,7 @@ def make_spec(rows, cols, features, dtype=BF16, **options):
 
 
 def arrays_of(spec, seed=0):
-    """Return x, weight, scale and bias, with None for those that the call does not have."""
+    """Return x, weight, scale and bias; scale and bias are None if the call does not have them."""
     dtypes = (spec.x_dtype, spec.x_dtype, spec.weight_dtype, spec.scale_dtype, spec.bias_dtype)
     given = operands(spec.rows, spec.cols, spec.features, [d or F32 for d in dtypes], seed)
     scale = None if spec.scale_dtype is None else given["scale"]
@@ -71,7 +71,7 @@ def arrays_of(spec, seed=0):
 
 
 def reference(spec, x, weight, scale, bias):
-    """Return the results in float64, with bounds of the rounding errors."""
+    """Return the float64 reference of the call, with bounds on the rounding errors."""
     return NormLinear(
         excess=np.zeros(x.shape),
         x=exact(x),
@@ -89,7 +89,7 @@ def reference(spec, x, weight, scale, bias):
 
 
 def run(spec, *arrays, schedule=None):
-    """Return y."""
+    """Run the kernel under `jax.jit` and return y."""
 
     @jax.jit
     def function(*arrays):
@@ -99,21 +99,22 @@ def run(spec, *arrays, schedule=None):
 
 
 def check_result(spec, arrays, y):
-    """Check that the result is within the bounds of the float64 reference."""
+    """Assert that the result is within its bound of the float64 reference."""
     expected = reference(spec, *arrays)
     assert (y.dtype, y.shape) == (spec.y_dtype, (spec.rows, spec.features))
     assert_within(y, expected.y, expected.y_bound())
 
 
 def check(spec, schedule=None, params=None):
-    """Check the kernel in the interpreter."""
+    """Run the kernel in the interpreter and check its result."""
     arrays = arrays_of(spec)
     with mosaic.interpreted(params):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
-# Each edge alone and all together: partial tiles of rows, columns and features; one step, and fewer
-# steps than stages; columns that no swizzle divides, which are copied.
+# Sizes with partial tiles of rows, of columns, of features and of all of them; with one step along
+# the columns, and with fewer steps than pipeline stages; and numbers of columns that no swizzle
+# divides, which need another kind of copy.
 SIZES = [
     (128, 256, 128, None),
     (136, 64, 128, F32),
@@ -147,7 +148,7 @@ def test_dtypes_and_options(dtype, options):
 
 @pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (3, 3)])
 def test_tiles_in_turn(blocks, stages, monkeypatch):
-    """A block computes several tiles; no warpgroup reads what another is writing."""
+    """A block may compute several tiles one after the other, without data races."""
     one = dataclasses.replace(HOPPER, sms=blocks)
     monkeypatch.setattr(kernel, "local_gpu", lambda: one)
     spec = make_spec(200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu")
@@ -157,15 +158,18 @@ def test_tiles_in_turn(blocks, stages, monkeypatch):
 
 
 def special_rows(x):
-    """Add rows of NaN, infinities and zeros, and of numbers whose squares overflow or underflow."""
+    """Return x with rows of NaN, infinities, zeros, and numbers whose squares underflow."""
     x = x.at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf).at[3].set(0).at[4].set(-jnp.inf)
     return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's product
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's matmul
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
-    """Special rows are as in the composition, and do not change a bit of other rows."""
+    """Rows with NaN or infinities have the composition's result and do not affect other rows.
+
+    The composition is rms_norm followed by a matmul.
+    """
     spec = make_spec(16, 72, 40, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
     x, *parameters = arrays_of(spec)
     special = special_rows(x)
@@ -184,7 +188,7 @@ def test_rows_keep_to_themselves(dtype, scale):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("power", [6, -13])
 def test_numbers_that_float16_has_not(power, dtype):
-    """x G of large rows, and G weight of small weights, exceed float16, but y does not."""
+    """Results are correct even if x times scale, or scale times weight, leaves float16's range."""
     spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
@@ -194,7 +198,7 @@ def test_numbers_that_float16_has_not(power, dtype):
 
 
 def test_small_schedule_where_tiles_are_few():
-    """Blocks have half the tile only if there are too few tiles for all multiprocessors."""
+    """Tiles are 128 instead of 256 features wide only if there are too few tiles for all SMs."""
     few, many = make_spec(1024, 4096, 4096), make_spec(8192, 4096, 4096)
     assert choose(few.rows, few.features, HOPPER).features == 128
     assert choose(many.rows, many.features, HOPPER).features == 256
@@ -222,7 +226,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """A batch of x becomes more rows; a batch of parameters becomes a loop."""
+    """`jax.vmap` over x adds rows to one call; over parameters it becomes a loop."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -236,7 +240,7 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """The derivative has the bits of the composition's derivative, in both modes."""
+    """The derivatives in both modes are bitwise those of the composition of rms_norm and matmul."""
     spec = dataclasses.replace(GELU, rows=8)
     arrays = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)
@@ -265,7 +269,7 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program is one kernel and the matmul's weight G weight; nothing else has x's size."""
+    """The program is one kernel and a scaled weight; nothing else has the size of x."""
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     if scale is not None:
@@ -311,7 +315,8 @@ def test_gpus_without_its_instructions(capability, monkeypatch):
 
 # ----------------------------------------------------------------------------- lowered, compiled
 
-# Both tiles; every operand and result; stores of both sizes; copies of columns; one row of tiles.
+# Both tile sizes, every operand, dtypes of 2 and 4 bytes, columns that need copies of another kind,
+# and a single row of tiles.
 COMPILED = [
     make_spec(8192, 2048, 3072, scale_dtype=F32),
     make_spec(8192, 4096, 6144),
@@ -353,7 +358,10 @@ def test_lowering(spec):
 @pytest.mark.compiles
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_registers(spec, compiler):
-    """No registers are spilled, and matmuls overlap with the preparation of others."""
+    """No registers are spilled, and the matmul instructions are not serialised.
+
+    Serialised instructions could not overlap with the preparation of the next operands.
+    """
 
     def function(*arrays):
         return spec(*arrays)
@@ -400,7 +408,10 @@ def test_rows_keep_to_themselves_on_a_gpu(dtype):
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    """If requested by name, the forward is the kernel's and the derivative the composition's."""
+    """With implementation="mosaic", values and gradients on a GPU are within their bounds.
+
+    The forward is the kernel; the derivative is that of the composition.
+    """
     spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
     x, weight, scale, bias = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 776)), BF16)

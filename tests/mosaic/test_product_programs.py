@@ -1,4 +1,4 @@
-"""rms_norm_linear as XLA compiles it for an H100, by default: its passes, and what it keeps."""
+"""rms_norm_linear as XLA compiles it for an H100 by default: its fusions and its saved arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.compiles
 
 ROWS, COLS, FEATURES = 8192, 2048, 8192
 BF16, F32 = jnp.bfloat16, jnp.float32
-# Matmuls are not timed, because there is no GPU.
+# There is no GPU on which XLA could time its choices of matmuls.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 
 
@@ -21,7 +21,10 @@ def compiled(compiler: Compiler, function, *types):
 
 
 def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
-    """One pass computes the gate, its derivative, the activation's derivative, and dbias."""
+    """Between the matmuls, a single fusion computes the gated result and all elementwise gradients.
+
+    These are the gradients of the gate, the activation and the bias.
+    """
 
     def step(x, weight, scale, bias, up, d):
         def block(*operands):
@@ -43,7 +46,10 @@ def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
 
 
 def test_unrolled_layers_keep_as_much_as_from_their_output(compiler: Compiler):
-    """Unrolled layers save as much as from their output: the normalised array is recomputed."""
+    """Unrolled layers save no more than norms that save their output.
+
+    XLA recomputes the normalised array.
+    """
 
     def of_a_layer(block):
         def loss(scales, weights, x):

@@ -1,4 +1,4 @@
-"""The default's kernels, compiled for an H100: registers, and calls for which they are too few.
+"""Kernels with default schedules, compiled for an H100: their registers and spills.
 
 These tests need JAX's CUDA plugin, but no GPU. CI runs only `test_blackwell`, so run them by hand::
 
@@ -22,7 +22,7 @@ from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
 
-# A shape for each line of the tables.
+# Shapes that cover every rule of the schedule tables.
 _GROUPS = ("narrow rows", "powers of two", "model widths", "odd rows")
 SHAPES = [shape for group in _GROUPS for shape in GRID[group]]
 WIDTHS = [768, 1024, 2048, 4096, 5120, 8192, 12288, 16384, 32768]
@@ -45,7 +45,7 @@ def test_registers(rows, cols, dtype, op, direction, compiler):
     workload = KernelWorkload(op, direction, rows, cols, str(dtype), str(dtype))
     spec = workload.spec
     if (mosaic.why_unsupported(spec) or mosaic.why_not_default(spec)) is not None:
-        return  # the default leaves it to XLA
+        return  # By default, XLA's code runs this call.
     operands = jax.eval_shape(lambda: workload.operands(0))
     kernels = compiler.compile(workload.function(mosaic), operands)
     assert kernels
@@ -100,7 +100,10 @@ def test_registers_of_logits(cols, kind, dtype, compiler):
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", ["mask", "bias", "causal"])
 def test_a_program_holds_two_kernels_and_nothing_else(kind, compiler):
-    """With dbias, which no other array of its size leads to."""
+    """A softmax with a mask, a bias or `causal` is one kernel per pass, and nothing else.
+
+    The backward also computes the bias's gradient, without another array of its size.
+    """
     case = KINDS[kind]
 
     def typed(shape, dtype):

@@ -1,4 +1,4 @@
-"""The kernels of a norm and the rotation after it: interpreted, and lowered for a GPU."""
+"""The kernels of a norm followed by rotary embedding: interpreted, and lowered for a GPU."""
 
 import functools
 import math
@@ -28,15 +28,15 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# How rows share rows of the tables: a tile's heads have one position, several, or any number of
-# them; each row has a position; or all rows share one.
+# How rows (heads) share rows of the rotary tables. All rows of a tile may share one position, or
+# they have several positions; each row may have its own; or all rows share one.
 SHARED = {
     "16 heads": Shared(((2, False), (3, True), (16, False)), has_columns=True),
     "3 heads": Shared(((8, True), (4, False), (3, False)), has_columns=True),
     "keys of one head": Shared(((96, True),), has_columns=True),
     "heads alike": Shared(((99, False),), has_columns=True),
 }
-# Columns of a head, and those that are rotated.
+# Columns of a head, and how many of them are rotated.
 SIZES = [(32, 32), (32, 16), (48, 32)]
 MIXES = [(BF16, F32, BF16), (F32, F32, F32), (F32, BF16, BF16), (F16, F32, F16), (BF16, F32, F32)]
 
@@ -48,7 +48,11 @@ def make_spec(
     mix: tuple[np.dtype, ...] = (F32, F32, F32),
     **given: Any,
 ) -> Spec:
-    """`size`: columns of a head, and those that are rotated; `mix`: of x, the tables and y."""
+    """Return the spec of a pass.
+
+    `size` has the columns of a head and the number of rotated columns. `mix` has the dtypes of x,
+    of the tables and of y.
+    """
     (cols, rotated), rows = size, math.prod(n for n, _ in shared.segments)
     given |= {"rotated": rotated, "table_rows": shared}
     spec: Spec = norms.make_spec("norm_rope", direction, rows, cols, mix, **given)
@@ -66,7 +70,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(shared: Shared, *, schedule: Heads | None = None, **given: Any) -> None:
-    """Both passes: the backward starts from what the forward has made."""
+    """Check both passes in the interpreter; the backward reads what the forward has saved."""
     forward, backward = (make_spec(direction, shared, **given) for direction in ("fwd", "bwd"))
     arrays, *made = norms.check_forward(run, forward)
     call = functools.partial(run, **({"schedule": schedule} if schedule else {}))
@@ -100,14 +104,18 @@ def test_variants(change: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("two_blocks")
 def test_steps_that_overlap() -> None:
-    """The last step has rows of the one before it, which count once."""
+    """If the last step overlaps the one before it, sums count the rows in both only once."""
     shared = Shared(((71, True),), has_columns=True)
     check(shared, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
 
 
 @pytest.mark.usefixtures("two_blocks")
 def test_a_scale_that_y_tells_nothing_of() -> None:
-    """0 beside a partner that is not: the column is lost, and its gradient finite."""
+    """A scale of 0 next to a nonzero one gives finite gradients, correct in other columns.
+
+    y is rotated, so the two columns are mixed, and x cannot be recovered in the column with scale
+    0.
+    """
     spec = make_spec("fwd", SHARED["16 heads"])
     arrays = norms.make_operands(spec)
     arrays["scale"] = arrays["scale"].at[3].set(0)
@@ -173,7 +181,7 @@ def test_few_rows_are_refused() -> None:
 def test_registers(
     size: tuple[int, int], mix: tuple[np.dtype, ...], interleaved: bool, compiler: Compiler
 ) -> None:
-    """Few spills; and the registers of a ring let as many blocks run at a time as it asks for."""
+    """Few registers are spilled, and the registers allow the scheduled number of blocks per SM."""
     for direction in ("fwd", "bwd"):
         spec = make_spec(direction, QUERIES[32], size, mix, interleaved=interleaved)
         (kernel,) = compiler.compile(
@@ -183,5 +191,5 @@ def test_registers(
         if direction == "bwd":
             schedule = heads.backward(spec)
             assert schedule is not None
-            registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
+            registers = -(-kernel.registers // 8) * 8  # allocated in steps of 8 per thread
             assert registers * WARPGROUP_THREADS * schedule.blocks_per_sm <= REGISTERS

@@ -1,8 +1,8 @@
-"""Parts of arrays as operands and results, in programs that are compiled for an H100.
+"""Slices of arrays as operands and results of kernels, compiled for an H100.
 
-XLA passes a slice that is contiguous in memory to a kernel as an address inside the sliced array
-(a *dynamic-slice fusion*), and lets a kernel write into a part of an array. Kernels take such an
-address only for what a scan stacks for the backward pass. Any other part is copied.
+XLA passes a contiguous slice to a kernel as an address inside the sliced array (a *dynamic-slice
+fusion*), and lets a kernel write into a part of an array. Kernels accept this only for arrays that
+a scan stacks for the backward pass, which are aligned. Any other slice is copied first.
 """
 
 import collections
@@ -32,7 +32,8 @@ def compiled(compiler: Compiler, function, *operands) -> str:
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=compiler.sharding), operands
     )
-    # A new function, so that JAX traces it with the present functions of `buffers`.
+    # Wrap it in a new function: JAX would reuse an older trace, made before a test replaced
+    # `own_buffer`.
     return jax.jit(lambda *a: function(*a)).lower(*shapes).compile().as_text()
 
 
@@ -43,13 +44,16 @@ def norm(x: jax.Array, *scale: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------ what is copied
 
 
-# XLA's code runs these calls on every GPU.
+# These calls always run XLA's code.
 WITHOUT_KERNELS = ("log_prob_and_entropy several labels",)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_kernel_gets_an_unaligned_address(case, compiler):
-    """All operands and cotangents are slices, and all results are written into larger arrays."""
+    """No kernel reads or writes a slice directly, for all functions.
+
+    All operands and cotangents are slices here, and all results are written into larger arrays.
+    """
     operands, *_ = selfcheck.operands_of(case, "bfloat16")
     text = compiled(compiler, parts.of_parts(selfcheck.passes(case)), operands)
     assert parts.kernels(text) >= (0 if str(case) in WITHOUT_KERNELS else 2)
@@ -70,7 +74,7 @@ def is_unaligned(address: parts.Address) -> bool:
 
 
 def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch):
-    """The tests above would fail: of a slice, and of a result that is written into an array."""
+    """Without optimization barriers, XLA passes unaligned slices, so the tests above can fail."""
     monkeypatch.setattr(launching, "own_buffer", lambda a: a)
     jax.clear_caches()
     text = compiled(compiler, parts.of_parts(norm), shape(256, 1024), shape(1024, dtype=F32))
@@ -80,7 +84,7 @@ def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch)
     assert all(map(is_unaligned, parts.addresses(text)))
 
 
-# ------------------------------------------------------------------- what is read in place
+# ------------------------------------------------------------------- slices that are used directly
 
 
 def layer(x, params):
@@ -92,21 +96,21 @@ LAYERS = shape(5, 1024, dtype=F32), shape(5, 1024, 1024)
 
 
 def test_residuals_in_a_loop_s_stacks_are_read_and_written_in_place(compiler: Compiler):
-    """The residuals of a layer are y and rstd; a kernel writes rstd into its stack."""
+    """In a scan, kernels read a layer's y and rstd from their stacks, and write rstd into its."""
     text = compiled(
         compiler,
         gradients(lambda x, *layers: jax.lax.scan(layer, x, layers)[0]),
         *(shape(4096, 1024), *LAYERS),
     )
     found = collections.Counter(address.operation for address in parts.addresses(text))
-    # The backward reads y and rstd.
+    # Two reads, of y and rstd in the backward, and one write.
     assert found == {"dynamic-slice": 2, "dynamic-update-slice": 1}
     assert not any(map(is_unaligned, parts.addresses(text)))
 
 
 # ----------------------------------------------------------------------- what barriers cost
 
-#: Programs whose kernels take whole arrays.
+#: Programs whose kernels use no slices.
 WHOLE = {
     "norm": (lambda x, g: norm(x * 2, g) @ x.T, (shape(512, 1024), shape(1024, dtype=F32))),
     "residual": (
@@ -136,7 +140,7 @@ def unrolled(x, scale, weights):
 
 
 def operations(text: str) -> collections.Counter[str]:
-    """Count the operations of a program by name, and its fusions by kind."""
+    """Count a program's operations by name; fusions also by their kind."""
     lines = re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\((.*)$", text, re.MULTILINE)
     kinds = (re.search(r"kind=(\w+)", rest) for _, rest in lines)
     return collections.Counter(
@@ -147,7 +151,7 @@ def operations(text: str) -> collections.Counter[str]:
 @pytest.mark.parametrize("direction", [lambda f: f, gradients], ids=["forward", "gradient"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_arrays_cost_nothing(name, direction, compiler, monkeypatch):
-    """The program has the operations that it has without barriers."""
+    """If no operand is a slice, the barriers add no operation to the program."""
     function, shapes = WHOLE[name]
     found = operations(compiled(compiler, direction(function), *shapes))
     jax.clear_caches()

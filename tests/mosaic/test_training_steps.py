@@ -1,4 +1,4 @@
-"""Training steps of models compiled for an H100: their temp memory reaches what it has to."""
+"""Training steps of models, compiled for an H100: limits of their temporary memory."""
 
 import dataclasses
 import functools
@@ -10,15 +10,15 @@ from benchmarks import training
 from benchmarks.bars import BARS, VARIANT
 from benchmarks.models import MODELS, cell
 
-# The version of cuDNN in h100.py: JAX queries this machine, which does not have it.
+# The version of cuDNN that h100.py describes. JAX would query this machine, which has none.
 CUDNN = 90800
-SCALARS = 4096  # each takes 256 bytes
+SCALARS = 4096  # bytes, for scalars, each of which takes 256
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 @pytest.fixture(scope="module")
 def temp_bytes(compiler):
-    """Return a function that compiles a cell's step once, and returns its temp memory."""
+    """Return a function that compiles a benchmark cell's step and returns its temporary bytes."""
 
     @functools.cache
     def of_cell(cell):
@@ -41,7 +41,10 @@ def test_temp_memory(bar, temp_bytes):
 @pytest.mark.compiles
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_without_logits(model, temp_bytes):
-    """A step takes no more memory than with whole logits, though it computes gradients earlier."""
+    """A loss computed in chunks takes no more memory than one of all logits.
+
+    It computes its gradients earlier, in the forward pass.
+    """
     ours = cell(model, "none", "scan", VARIANT)
     whole = dataclasses.replace(ours, provider="jaxnorm-whole-logits")
     assert temp_bytes(ours) <= temp_bytes(whole) + SCALARS

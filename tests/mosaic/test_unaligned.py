@@ -1,6 +1,6 @@
-"""Rows that are no multiple of 16 bytes: values in the interpreter, on a GPU, and registers.
+"""Rows that are not a multiple of 16 bytes long: values in the interpreter and on a GPU, registers.
 
-Threads read and write such rows element by element.
+Threads load and store such rows element by element.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ from specs import changed
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 
-#: Function, rows, columns, dtype: a row in a warp, in a warpgroup and in several.
+#: Function, rows, columns, dtype. A row is processed by a part of a warp, by a warpgroup or by
+#: several.
 FORWARD = (
     ("softmax", 8, 1999, BF16),
     ("log_softmax", 4, 9001, F32),
@@ -91,7 +92,7 @@ def test_dx_of_rows_beside_what_is_not_finite() -> None:
 @pytest.mark.parametrize("cols", [1001, 4095, 50257])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", *RESIDUAL_OPS])
 def test_norm_backwards_are_refused(op: str, cols: int) -> None:
-    """No model trains norms of such widths: XLA runs their backward."""
+    """The backward of a norm with unaligned rows runs XLA's code: no model trains such widths."""
     fwd = forward.make_spec(op, 8192, cols, BF16, BF16)
     bwd = changed(fwd, direction="bwd", want_stats=False)
     assert mosaic.why_unsupported(fwd) is None

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a call with Triton's own compiler, for a GPU that need not be here."""
+"""Compile the kernels of a call with Triton's own compiler, for a GPU that need not be present."""
 
 import dataclasses
 import re
@@ -28,13 +28,13 @@ _POINTERS |= {f"{sign}int{n}": f"*{sign or 'i'}{n}" for sign in ("", "u") for n 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A kernel as the GPU would get it.
+    """A compiled kernel.
 
     Attributes:
-      registers: of a thread.
-      spilled: bytes of a thread that did not fit in registers.
-      shared: bytes of shared memory of a program.
-      ptx, ttgir: the assembly, and Triton's own form before it.
+      registers: the number of registers per thread.
+      spilled: the number of bytes per thread that did not fit into registers.
+      shared: the number of bytes of shared memory per program.
+      ptx, ttgir: the assembly (PTX), and Triton's intermediate form before it.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Compiled:
 def compile_call(
     spec: Spec, gpu: Gpu, *, label_dtype: Any = jnp.int32, **options: Any
 ) -> list[Compiled]:
-    """The kernels that a call with this spec runs on `gpu`."""
+    """Compile the kernels that a call with this spec runs on `gpu`, and return them."""
     compiled = []
 
     def run(*, kernel: Any, out_type: list[Any], num_warps: int, **call: Any) -> list[jax.Array]:
@@ -58,7 +58,7 @@ def compile_call(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", run)
         patch.setattr(schedule, "local_gpu", lambda: gpu)
-        with jax.enable_x64(True):  # for labels of 64 bits
+        with jax.enable_x64(True):  # for 64-bit labels
             operands = norms.types_of(spec, label_dtype)
             jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *operands)
     return compiled

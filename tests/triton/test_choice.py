@@ -1,4 +1,4 @@
-"""Who gets the Triton kernels, and what is said where they cannot be had; Triton or no Triton."""
+"""The choice of Triton's kernels, and the messages if they are not available; no Triton needed."""
 
 import re
 import subprocess
@@ -86,7 +86,7 @@ def test_needs_ampere(monkeypatch):
 
 
 def test_supports_whatever_has_elements_of_32_bits_at_most():
-    """Triton's kernels, unlike Mosaic's, support all numbers of rows and columns and all dtypes."""
+    """Triton's kernels support all numbers of rows and columns and all dtypes up to 32 bits."""
     supports = load_alone("triton", "support").why_unsupported
     rng = np.random.default_rng(0)
     dtypes = (BF16, F32, np.dtype(np.float16))
@@ -118,7 +118,10 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
 
 @pytest.mark.triton
 def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
-    """Rows that are no multiple of 16 bytes: Mosaic has no backward of such norms."""
+    """If Mosaic does not support a backward, Triton's kernel is the default.
+
+    Here, rows of the norm are not a multiple of 16 bytes.
+    """
     from jaxnorm_kernels.triton import support
 
     monkeypatch.setattr(support, "can_lower", lambda: True)
@@ -131,7 +134,7 @@ def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that these versions are installed; None stands for a missing package."""
+    """Simulate that these versions are installed; None means that a package is missing."""
     kept = {m: sys.modules.pop(m) for m in [*sys.modules] if m.startswith("jaxnorm_kernels.triton")}
 
     def install(triton=None, jax_triton=None):
@@ -167,7 +170,10 @@ def installed(monkeypatch):
     ids=str,
 )
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
-    """If a user asks for Triton, the error names the fix; for the default, there is a reason."""
+    """If Triton is missing or unsuitable, requesting it raises an error that names the fix.
+
+    The default gives this as a reason.
+    """
     monkeypatch.setattr(backends, "_failures", {})
     installed(**versions)
     said = complaint + r'; from a checkout of jaxnorm: pip install -e "\.\[triton\]"'

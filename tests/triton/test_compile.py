@@ -1,7 +1,8 @@
-"""The kernels compile for Ampere, Ada and Hopper without such a GPU, as the tables schedule them.
+"""The kernels compile for Ampere, Ada and Hopper without such a GPU, with the tables' schedules.
 
-Triton's own compiler makes the machine code, so registers and shared memory are those of the GPU.
-JAX's part is tested if its CUDA plugin is installed, which needs no GPU either.
+Triton's own compiler makes the machine code, so the numbers of registers and bytes of shared memory
+are those on the GPU. JAX's part is tested if its CUDA plugin is installed, which needs no GPU
+either.
 """
 
 import functools
@@ -23,14 +24,16 @@ from jaxnorm_kernels.triton.launch import Gpu
 from jaxnorm_kernels.triton.schedule import choose, choose_line
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
-# A100, RTX 4090, H100: multiprocessors, and the shared memory that a program may have.
+# A100, RTX 4090 and H100: compute capability, SMs, and bytes of shared memory that a program may
+# use.
 GPUS = {
     "sm_80": Gpu(80, 108, 163 * 1024),
     "sm_89": Gpu(89, 128, 99 * 1024),
     "sm_90": Gpu(90, 132, 227 * 1024),
 }
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
-# Short rows, one line of the tables each, rows that are no multiples of anything, looped rows.
+# Short rows, a width for each rule of the tables, widths that no block divides, and widths that
+# need a loop over the row.
 COLS = [1, 64, 1000, 2048, 3000, 4095, 4096, 5120, 8192, 12288, 16384, 32768, 50257, 131072]
 
 
@@ -43,13 +46,13 @@ def make_spec(op, direction, rows, cols, x=BF16, y=BF16, **changes):
 
 
 def check(spec, gpu):
-    """Check that the call compiles, and that the GPU has the memory that it needs."""
+    """Assert that the call compiles, and needs no more memory and registers than planned."""
     for kernel in compile_call(spec, gpu):
         assert kernel.shared <= gpu.smem
         schedule = choose(spec, gpu)
         assert kernel.registers <= schedule.registers
-        # A part of a thread's values may spill: for each column d, the saved value, G, the bias,
-        # both sums over the rows, and dx. Addresses and whole arrays may not.
+        # Some values of each column may spill: d, the saved value, the gain, the bias, two sums
+        # over rows, and dx. Addresses and whole arrays may not.
         tile = schedule.pieces * schedule.block * schedule.tile_rows
         columns = tile / (32 * schedule.warps)
         assert kernel.spilled <= 7 * 4 * max(columns, 1)
@@ -103,14 +106,14 @@ def test_elements_are_read_and_written_16_bytes_at_a_time(op, dtype, cols):
     for direction in ("fwd", "bwd"):
         spec = make_spec(op, direction, 32768, cols, dtype, dtype)
         for kernel in compile_call(spec, GPUS["sm_80"]):
-            # Values that are loaded once for each row are 4 bytes wide.
+            # Numbers that are loaded once per row take 4 bytes.
             kinds = re.findall(r"(?:ld|st)\.global[\w.:]*", kernel.ptx)
             assert {kind.split(".")[-1] for kind in kinds} == {"b32"}
             assert any(".v4." in kind for kind in kinds)
 
 
 def test_large_arrays_are_addressed_with_64_bits():
-    """rows * cols > 2^31: an offset in 32 bits would lack the sign extension of a row's number."""
+    """Offsets in arrays of more than 2^31 elements are computed in 64 bits."""
     spec = make_spec("softmax", "fwd", 70000, 65536)
     assert spec.rows * spec.cols > 2**31
     (kernel,) = compile_call(spec, GPUS["sm_80"])
@@ -119,7 +122,10 @@ def test_large_arrays_are_addressed_with_64_bits():
 
 
 def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
-    """16-bit types have asynchronous copies on all GPUs; 99 KiB are not enough for float32."""
+    """Wide rows are prefetched by asynchronous copies if shared memory has room for them.
+
+    All GPUs have room for 16-bit types; for float32, 99 KiB are not enough.
+    """
     copies = {
         (name, dtype): compile_call(make_spec("rms_norm", "bwd", 4096, 8192, dtype, dtype), gpu)[
             0
@@ -130,7 +136,7 @@ def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
     assert [key for key, count in copies.items() if count == 0] == [("sm_89", F32)]
 
 
-# ----------------------------------------------------------------------------------- as JAX sees it
+# ------------------------------------------------------------------------------ programs in JAX
 
 
 def kernels_in(function, *shapes):
@@ -166,7 +172,10 @@ def test_calls_lower_for_cuda(cols, backward):
 
 @pytest.mark.cuda_plugin
 def test_a_dead_call_is_dropped():
-    """JAX's own rule applies if JAX cannot call jax-triton's."""
+    """A call whose result is unused is dropped from the program.
+
+    JAX's own rule for unused operations applies if it cannot call jax-triton's rule.
+    """
     x = jax.ShapeDtypeStruct((6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")
     assert kernels_in(lambda x: (softmax(x), 2 * x)[1], x) == 0
@@ -182,7 +191,7 @@ def test_a_batch_is_more_rows():
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("kind", ["Explicit", "Manual"])
 def test_meshes(kind):
-    """Outputs vary over the mesh axes that the inputs vary over."""
+    """In `shard_map`, outputs vary over the same mesh axes as the inputs."""
     axis_type = jax.sharding.AxisType.Explicit if kind == "Explicit" else None
     mesh = jax.make_mesh((2,), ("rows",), axis_types=axis_type and (axis_type,))
     rows = jax.P("rows", None)

@@ -20,12 +20,12 @@ from test_compile import (
 
 import jaxnorm
 
-# Rows that are short, unaligned, held, and looped over.
+# Widths of short rows, of unaligned rows, of rows held in registers, and of rows that need a loop.
 WIDTHS = [64, 1000, 4095, 4096, 16384, 32768, 50257]
 
 
 def specs(kind, cols, dtype):
-    """Return forward and backward of one of the two functions, alternating."""
+    """Return the specs of forward and backward, alternating between softmax and log_softmax."""
     op = ["softmax", "log_softmax"][(WIDTHS.index(cols) + list(KINDS).index(kind)) % 2]
     case = of_width(kind, cols, cols)
     return [call.as_seen_by("triton") for call in (case.call(op, dtype), case.backward(op, dtype))]
@@ -35,7 +35,7 @@ def specs(kind, cols, dtype):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_compile(kind, cols, dtype):
-    # Alternate the GPUs, so that each width and each kind meets all.
+    # The GPUs alternate, so that each width and each kind is compiled for all of them.
     gpu = [*GPUS][(WIDTHS.index(cols) + list(KINDS).index(kind)) % len(GPUS)]
     for spec in specs(kind, cols, dtype):
         check(spec, GPUS[gpu])
@@ -44,7 +44,7 @@ def test_kinds_compile(kind, cols, dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bias"])
 def test_vectors_are_read_up_to_the_diagonal(kind, dtype):
-    """An element that is not read must not cost the others of 16 bytes their common read."""
+    """Loads up to a causal diagonal are 16 bytes wide, although some elements are not needed."""
     for spec in specs(kind, 4096, dtype):
         for kernel in compile_call(spec, GPUS["sm_80"]):
             of_rows = re.findall(r"(?:ld|st)\.global[\w.:]*|cp\.async\.\w+\.shared", kernel.ptx)
@@ -59,7 +59,7 @@ def test_every_line_of_a_table_is_used():
         assert lines == {*getattr(schedules, table)}
 
 
-# ----------------------------------------------------------------------------------- as JAX sees it
+# ------------------------------------------------------------------------------ programs in JAX
 
 
 @pytest.mark.cuda_plugin

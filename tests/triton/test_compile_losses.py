@@ -1,4 +1,4 @@
-"""Functions of logits compile for every GPU, by the rule that schedules them."""
+"""Functions of logits compile for every GPU, with the schedules that a rule chooses."""
 
 import re
 
@@ -22,7 +22,8 @@ from test_compile import (
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.triton import support
 
-# Rows that share a tile; that have no whole block inside; vocabularies.
+# Widths at which rows share a tile, at which unaligned rows have no full block, and of
+# vocabularies.
 WIDTHS = [10, 1000, 3001, 32768, 50257, 128256, 262144]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
@@ -37,14 +38,14 @@ def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_rule_compiles(gpu, direction, cols):
-    # Alternate the options, so that each width and each GPU meets all.
+    # The options alternate, so that each width and each GPU compiles with all of them.
     turn = [*GPUS].index(gpu) + WIDTHS.index(cols)
     for dtype, options in [(BF16, {}), (F32, SMOOTHED), (BF16, SMOOTHED), (F32, {})][turn % 2 :: 2]:
         positions = {"has_positions": direction == "fwd" and bool(options)}
         spec = make_spec(direction, 8192, cols, dtype, **options, **positions)
         check(spec, GPUS[gpu])
         (kernel,) = compile_call(spec, GPUS[gpu])
-        # If rows share a tile, a part of the 16 values of a thread may spill.
+        # If rows share a tile, some of a thread's 16 values may spill.
         assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
 
 
@@ -61,7 +62,10 @@ def test_capped_logits_compile(op, direction, cols):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_entropies_compile(direction, cols):
-    """If rows share a tile, each of a thread's 16 values also needs an exponent."""
+    """Entropies compile; some values may spill if rows share a tile.
+
+    Each of a thread's 16 values then also needs an exponent.
+    """
     gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
     for dtype in (BF16, F32):
         has_positions = direction == "fwd" and dtype == F32
@@ -84,7 +88,10 @@ def test_labels_compile(label_dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [32768, 50257])
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
-    """The forward's loads are asynchronous copies; in unaligned rows, those of whole blocks."""
+    """Logits are loaded and stored 16 bytes at a time, in unaligned rows except at their ends.
+
+    The forward's loads are asynchronous copies.
+    """
     forward, backward = (
         compile_call(make_spec(direction, 8192, cols, dtype), GPUS["sm_80"])[0]
         for direction in ("fwd", "bwd")
@@ -97,15 +104,18 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     for access in ("ld", "st"):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
         assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
-        # The other accesses are of four numbers for each row, or for each of its two kinds of
-        # blocks.
+        # All other accesses load four numbers per row. In unaligned rows, the code for the ends has
+        # another four, and 16 single elements.
         ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
         of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
         assert ones == of_rows + (0 if is_aligned else 16)
 
 
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
-    """128256 columns take as many exchanges as columns that one warp handles in one step."""
+    """Threads exchange values only at the end of a row, so long rows need no more exchanges.
+
+    128256 columns take as many as 512 columns, which one warp processes in one step.
+    """
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)
     )
@@ -113,9 +123,9 @@ def test_parts_of_a_row_exchange_nothing_but_at_the_end():
 
 
 def test_the_logarithm_is_accurate_near_1():
-    """The hardware's logarithm errs by 2^-22 near 1, which is all of a small loss.
+    """Kernels do not use the hardware's logarithm, whose error near 1 is 2^-22.
 
-    No interpreter would show this.
+    A small loss would be lost in this error. The interpreter cannot show it.
     """
     for dtype in (BF16, F32):
         (kernel,) = compile_call(make_spec("fwd", 8192, 4096, dtype), GPUS["sm_80"])
@@ -145,7 +155,7 @@ def test_programs_are_counted_as_support_counts_them(dtype):
             assert schedule.tile_rows == 1 or is_short
 
 
-# ----------------------------------------------------------------------------------- as JAX sees it
+# ------------------------------------------------------------------------------ programs in JAX
 
 
 @pytest.mark.cuda_plugin

@@ -1,7 +1,6 @@
 """Norms with fused operations compile for all GPUs: residuals, gates, rotations, groups of rows.
 
-Schedules are those of the tables. dh, the second cotangent of the backward, is the cotangent of the
-sum h.
+Schedules are those of the tables. dh, a second cotangent of the backward, is that of the sum h.
 """
 
 import functools
@@ -34,7 +33,7 @@ from benchmarks import contract
 from jaxnorm_kernels import triton
 from jaxnorm_kernels.specs import Shared
 
-# Rows that are short, unaligned, held in registers, and looped over.
+# Widths of short rows, of unaligned rows, of rows held in registers, and of rows that need a loop.
 COLS = [64, 128, 1000, 1152, 2048, 4095, 4096, 8192, 16384, 50257]
 OF_SUMS = [1000, 4095, 4096, 16384, 32768, 50257]
 KINDS, BOTH, BOTH_WAYS = ["layer_norm", "rms_norm"], [True, False], ["fwd", "bwd"]
@@ -42,13 +41,14 @@ DTYPES = [BF16, F32]
 
 
 class Family(NamedTuple):
-    """The calls of one operation.
+    """The calls with which one operation is tested.
 
     Attributes:
-      options: values of options, of which any two are compiled together for some GPU.
-      mixes: mixes of dtypes that are compiled for one GPU, each also with `changes`.
+      options: values of options. Every pair of values is compiled together for some GPU.
+      mixes: combinations of dtypes that are compiled for one GPU, each also with `changes`.
       second: True if the operation has a second array of rows.
-      columns: the widest rows of which at most half of a thread's values spill.
+      columns: the widest rows for which at most half of a thread's values may spill; None for all
+        rows that are held in registers.
     """
 
     op: Any
@@ -82,7 +82,7 @@ FAMILIES = {
         [{}, {"scale_dtype": None}, {"bias_dtype": BF16}, {"scale_groups": 8, "bias_groups": 8}],
         second=False,
         given={"kind": "layer_norm", "saved": "input", "activation": "silu"},
-        columns=8192,  # of wider rows some values spill without an activation, too
+        columns=8192,  # wider rows spill without an activation, too
     ),
     "scaled sum": Family(
         "scaled_add_norm",
@@ -132,7 +132,7 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 
 
 def in_turn():
-    """Return calls in which any two options meet: with a residual, every GPU, width and dtype."""
+    """Yield calls that cover every pair of a GPU, a width, a dtype and the options."""
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
         for gpu, cols, dtype, direction, *values in pairwise(*axes):
@@ -224,7 +224,7 @@ def test_every_line_of_a_table_is_used():
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("cols", [300, 65536])
 def test_passes_lower_for_cuda(cols, groups):
-    """Each forward is one kernel. A backward with a loop over a row has two."""
+    """Each forward is one kernel; a backward that loops over a row is two."""
     for family, kind in (OF_GROUPS[1], *OF_GROUPS[2:4], OF_GROUPS[5]):
         (direction,) = FAMILIES[family].directions
         spec = make_spec(family, direction, cols, kind=kind)
@@ -240,7 +240,7 @@ def function_of(name, **options):
 
 X, SCALE = jax.ShapeDtypeStruct((2, 6, 4, 96), BF16), jax.ShapeDtypeStruct((96,), F32)
 TABLE = jax.ShapeDtypeStruct((6, 1, 32), F32)
-# Functions of arrays with a batch axis, and of tables after them.
+# Functions, and the types of their operands; all but rotary tables may get a batch axis.
 CALLS = {
     **{
         f"gate-{before}": (function_of("rms_norm_gated", norm_before_gate=before), (X, X, SCALE))
@@ -257,7 +257,7 @@ CALLS = {
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_lower_for_cuda(name):
-    """There is one kernel forward and one backward, also for a batch with its own parameters."""
+    """A call lowers to one kernel per pass, also for a batch with separate parameters."""
     function, types = CALLS[name]
     own = [a for a in types if a is not TABLE]
 
@@ -273,7 +273,8 @@ def test_calls_lower_for_cuda(name):
     assert kernels_in(jax.vmap(step, axes), *batch) == 2
 
 
-# --------------------------------------------------------------------- the rotation after a norm
+# ----------------------------------------------------------------------- norms with rotary
+# embedding
 
 # Columns of a head, and how many of them are rotated.
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
@@ -289,7 +290,7 @@ def of_heads(direction, cols, rotated, x=BF16, y=BF16, heads=32, table=F32, **ch
 
 
 def check_heads(spec, gpu):
-    """Check that a pass is one kernel and spills nothing, because heads are short."""
+    """Assert that a pass compiles to one kernel that fits the GPU and spills nothing."""
     (kernel,) = compile_call(spec, gpu)
     assert kernel.shared <= gpu.smem
     assert kernel.registers <= choose(spec, gpu).registers
@@ -305,7 +306,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 @pytest.mark.parametrize(("cols", "rotated"), HEADS)
 @pytest.mark.parametrize("direction", BOTH_WAYS)
 def test_heads_compile(direction, cols, rotated, interleaved, dtype):
-    # GPUs and tile shapes alternate, so that each size is compiled for each of them.
+    # The GPUs alternate, so that each size is compiled for several of them.
     gpu = [*GPUS][(HEADS.index((cols, rotated)) + interleaved) % len(GPUS)]
     heads = 3 if interleaved else 32
     spec = of_heads(direction, cols, rotated, dtype, dtype, heads, interleaved=interleaved)
@@ -335,7 +336,8 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(direction, interleaved, d
     spec = of_heads(direction, 128, 128, dtype, dtype, interleaved=interleaved)
     kernel = check_heads(spec, GPUS["sm_80"])
     written = re.findall(r"st\.global[\w.:]*", kernel.ptx)
-    # Statistics, and the sums of dscale, are one number for each row or program.
+    # Statistics (one number per row) and sums of dscale (one per program) may be stored in other
+    # widths.
     assert any(".v4.b32" in kind for kind in written)
     read = re.findall(r"ld\.global\.(?!L1)[\w.:]*|cp\.async\.c[ag]\.shared", kernel.ptx)
     assert all(kind.endswith(".v4.b32") for kind in read if kind.startswith("ld."))

@@ -14,7 +14,7 @@ from test_softmax import FUNCTIONS, data
 
 pytestmark = pytest.mark.triton
 
-# Each way in which rows share a row of a mask or a bias; biases that many rows share.
+# Each way in which rows share a row of a mask or a bias, and biases that many rows share.
 CASES = [
     Case((2, 3, 5, 100), mask=(2, 1, 1, 100), bias=(3, 5, 100), causal=True),
     Case((2, 3, 5, 100), mask=(5, 1), bias=(2, 1, 1, 100)),
@@ -37,7 +37,7 @@ def test_values(case, name, scheduled):  # noqa: F811
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F811
-    """Masked elements do not matter, even in rows that are fully masked, all -inf or not finite."""
+    """Masked elements have no effect, even if they are NaN or all others in their row are -inf."""
     x, d = data((7, 100), "float32"), data((7, 100), "float32", seed=1)
     x = x.at[1, 2:].set(-jnp.inf).at[2, 0].set(jnp.inf).at[3].set(-jnp.inf).at[4, 0].set(jnp.nan)
     kept = test_logits.mask_of((7, 100)).at[0].set(False).at[1:, 0].set(True)
@@ -52,7 +52,7 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F
         y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x_, bias)
         return y, *vjp(d_)
 
-    # The specification has 0 in masked entries; a kernel must not read them.
+    # XLA's code gets 0 in masked entries and the kernel NaN, which it must not read.
     expected = analyse(lambda: run("xla", 0, 0))
     assert_analysed(run(scheduled, jnp.nan, jnp.inf), expected)
 

@@ -18,7 +18,8 @@ from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = pytest.mark.triton
 
-# More rows than there are places where one may begin: between multiples of 16 bytes, or at them.
+# Dtypes and columns. There are more rows than offsets within a 16-byte word at which a row can
+# start.
 CASES = [("bfloat16", 101), ("float32", 101), ("float16", 104), ("float32", 100), ("bfloat16", 37)]
 
 
@@ -43,9 +44,9 @@ def test_positions(scheduled):  # noqa: F811
     test_loss.check(x, labels, d, where, implementation=scheduled, label_smoothing=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # from the interpreter
 def test_rows_of_all_kinds(scheduled):  # noqa: F811
-    """Bad labels and logits that are no numbers give XLA's results, in their own row only."""
+    """Rows with bad labels or non-finite logits have XLA's results and do not affect others."""
     x, labels, d = operands((9, 101), "float32")
     options = {"label_smoothing": 0.1, "z_loss": 1e-3}
     labels = labels.at[0].set(-1).at[1].set(101)
@@ -67,7 +68,7 @@ def test_rows_of_all_kinds(scheduled):  # noqa: F811
 def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
     options = test_log_prob.OPTIONS[CASES.index((dtype, cols)) % 4]
     x, labels, d = operands((9, cols), dtype)
-    # Certain of the label, and of another class; even; classes at -inf.
+    # Rows that are certain of the label or of another class, uniform rows, and classes at -inf.
     x = x.at[1].set(0).at[1, labels[1]].set(90).at[2].set(0).at[2, (labels[2] + 1) % cols].set(90)
     x = x.at[3].set(-7).at[4, : cols // 2].set(-jnp.inf).at[4, labels[4]].set(1)
     x = x.at[5, : cols - 3].set(jnp.finfo(dtype).min).at[5, labels[5]].set(1)
@@ -76,7 +77,7 @@ def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
-    """Bad labels, logits that are no numbers, and positions that do not count."""
+    """Rows with bad labels, non-finite logits or masked positions have the correct results."""
     x, labels, d = operands((9, 101), "float32")
     labels = labels.at[0].set(-1).at[1].set(101).at[8].set(-100)
     x = x.at[2, 50].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf).at[8].set(jnp.nan)
@@ -102,7 +103,10 @@ def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(("dtype", "cols"), CASES[:2])
 def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
-    """Every logit is read before its gradient is written, and padding is not a class."""
+    """dx may overwrite x: every logit is read before its gradient is written, also with padding.
+
+    Padding is not a class.
+    """
     from jaxnorm_kernels import triton
 
     del scheduled

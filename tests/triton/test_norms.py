@@ -1,7 +1,7 @@
-"""Norms, and operations that are fused with them, against float64 numpy, in all kinds of schedules.
+"""Norms, and operations fused with them, against float64 NumPy, in all kinds of schedules.
 
-The tests call an implementation's functions directly, in Triton's interpreter or on a GPU. They
-test everything that `FAMILIES` lists with every schedule.
+The tests call an implementation's functions directly, in Triton's interpreter or on a GPU. They run
+everything that `FAMILIES` lists with every schedule.
 """
 
 import functools
@@ -32,19 +32,19 @@ pytestmark = pytest.mark.triton
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 SHAPE = (9, 100)
-# dtypes of x, of the second array of rows, and of y
+# Dtypes of x, of the second array of rows, and of y.
 MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16), (F16, BF16, F32)]
 OF_ONE = [(BF16, BF16), (F32, F32), (BF16, F32), (F32, F16)]
 KINDS, BOTH, SAVED = ["layer_norm", "rms_norm"], [True, False], ["output", "input"]
 
 
 class Family(NamedTuple):
-    """The calls of one operation.
+    """The calls with which one operation is tested.
 
     Attributes:
-      options: the values of each option. Any two values meet, with each schedule.
-      changes: calls that differ from the default in other ways.
-      backward: True if its backward kernels differ from those of a plain norm.
+      options: the values of each option. With each schedule, every pair of values is tested.
+      changes: other changes to the default call.
+      backward: True if its backward kernels differ from those of a norm without fused operations.
     """
 
     op: Any
@@ -124,7 +124,7 @@ FAMILIES = {
 
 @pytest.fixture
 def call(monkeypatch):
-    """Return ``call(spec, *operands)``, which runs a pass, by default with the tables' schedule."""
+    """Return ``call(spec, *operands)``, which runs a pass with the tables' or another schedule."""
     from jaxnorm_kernels import triton
 
     if INTERPRETED:
@@ -141,7 +141,10 @@ def call(monkeypatch):
 
 
 def check(call, family, schedule=None, **given):
-    """Check the passes that have kernels of their own."""
+    """Assert that the passes of a call are within their bounds.
+
+    A backward is left out if it runs the kernels of another operation.
+    """
     if schedule is not None:
         call = functools.partial(call, schedule=make_schedule(schedule))
     of = FAMILIES[family]
@@ -229,7 +232,7 @@ def test_gradients_of_groups_have_the_same_bits(scale_groups, schedule, call):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.usefixtures("call")
 def test_columns_beyond_a_row(activation):
-    """In rows of equal numbers, x_hat of padding columns is huge, and must not count."""
+    """In rows of equal numbers, padding columns have a huge x_hat, which must have no effect."""
     x = jnp.full((9, 100), 2.0**60, jnp.float32)
     norm = functools.partial(jaxnorm.layer_norm, activation=activation, implementation="triton")
     y, vjp = jax.vjp(norm, x)
@@ -240,7 +243,8 @@ def test_columns_beyond_a_row(activation):
 
 X, SCALES_OF_THREE = normal((3, 2, 5, 48), "float32", 0), normal((3, 48), "bfloat16", 1, 0.3, 1.0)
 ANGLES = np.random.default_rng(2).uniform(0, 7, (3, 5, 1, 4))
-# Operands with a batch axis of size 3, and the operands that have it in the calls below.
+# For each case: a function, its operands with a batch axis of size 3, and the sets of operands that
+# are batched in a test.
 AS_USED = {
     **{
         f"gate, norm first: {before}": (
@@ -273,7 +277,7 @@ AS_USED = {
 )
 @pytest.mark.usefixtures("call")
 def test_as_users_call_it(name, batched):
-    """Under vmap, scales belong to groups of rows, and tables have another axis."""
+    """Under vmap, scales belong to groups of rows and tables get an axis; gradients are correct."""
     function, operands, _ = AS_USED[name]
     axes = [0 if n in batched.split() else None for n in operands]
     operands = [a if axis == 0 else a[0] for a, axis in zip(operands.values(), axes)]
@@ -288,15 +292,16 @@ def test_as_users_call_it(name, batched):
     assert_computes(run("triton")(*operands), run("xla"), *operands)
 
 
-# --------------------------------------------------------------------- the rotation after a norm
+# ----------------------------------------------------------------------- norms with rotary
+# embedding
 
-# block, warps, rows of a tile, programs, stages
+# warps, rows of a tile, programs, stages
 OF_HEADS = {
     "a row in a tile": (1, 1, 3, 1),
     "rows share a tile": (2, 4, 2, 1),
     "the next rows come meanwhile": (1, 2, 2, 3),
 }
-# the shape of x, the rotated columns, the axes of the tables before their columns
+# The shape of x, the number of rotated columns, and the axes of the tables before their columns.
 SHAPES = {
     "heads share a position": ((2, 3, 4, 16), 16, (1, 3, 1)),
     "rows with tables of their own": ((9, 24), 24, (9,)),
@@ -306,7 +311,7 @@ SHAPES = {
     "one pair": ((2, 5, 2), 2, (1, 5)),
     "long": ((3, 300), 300, (3,)),
 }
-# x, tables, scale, y
+# Dtypes of x, tables, scale and y.
 OF_TABLES = [
     (BF16, F32, F32, BF16),
     (F32, F32, F32, F32),
@@ -320,7 +325,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 
 @pytest.fixture(params=[None, *OF_HEADS], ids=str)
 def rotate(request, call):
-    """Return ``rotate(spec, *operands)``, which runs a pass; None is the schedule of the tables."""
+    """Return ``rotate(spec, *operands)``, which runs a pass with a schedule (None: the tables')."""
     return functools.partial(call, schedule=of_heads(request.param))
 
 
@@ -334,7 +339,7 @@ def of_heads(name):
 
 
 def spec_of(shape, mix=OF_TABLES[1], **changes):
-    """Return a forward pass with one of SHAPES."""
+    """Return the spec of a forward with an entry of SHAPES."""
     (*lead, cols), rotated, table = SHAPES[shape]
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, tables, scale, y = mix
@@ -344,7 +349,7 @@ def spec_of(shape, mix=OF_TABLES[1], **changes):
 
 
 def check_rotated(rotate, spec, arrays=None):
-    """Check both passes, the backward with the forward's results; return the gradients."""
+    """Check both passes, the backward with the forward's results. Return the gradients."""
     arrays, *made = norms.check_forward(rotate, spec, arrays)
     return norms.check_backward(
         rotate, changed(spec, direction="bwd", want_stats=False), arrays, made
@@ -386,7 +391,7 @@ def with_scale(spec, columns, value):
 
 @pytest.mark.parametrize("value", [0.0, -1e-30])
 def test_pairs_of_vanishing_scales(value, rotate):
-    """The floor of scales keeps x_hat of a pair if both of its scales are 0."""
+    """If both scales of a rotated pair are 0, a floor replaces them, so x_hat can be recovered."""
     spec = spec_of("heads share a position", OF_TABLES[4])
     gradients = check_rotated(rotate, spec, with_scale(spec, np.array([2, 5, 10, 13]), value))
     assert np.all(exact(gradients["scale"])[2::8] != 0)
@@ -394,11 +399,15 @@ def test_pairs_of_vanishing_scales(value, rotate):
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16], ids=str)
 def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
-    """Such a column of y contains only rounding errors of its partner, so x_hat is clipped."""
+    """If one scale of a rotated pair is tiny next to the other, the recovered x_hat is clipped.
+
+    Its column of y contains only rounding errors of the other column.
+    """
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
     dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
-    # The cotangent of a normalised column is at most that of its pair, times their factor.
+    # The cotangent of a rotated column is at most the sum of its pair's cotangents, times the
+    # tables' factor.
     d = np.abs(exact(arrays["dy"]))
     most = 1.2 * (d + np.roll(d, 8, 1)).sum(0) * math.sqrt(spec.cols)
     assert np.all(np.abs(dscale) <= most)
@@ -414,7 +423,7 @@ def gradients_of(rotate, spec, arrays):
 
 @each_order
 def test_tables_of_zero_tell_nothing(interleaved, rotate):
-    """If tables are 0 for a pair, x_hat is set to 0; other pairs are as in plain JAX."""
+    """If cos and sin of a pair are 0, so is x_hat; other pairs equal plain JAX's."""
     spec = spec_of("rows with tables of their own", interleaved=interleaved)
     arrays = norms.make_operands(spec)
     arrays |= {name: arrays[name].at[:, 1::4].set(0) for name in ("cos", "sin")}
@@ -427,7 +436,7 @@ def test_tables_of_zero_tell_nothing(interleaved, rotate):
 
 
 def test_an_output_that_overflows(rotate):
-    """float16 ends at 65504. The cotangent of an infinity is 0 or NaN, whatever follows."""
+    """Gradients are finite if y overflows float16 (65504) and the cotangent of an infinity is 0."""
     spec = spec_of("heads share a position", (F32, F32, F32, F16))
     arrays = with_scale(spec, np.array([2, 10]), 1e6)
     y, _ = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])

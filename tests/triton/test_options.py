@@ -1,7 +1,7 @@
-"""The options that Triton kernels read are fields of their classes. This needs no Triton.
+"""The options that Triton kernels read are fields of their classes. This test needs no Triton.
 
-A kernel's compile-time parameters are records, and type checkers do not look into kernels: without
-this test, only a compilation finds an option that has been renamed.
+A kernel's compile-time parameters are records, and type checkers do not check kernels. Without this
+test, a renamed option would only be found when a kernel is compiled.
 """
 
 import ast
@@ -38,7 +38,7 @@ def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def options_read(kernel: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield the compile-time parameters of a kernel and the attributes that it reads."""
+    """Yield pairs of a compile-time parameter of a kernel and an attribute of it that is read."""
     parameters = {
         a.arg
         for a in (*kernel.args.args, *kernel.args.kwonlyargs)
@@ -59,7 +59,7 @@ READ = [
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in READ}))
 def test_kernels_read_options_that_there_are(name: str) -> None:
-    """A parameter has the name of its class: `norm` is a `Norm`."""
+    """Every attribute that a kernel reads exists. A parameter is named after its class."""
     for kernel, parameter, attribute in [rest for module, *rest in READ if module == name]:
         assert attribute in CLASSES[parameter.capitalize()], (kernel, parameter, attribute)
 

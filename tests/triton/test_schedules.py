@@ -1,8 +1,8 @@
 """Values and gradients of every kind of schedule, in Triton's interpreter or on a GPU.
 
-The suite itself runs the schedules that the tables choose; here tiles are small, so that arrays of
-few elements have every kind of edge: rows that share a tile, rows of several tiles, tiles that
-reach over the last row and the last column, programs with more rows than others.
+The other tests run the schedules that the tables choose. Here tiles are small, so that small arrays
+have every kind of edge: rows that share a tile, rows of several tiles, tiles beyond the last row or
+column, and programs with more rows than others.
 """
 
 import functools
@@ -21,7 +21,8 @@ import jaxnorm
 
 pytestmark = pytest.mark.triton
 
-# block, pieces, warps, rows of a tile, programs, stages, parameters held
+# block (columns), pieces (blocks per row), warps, rows of a tile, programs, stages, and whether
+# parameters are held in registers.
 SCHEDULES = {
     "a row in a tile": (128, 1, 1, 1, 3, 1, True),
     "rows share a tile": (128, 1, 2, 4, 2, 1, True),
@@ -52,7 +53,7 @@ def make_schedule(name):
 
 @pytest.fixture(params=SCHEDULES)
 def scheduled(request, monkeypatch):
-    """Give every call this schedule, and return the name of the implementation."""
+    """Use one schedule for all calls, and return the name of the implementation."""
     from jaxnorm_kernels.triton import schedule
 
     chosen = make_schedule(request.param)
@@ -81,16 +82,22 @@ def test_softmaxes(x_dtype, y_dtype, name, scheduled):
 
 
 def test_variance_of_large_means(scheduled):
-    """Mean 1e4, standard deviation 1: E[x^2] - E[x]^2 would be off by thousands."""
+    """The variance is accurate for a mean of 1e4 and a standard deviation of 1.
+
+    Computed as E[x^2] - E[x]^2 in float32, it would be wrong.
+    """
     x = normal((5, 100), "float32", 0, shift=1e4)
-    # A first block unlike the rest.
+    # The first block of a row differs from the others.
     x = x.at[1, :16].add(-100)
     check("layer_norm", x, save="input", implementation=scheduled)
 
 
 @pytest.mark.parametrize("y_dtype", ["bfloat16", "float16", "float32"])
 def test_scales_of_zero(y_dtype, scheduled):
-    """The floor carries x_hat; float16 has no room for one, and a gradient of 0 is what it has."""
+    """A scale of 0 is replaced by a floor, so that x_hat can be recovered from y; not in float16.
+
+    float16's range is too small for a floor, so the scale's gradient is 0.
+    """
     scale = normal((100,), "float32", 1, shift=1.0).at[::3].set(0).at[1::3].set(-1e-30)
     arguments = normal((7, 100), "float32", 0), scale, normal((7, 100), y_dtype, 2)
 
@@ -121,7 +128,7 @@ SPECIAL = {
 }
 
 
-# The norm of a row that overflows is garbage of one kind or another: no "lowest" for it.
+# A norm of a row whose squares overflow has no defined result, so this case is left out.
 @pytest.mark.parametrize(
     ("name", "special"),
     [
@@ -132,7 +139,7 @@ SPECIAL = {
     ],
 )
 def test_special_values_stay_in_their_row(name, special, scheduled):
-    """NaN and infinities come out as xla has them, and only in their row."""
+    """Rows with NaN or infinities have the results of XLA's code, and others are unaffected."""
     columns, value = SPECIAL[special]
     x = normal((3, 100), "float32", 0).at[1, columns].set(value)
     d = normal((3, 100), "float32", 1)
