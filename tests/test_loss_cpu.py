@@ -42,9 +42,9 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The lane size is the divisor nearest to 16, from 8 to 2048, that leaves 32 lanes, or None."""
+    """The lane size is the divisor nearest to cols^0.3 that leaves 32 lanes, or None."""
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
-    assert [lane_size(n) for n in sizes] == [16, 16, 29, 16, 16, 103, None, None, None]
+    assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]
 
 
 @pytest.mark.parametrize("masked", [False, True])
