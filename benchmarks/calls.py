@@ -21,7 +21,7 @@ class Timing:
 
     us: float  # all kernels of a call
     main_us: float  # the longest kernel of a call
-    kernels: int | None = None  # of a call; unknown on a CPU
+    kernels: int | None = None  # number of kernels of a call; None on a CPU
 
     def times(self, factor: float) -> "Timing":
         """Return the timing multiplied by `factor`."""

@@ -44,8 +44,8 @@ STEPS: dict[str, tuple[str, Layers, int]] = {
 }
 STEP_VARIANTS = (PLAIN, "jaxnorm-norms", "jaxnorm-products")
 
-# The shape of x as a function of the width. For operations with a matmul, it is rows x features of
-# x x columns of the weight. Operations that are not listed have (ROWS, width).
+# The shape of x as a function of the width. For operations with a matmul, it is (rows, features,
+# columns of the weight). Operations that are not listed have (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
     "gated_add_layer_norm": lambda cols: (16, 512, cols),

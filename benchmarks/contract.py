@@ -21,11 +21,11 @@ from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions
 #: For each operation and pass, how many arrays of x's shape it loads or stores: the number with x's
 #: dtype, and the number with y's dtype. A backward pass starts from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
-    ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
-    ("add_norm", "bwd"): (2, 2),  # dh, dx; y, dy
-    ("norm_add", "fwd"): (3, 0),  # x, residual, the sum
+    ("add_norm", "fwd"): (3, 1),  # of x's dtype: x, residual, h; of y's: y
+    ("add_norm", "bwd"): (2, 2),  # of x's dtype: dh, dx; of y's: y, dy
+    ("norm_add", "fwd"): (3, 0),  # of x's dtype: x, residual, the sum
     ("norm_add_norm", "fwd"): (3, 1),
-    ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
+    ("norm_add_norm", "bwd"): (4, 2),  # of x's dtype: x, dh, dx, dresidual; of y's: y, dy
 }
 
 

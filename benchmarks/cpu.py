@@ -112,8 +112,8 @@ def cells(
 ) -> Iterator[CpuCell]:
     """Yield the selected cells.
 
-    If `shapes` is not None, an operation uses the shapes in it that have as many axes as its own,
-    instead of its own.
+    If `shapes` is not None, an operation uses those of `shapes` that have as many axes as its
+    default shapes.
     """
     for op, beside in CPU.items():
         its = beside.shapes[: 1 if quick else None]

@@ -28,7 +28,7 @@ PLOTTED = [
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-AHEAD = 1.02  # a peer is ahead if jaxnorm's time is more than this times the peer's
+AHEAD = 1.02  # jaxnorm's time over another provider's, from which that provider is ahead
 
 # The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload (op,
 # direction, shape, dtype).
@@ -145,7 +145,7 @@ class Ahead:
 
     question: Question
     peer: str
-    ratio: float  # jaxnorm's time over the peer's
+    ratio: float  # jaxnorm's time over the provider's
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
@@ -164,7 +164,7 @@ class Comparison:
     """Another provider's time divided by jaxnorm's: median, minimum and maximum over workloads."""
 
     cells: int
-    ahead: int  # number of cells in which the peer is faster
+    ahead: int  # number of workloads in which the other provider is faster
     median: float
     least: float
     greatest: float

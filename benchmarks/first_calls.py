@@ -1,4 +1,4 @@
-"""Time tracing, lowering and compiling of the programs in `compile_times`."""
+"""Times how long JAX traces, lowers and compiles the programs of `compile_times`."""
 
 import functools
 import importlib
@@ -35,7 +35,7 @@ def _warm_up() -> None:
 
 
 def seconds(cell: CompileCell) -> Figures:
-    """Return the seconds that tracing, lowering and compiling of a cell's program take.
+    """Return the seconds that JAX takes to trace, lower and compile a cell's program.
 
     Without a local GPU, the program is lowered for a GPU but not compiled.
     """

@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
 _BODY = re.compile(r"body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
-Instruction = tuple[str, str, str]  # opcode, type, line
+Instruction = tuple[str, str, str]  # opcode, result type, line of text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The cells of training steps, and of stacks of small layers.
 
-This module does not import JAX, because the process that starts the measuring processes uses it
+This module does not import JAX, because the process that starts the measuring processes imports it
 too.
 """
 

@@ -61,7 +61,7 @@ _MODELS = {
     "llama-1b-qk": "Llama 3.2 1B, QK norms",
 }
 
-Answers = dict[Any, dict[str, Figure]]  # N or a name -> provider -> figure
+Answers = dict[Any, dict[str, Figure]]  # maps N or a name to {provider: figure}
 
 
 def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:

@@ -71,7 +71,7 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, as many as all workers run in whole rounds.
+    """Split the cells into batches of about equal size, so that all workers have one in each round.
 
     Cells of one workload are in one batch, because they share operands.
     """
@@ -139,7 +139,7 @@ class _Worker:
 
     def send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # if the process has died, `answer` says so
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports a dead process
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 

@@ -70,9 +70,10 @@ def by_class(
 def longest(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int, count: int = 15
 ) -> list[str]:
-    """Return a line for each of the longest kernels, which `by_class` describes.
+    """Return a line of text for each of the `count` kernels that take most time.
 
-    It has the milliseconds and the number of runs per step, the class, the name and the scope.
+    A line has the milliseconds and the number of runs per step, the class, the name and the scope.
+    `ran` and `steps` are as in `by_class`.
     """
     times, calls = collections.defaultdict[str, float](float), collections.Counter[str]()
     for name, us in ran:

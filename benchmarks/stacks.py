@@ -1,4 +1,4 @@
-"""Stacks of small pre-norm residual layers: programs that the host, not the GPU, makes slow.
+"""Stacks of small pre-norm layers: programs whose time the host determines, not the GPU.
 
 A layer is ``x + gelu(norm(x) w) v`` with square matrices. Launching a jaxnorm kernel costs the host
 more than launching a kernel of XLA. This matters if arrays are small and a program has many

@@ -36,7 +36,7 @@ from jaxnorm_kernels import mosaic, xla
 KernelCall = KernelWorkload | LinearKernelWorkload
 
 PROCESSES = os.cpu_count() or 1
-_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # jax.export supports neither without this
+_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # jax.export refuses these by default
 _PASSES = ("forward", "backward", "rms_norm_linear_fwd")
 SHOWN = 4  # number of schedules that are printed for each workload: the fastest ones
 

@@ -89,7 +89,7 @@ def times(folder: Path) -> Times:
 def ratios(measured: Times, provider: str) -> dict[str, Timing]:
     """Return, for each call, the ratios of a provider's times to XLA's.
 
-    They are over the workloads that were measured with `triton_sm80`.
+    Only workloads that were measured with `triton_sm80` are included.
     """
     found = defaultdict(list)
     for (call, *_), us in measured.items():

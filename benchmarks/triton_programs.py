@@ -146,7 +146,8 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
-                return kernel(*arrays, spec, **schedule)  # zeros: xla lacks this broadcast
+                # The xla pass takes no masks and biases in this form, so return the zeros of `run`.
+                return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
             if (shared := spec.norm.table_rows) is not None:
@@ -157,7 +158,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return call
 
     def of_call(call: Call, name: str) -> Any:
-        """Return a replacement for `Call.kernel` that compiles kernels, and runs XLA."""
+        """Return a substitute for `Call.kernel` that compiles kernels but returns XLA's results."""
         if name != "triton":
             return kernel_of(call, name)
 
@@ -308,7 +309,7 @@ class _Replay:
 
 
 class _Kernel:
-    """A replacement for `triton.jit`, which does not compile the kernel."""
+    """A replacement for `triton.jit` that does not compile kernels."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -379,7 +380,7 @@ def _patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def gpu_of(text: str) -> tuple[int, int, int]:
-    """Return the GPU that a command-line argument names, or describes by the three numbers."""
+    """Return the GPU that a command-line argument names, or describes by three numbers."""
     if text in GPUS:
         return GPUS[text]
     if re.fullmatch(r"\d+,\d+,\d+", text):

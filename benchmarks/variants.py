@@ -87,10 +87,7 @@ def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
 
 
 def heads_linear(x: Array, weight: Array) -> Array:
-    """Apply the output projection of attention: the matmul of x (B, S, H D) and weight (H D, d).
-
-    x has the shape (B, S, H, D).
-    """
+    """Apply the output projection of attention to x (B, S, H, D). The weight is (H D, d)."""
     return linear(x.reshape(*x.shape[:2], -1), weight)
 
 

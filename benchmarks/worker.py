@@ -36,9 +36,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # terminal colours, which errors of QuA
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """What is stored of an error.
+    """A description of an error, which is stored instead of the exception.
 
-    The exception itself would keep the arrays in its stack frames alive.
+    The exception would keep the arrays in its stack frames alive.
     """
 
     status: str
@@ -155,8 +155,8 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
 
 
 def main() -> int:
-    # Standard input and output belong to the parent's requests and the answers. Give libraries
-    # others, so that they neither read requests nor print into the answers.
+    # Requests and answers use standard input and output. Redirect both for the libraries, so that
+    # they neither read requests nor print into the answers.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

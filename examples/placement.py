@@ -44,7 +44,7 @@ class Placement:
     def over(cls, sizes: dict[str, int] | None) -> "Placement":
         """Return a placement on a mesh of these sizes; ValueError if there are too few devices.
 
-        If JAX runs on a CPU, it is split into virtual devices.
+        Without a GPU, the CPU is split into virtual devices.
         """
         if sizes is None:
             return cls()

@@ -150,7 +150,7 @@ def _plot_differences(axes: Axes, runs: Sequence[Run], early_steps: int, toleran
     reference, *others = runs
     for run, colour, marker in zip(others, _COLOURS[1:], ("s", ".")):
         difference = np.abs(run.losses - reference.losses)
-        steps = np.flatnonzero(difference)  # zero has no logarithm
+        steps = np.flatnonzero(difference)  # leave out differences of 0: the axis is logarithmic
         axes.plot(steps + 1, difference[steps], color=colour, ls="", marker=marker, ms=3)
     axes.hlines(tolerance, 1, early_steps, color="black", lw=2)
     note = f"allowed in the first {early_steps} steps"

@@ -44,8 +44,8 @@ from transformer import (
 import jaxnorm
 
 DTYPES = ("float32", "bfloat16")
-LOSS_BOUND = 2.6  # first steps, whose losses must agree; later, differences grow
-EARLY_STEPS = 20  # before training turns chaotic
+LOSS_BOUND = 2.6  # nats per held-out byte
+EARLY_STEPS = 20  # later, rounding differences grow chaotically
 
 Params = Any
 State = tuple[Params, optax.OptState]
@@ -160,7 +160,7 @@ def train(
         label=variant.label,
         losses=np.array(losses),
         final_loss=evaluate(model, state[0], evaluated, config.batch),
-        ms_per_step=float(np.median(times[3:] or times)),  # without warm-up
+        ms_per_step=float(np.median(times[3:] or times)),  # leave out the slower first steps
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         residual_bytes=saved,
     )

@@ -13,7 +13,7 @@ import optax
 import jaxnorm.linen
 
 VOCABULARY = 256  # values of a byte
-LEARNING_RATE_TIMES_WIDTH = 0.5  # Adam's steps change a layer's output by rate x width
+LEARNING_RATE_TIMES_WIDTH = 0.5  # a step of Adam changes a layer's output by about rate x width
 
 
 @dataclasses.dataclass(frozen=True)

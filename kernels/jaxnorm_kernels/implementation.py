@@ -118,7 +118,7 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None: the default for functions that return a reason or a caveat, if any exists."""
+    """Return None, for implementations that have no reason or caveat to return."""
 
 
 def takes_no_inner(spec: Spec) -> bool:

@@ -10,7 +10,7 @@ A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for eac
     cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
                             targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
-    log_probs_and_entropy   the same, where y has a number for each of k candidates instead
+    log_probs_and_entropy   y_i = log(p[candidate_i]) for k candidates    entropy as above
 
 A divergence takes the logits of a student and of a teacher; the teacher's are constants::
 

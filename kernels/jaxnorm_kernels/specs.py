@@ -42,9 +42,9 @@ class Shared:
     """How rows of x map to rows of an operand that is broadcast to x: a mask, a bias or a table.
 
     Attributes:
-      segments: (size, has_axis) for each axis of x's rows, where has_axis is True if the operand
-        has that axis. Adjacent axes with equal has_axis are merged. The operand's row index runs
-        over the axes that the operand has.
+      segments: (size, has_axis) for each axis of x that is not normalised, where has_axis is True
+        if the operand is not broadcast along that axis. Adjacent axes with equal has_axis are
+        merged. The operand's rows are numbered over the axes that it has.
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
     """
 

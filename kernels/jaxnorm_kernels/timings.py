@@ -83,7 +83,7 @@ def name_of(spec: Spec) -> str:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why the default runs XLA for this call, or None if it runs the kernel."""
+    """Return the reason why XLA runs this call by default, or None if the kernel runs it."""
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:

@@ -22,7 +22,8 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
     why_unsupported,
 )
 
-# The functions that run each family of operations; for some operations, functions of their own.
+# The functions that run each family of operations. Some operations of a family have functions of
+# their own.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

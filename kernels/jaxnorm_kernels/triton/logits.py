@@ -147,7 +147,7 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the number of columns up to the diagonal in the tile's row that has the most of them.
+    """Return the maximum number of columns up to the diagonal, over the rows of a tile.
 
     For a softmax that is not causal, this is the number of all columns.
     """
@@ -218,7 +218,7 @@ def looped_total(
 def _read(row, col, exists, logits: tl.constexpr):
     """Return True for the elements of a tile that are loaded.
 
-    These exist in the array. In a causal softmax, their vector of 16 elements begins on or below
+    They are inside the array. In a causal softmax, their vector of 16 elements begins on or below
     the diagonal.
     """
     if logits.queries > 0:

@@ -222,9 +222,9 @@ def _norm_bwd(
 ):
     """Store dx = r (d G - c1 - xh c2) + dh, and the sums of d xh and d over the program's rows.
 
-    If a program holds whole rows, it computes c1 and c2, and their pointers are None. `scale_rows`
-    and similar arguments are the number of consecutive rows that share a row of the parameter, or
-    None if all rows share the parameter.
+    If a program holds whole rows, it computes c1 and c2, and the pointers to them are None.
+    `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
+    parameter, or None if all rows share the parameter.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block

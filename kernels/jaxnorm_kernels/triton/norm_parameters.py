@@ -9,7 +9,7 @@ single sigmoid s(t) = 1 / (1 + exp(-t)):
     relu          max(g, 0)         1 for g > 0, else 0
     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 
-gelu is jax.nn's default approximation g (1 + tanh(v)) / 2, because (1 + tanh(v)) / 2 = s(2 v).
+gelu is the default approximation of jax.nn: g (1 + tanh(v)) / 2 = g s(2 v), with z = 2 v.
 """
 
 import dataclasses
@@ -159,7 +159,7 @@ class Gate:
 
 
 def gate_of(spec: Spec) -> Gate | None:
-    """Return the gate of a call, or None."""
+    """Return the compile-time parameters of a call's gate, or None if the call has no gate."""
     if spec.norm.gate_dtype is None or spec.norm.activation is None:
         return None
     return Gate(spec.norm.activation, not spec.norm.norm_before_gate)

@@ -301,7 +301,7 @@ def _turned_back(y, cos, sin, norm: tl.constexpr):
 
 @triton.jit
 def _row_sums(parts):
-    """Return the sum of each row, given as parts."""
+    """Return each row's sum over all of its parts (see the module docstring)."""
     sums = tl.sum(parts[0] + parts[1], axis=1)
     if len(parts) > 2:
         sums += tl.sum(parts[2], axis=1)

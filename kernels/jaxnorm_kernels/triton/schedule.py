@@ -1,7 +1,7 @@
 """Schedules of the Triton kernels: a call uses the first line of its table that fits.
 
-A *piece* is a tile of a row that a program holds next to others. The hardware limits behind the
-tables, and how the lines of the tables use them:
+A *piece* is one of several adjacent tiles of a row that a program holds at once. The hardware
+limits behind the tables, and how the lines of the tables use them:
 
 * A multiprocessor (SM) has 64 K registers. Most lines run 1024 threads in an SM, so each thread has
   64 registers. A float32 value of a row takes one register. A thread of a forward pass holds up to
@@ -110,10 +110,10 @@ class Schedule:
         )
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
-        """Return the number of blocks of columns, and the number of persistent programs of each.
+        """Return (number of blocks of columns, number of persistent programs for each block).
 
         In the backward pass of a norm whose parameters differ between groups of rows, the second
-        number is that of each group.
+        number is for each block of a group.
         """
         groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
@@ -133,7 +133,7 @@ class Line:
       share: the number of elements of a tile with several rows, for rows that are shorter than
         this; 0 for tiles of a single row.
       stages: the maximum number of tiles that a persistent program has in flight.
-      hold_params: for a norm's backward pass; see `Schedule`.
+      hold_params: as in `Schedule`; only for the backward pass of a norm.
       looped: True if the row is loaded piece by piece and never held as a whole.
       mean: True if the line is only for norms that subtract a mean.
       unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes.
@@ -393,7 +393,10 @@ def loss_vector(spec: Spec, schedule: Schedule) -> int:
 
 
 def loss_blocks(spec: Spec, schedule: Schedule) -> int:
-    """Return the number of blocks of a cross-entropy's row, from its possibly earlier begin."""
+    """Return the number of blocks that cover a row of a cross-entropy.
+
+    The first block may begin before the first column; see `loss_vector`.
+    """
     vector = loss_vector(spec, schedule)
     lead = vector - 1 if spec.cols % vector else 0
     return math.ceil((spec.cols + lead) / schedule.block)
@@ -413,7 +416,10 @@ def _table(spec: Spec) -> tuple[Line, ...]:
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Return the rows of a tile, a power of two: at most `most`, and few enough to use all SMs."""
+    """Return the number of rows of a tile, a power of two.
+
+    It is at most `most`, and so small that the tiles are spread over all SMs.
+    """
     rows = math.ceil(spec.rows / gpu.sms)
     if spec.direction == "bwd":
         rows = min(rows, spec.rows // spec.groups)  # a tile must not span two groups of rows

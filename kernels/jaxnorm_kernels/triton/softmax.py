@@ -228,7 +228,6 @@ def _softmax_bwd_looped(
 
 
 # -------------------------------------------------------------------------------------------------
-# -------------------------------------------------------------------------------------------------
 # The gradient of a bias that has columns: the sum of dz over the rows of x that share a row of the
 # bias.
 #
@@ -262,7 +261,7 @@ class Programs:
 
     @classmethod
     def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
-        """Return a division among the programs of `schedule`, or among fewer if rows are few."""
+        """Divide the work among the programs of `schedule`, or fewer if there are few rows."""
         size = schedule.tile_rows
         # A tile has consecutive rows of x. They all share a row of the bias, or each has its own.
         has_axis = bool(shared.segments) and shared.segments[-1][1]
@@ -291,7 +290,7 @@ def softmax_bwd_bias(
       mask: `(n, cols)` or `(n, 1)`; None if the mask is not read.
     """
     shared = spec.softmax.logits_bias_rows
-    assert shared is not None  # `why_unsupported` refuses other calls.
+    assert shared is not None  # otherwise, `why_unsupported` refuses the call
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,

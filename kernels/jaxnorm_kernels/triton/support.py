@@ -125,12 +125,12 @@ def why_unsupported(spec: Spec) -> str | None:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why the default runs XLA for this call, or None if it runs the kernels."""
+    """Return the reason why XLA runs this call by default, or None if the kernels run it."""
     return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence on the GPU on which the kernel was timed, or None if it was not timed."""
+    """Return a sentence on the kernel's time on another GPU, or None if it was not timed."""
     return timings.caveat(spec)
 
 

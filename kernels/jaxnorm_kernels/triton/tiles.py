@@ -149,8 +149,8 @@ class Operand:
 
 
 def operand_of(shared: Shared | None) -> Operand:
-    """Return the same mapping of rows in a form that a kernel can use as compile-time constants."""
-    assert shared is not None  # `why_unsupported` refuses other calls.
+    """Convert a mapping of rows to a form that kernels take as a compile-time constant."""
+    assert shared is not None  # otherwise, `why_unsupported` refuses the call
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}

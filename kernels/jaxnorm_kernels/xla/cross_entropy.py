@@ -250,7 +250,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return T as it is computed on a CPU.
+        """Return the sum T, computed as is fastest on a CPU.
 
         The barrier keeps XLA from storing x - m to use it in the backward pass too.
         """

@@ -35,7 +35,7 @@ cancels. Three measures keep the backward pass accurate:
 * |xh| is clipped to its true bound sqrt(N), and |y| to the largest finite number
   (``Spec.y_limit``).
 
-The variance is computed in two passes, because E[x^2] - E[x]^2 cancels.
+The variance is computed in two passes, because the two terms of E[x^2] - E[x]^2 may cancel.
 """
 
 import dataclasses
