@@ -54,8 +54,8 @@ class Block:
     Attributes:
       results: y, and h if the block also returns the residual stream.
       saved: the smallest set of arrays that the backward pass must read besides the cotangents.
-      gradients: the operands of x's shape whose gradients are arrays of their own. The gradient of
-        a residual that is added to x is not, since it is the same array as the gradient of x.
+      gradients: the operands of x's shape whose gradients are separate arrays. The gradient of a
+        residual that is added to x is not, since it is the same array as the gradient of x.
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it; `where` is boolean.
       broadcast: for operands that have size 1 along an axis, this axis.
@@ -238,7 +238,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the operands whose gradients are arrays of their own; see `Block`."""
+        """The indices of the operands whose gradients are separate arrays; see `Block`."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 

@@ -50,7 +50,7 @@ class Timing:
 def buffers_for(size: int) -> int:
     """Return the number of sets of operands for calls that load and store `size` bytes.
 
-    Calls use the sets in turn, so that a call finds none of its operands in the L2 cache.
+    Successive calls use different sets, so that no operand of a call is in the L2 cache.
     """
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
 

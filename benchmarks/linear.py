@@ -28,7 +28,7 @@ PROJECTIONS: dict[Shape, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """What is measured of one operation. M x K x N means x (M, K) and weight (K, N)."""
+    """The measurements of one operation. M x K x N means x (M, K) and weight (K, N)."""
 
     normalises: bool
     shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)

@@ -13,13 +13,13 @@ losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks
 small norms; `compile`, the seconds to trace, lower and compile operations and training steps;
 `cpu`, jaxnorm's plain JAX code on the machine's CPU, compared with optax, jax.nn and Flax.
 
-Kernel times are measured with CUPTI. Calls use several sets of operands in turn, so that no operand
-is in the GPU's cache. GB/s are computed from the minimum memory traffic: each pass loads or stores
-each of its arrays once. `roof` is the time of a copy of as many bytes in the same process, divided
-by the measured time. TFLOP/s are computed from 2 M N K operations per matmul; forward and backward
-pass have three matmuls. `kernels` is the number of kernels of a call. `extra_passes` is the number
-of copies, casts and transposes of whole arrays; a copy that is not a kernel is not timed.
-`temp_bytes` is the memory besides operands and results: XLA's plan, or torch's allocations.
+Kernel times are measured with CUPTI. Successive calls use different sets of operands, so that no
+operand is in the GPU's cache. GB/s are computed from the minimum memory traffic: each pass loads or
+stores each of its arrays once. `roof` is the time of a copy of as many bytes in the same process,
+divided by the measured time. TFLOP/s are computed from 2 M N K operations per matmul; forward and
+backward pass have three matmuls. `kernels` is the number of kernels of a call. `extra_passes` is
+the number of copies, casts and transposes of whole arrays; a copy that is not a kernel is not
+timed. `temp_bytes` is the memory besides operands and results: XLA's plan, or torch's allocations.
 
 Several processes compile calls at the same time (--workers), but nothing compiles while a call is
 timed. `compile_s` is the compile time of a call; for torch, it includes the first run. Calls of

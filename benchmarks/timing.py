@@ -19,7 +19,7 @@ Operands = Sequence[tuple[Any, ...]]
 
 
 def measure(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Return the timing of a compiled function. Its calls use the sets of operands in turn."""
+    """Return the timing of a compiled function. Successive calls use different sets of operands."""
     for operand in operands:
         jax.block_until_ready(function(*operand))
     if jax.default_backend() != "gpu":

@@ -122,7 +122,7 @@ def synchronize() -> None:
 
 
 def timed(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Return the timing of a function. Its calls use the sets of operands in turn.
+    """Return the timing of a function. Successive calls use different sets of operands.
 
     Without a GPU, this is wall-clock time.
     """

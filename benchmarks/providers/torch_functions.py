@@ -186,8 +186,8 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     if name == "torch":
         return cast
     # For each code object, torch caches compiled code for at most 8 shapes, and runs later shapes
-    # eagerly. So each function gets a code object of its own. The alternative,
-    # torch._dynamo.reset(), would discard the compiled code of all functions.
+    # eagerly. So each function gets a separate code object. The alternative, torch._dynamo.reset(),
+    # would discard the compiled code of all functions.
     code = cast.__code__.replace()
     own = types.FunctionType(code, cast.__globals__, closure=cast.__closure__)
     # The backward pass of a graph runs several times, so torch must not reuse the memory of saved

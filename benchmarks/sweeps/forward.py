@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-_TAILS = (0, 1, 2, 4)  # rows with a block of their own, per block that the GPU runs at once
+_TAILS = (0, 1, 2, 4)  # last rows that have a block each, per block that the GPU runs at once
 _VALUES = (16, 64)  # minimum and maximum number of columns of a thread
 _LEAST_BYTES = 32 * 2**20
 

@@ -22,8 +22,7 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
     why_unsupported,
 )
 
-# The functions that run each family of operations. Some operations of a family have functions of
-# their own.
+# The functions that run each family of operations. Some operations have separate functions.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

@@ -106,7 +106,7 @@ def label_sums(
         conversion that several sums share.
       kept: x, with -inf where masked.
       m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
-      label: the label's column, or -1 if there is none; the results of such a row are arbitrary.
+      label: the column of the row's label. For a label of -1, the results are arbitrary.
       at_label: True at that column.
       scale: the scale a of the logits; None for `LogitsOptions.logits_scale`.
     """
