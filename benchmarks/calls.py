@@ -19,8 +19,8 @@ REPEATS = 20
 class Timing:
     """Medians over the timed calls, in microseconds."""
 
-    us: float  # all kernels of a call
-    main_us: float  # the longest kernel of a call
+    us: float  # time of all kernels of a call
+    main_us: float  # time of the longest kernel of a call
     kernels: int | None = None  # number of kernels of a call; None on a CPU
 
     def times(self, factor: float) -> "Timing":

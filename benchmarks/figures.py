@@ -145,7 +145,7 @@ class Ahead:
 
     question: Question
     peer: str
-    ratio: float  # jaxnorm's time over the provider's
+    ratio: float  # jaxnorm's time divided by the provider's
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
@@ -198,7 +198,10 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from each shape of a block to its answers: the block's own shapes first."""
+    """Return a dict from each shape of a block to the answers for this shape.
+
+    The shapes of `BLOCKS` come first, then others that were measured.
+    """
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
         shape: answers

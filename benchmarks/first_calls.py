@@ -40,7 +40,7 @@ def seconds(cell: CompileCell) -> Figures:
     Without a local GPU, the program is lowered for a GPU but not compiled.
     """
     if cell.step is not None:
-        training = importlib.import_module("benchmarks.training")  # needs optax
+        training = importlib.import_module("benchmarks.training")  # imported here: needs optax
         whole = training.Step(cell.step, cell.step.batch)
         return _seconds(whole.trace, whole.options)
     work = cell.workload

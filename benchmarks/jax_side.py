@@ -168,12 +168,12 @@ def prepare(suite: str, cell: Any) -> Measure:
     if suite == "stacks":
         return stacks.prepare(cell)
     if suite == "cpu":
-        cpu_times = importlib.import_module("benchmarks.cpu_times")  # needs Flax
+        cpu_times = importlib.import_module("benchmarks.cpu_times")  # imported here: needs Flax
         return cpu_times.prepare(cell)
     if suite == "compile":
         return first_calls.prepare(cell)
     if suite in ("training", "capacity"):
-        training = importlib.import_module("benchmarks.training")  # needs optax
+        training = importlib.import_module("benchmarks.training")  # imported here: needs optax
         return training.prepare(suite, cell)
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
@@ -195,7 +195,7 @@ def crowds_others() -> bool:
     """
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
         return False
-    used = jax.local_devices()[0].memory_stats() or {}  # None on a CPU
+    used = jax.local_devices()[0].memory_stats() or {}  # memory_stats is None on a CPU
     return used.get("peak_bytes_in_use", 0) > KEPT_BYTES
 
 

@@ -24,10 +24,10 @@ class Size:
     width: int
     heads: int
     kv_heads: int
-    hidden: int  # hidden features of the MLP
+    hidden: int  # number of hidden features of the MLP
     vocabulary: int
     seq: int
-    batch: int  # sequences per step
+    batch: int  # number of sequences per step
     qk_norm: bool = False  # RMSNorm over each head of queries and keys, before the rotation
 
     @property
@@ -119,7 +119,7 @@ def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 
 
 
 STACK_LAYERS = 24
-STACK_BYTES = 4 * 2**20  # maximum size of x
+STACK_BYTES = 4 * 2**20  # maximum number of bytes of x
 STACK_SHAPES: list[Shape] = [
     (8, 512),
     (8, 2048),

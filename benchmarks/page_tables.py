@@ -10,7 +10,7 @@ from benchmarks.results import OK, Row
 
 MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
 COMPARED = (PLAIN, "jaxnorm-products")  # the variants of models that the README shows
-LARGE = 100e6  # bytes; an H200's cache has half as many
+LARGE = 100e6  # bytes of a large workload: twice an H200's cache
 
 
 def who(measured: Figures) -> str:

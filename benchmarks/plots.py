@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot, as CI machines have no display
+matplotlib.use("Agg")  # set before pyplot is imported: CI machines have no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -178,7 +178,7 @@ def _plot(
         for axes, (name, answers) in zip(axes_row, panel_row):
             axes.set_title(name, fontsize=10)
             _panel(axes, answers, roof)
-    grid.flat[0].set_ylim(bottom=0)  # all panels share the y axis
+    grid.flat[0].set_ylim(bottom=0)  # sets the limit of all panels, which share the y axis
     for axes, x_label in zip(grid[-1], x_labels):
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
@@ -195,7 +195,7 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # keeps the order if a provider is missing
+        axes.xaxis.update_units(names)  # keeps names in order if a provider is missing
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)

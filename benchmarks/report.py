@@ -205,7 +205,7 @@ _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),
     "training": ("Time, temporary memory and losses of training steps", plots.training),
 }
-_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # tables of docs/results.md
+_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # used in docs/results.md
     "blocks": lambda found: report_tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
     "linear": lambda found: page_tables.by_product(found.linear),
     "training": lambda found: report_tables.training(found.rows["training"]),

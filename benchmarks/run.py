@@ -56,7 +56,7 @@ class Run:
     folder: Path
     machine: Machine
     commit: str
-    software: dict[str, str]  # by provider, if it is installed
+    software: dict[str, str]  # from each installed provider's name to its software
 
     def key(self, cell: Cell) -> tuple[str, ...]:
         fields = map(str, dataclasses.astuple(cell))
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         software = installed(folder, on, commit, selection.providers, console)
         run = Run(folder, on, commit, software)
         todo = {s.name: run.todo(s, s.cells(selection), again=given.again) for s in suites}
-    except ValueError as error:  # a CSV file has other columns
+    except ValueError as error:  # a CSV file has other columns than the suite
         console.print(str(error))
         return 2
     console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")

@@ -68,7 +68,7 @@ def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) ->
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):
-        turns.reverse()  # so that neither program always runs second
+        turns.reverse()  # alternate, so that neither program always runs second
         for run, taken in turns:
             start = time.perf_counter()
             jax.block_until_ready(run(*arguments))

@@ -109,7 +109,7 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
             reference = out if reference is None else reference
             worst = difference(out, reference)
             timed = timing.measure(program, operands)
-        except Exception as error:  # a failure is recorded in the row
+        except Exception as error:  # any failure is recorded in the schedule's row
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             nan = float("nan")
             yield Row(

@@ -156,7 +156,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # after measuring: results are not temporaries
+    del results  # deleted only now, because results are not temp memory
     return temp
 
 

@@ -18,7 +18,7 @@ from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
-KERNEL_STEPS = 10  # steps whose kernels are timed
+KERNEL_STEPS = 10  # number of steps whose kernels are timed
 _SPLIT_FROM = 100_000  # minimum number of elements of an array that a mesh shards
 _GUESSES = 8  # maximum guesses by linear interpolation; then bisection
 

@@ -394,7 +394,7 @@ def gpu_of(text: str) -> tuple[int, int, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile the Triton kernels of the selected benchmarks, for the GPU of each side."""
-    run = importlib.import_module("benchmarks.run")  # here, because of an import cycle
+    run = importlib.import_module("benchmarks.run")  # imported here to avoid an import cycle
     suites = importlib.import_module("benchmarks.suites")
     jax_side = importlib.import_module("benchmarks.jax_side")
     folder, *rest = sys.argv[1:] if argv is None else argv

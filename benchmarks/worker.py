@@ -42,7 +42,7 @@ class Failed:
     """
 
     status: str
-    restart: bool  # the process cannot use the GPU any more
+    restart: bool  # True if the process cannot use the GPU any more
 
 
 class Absent:

@@ -66,7 +66,7 @@ class Workload:
     x_dtype: str
     y_dtype: str
 
-    flops = 0  # 0, because memory traffic determines the time
+    flops = 0  # matmul operations; 0, because memory traffic determines the time
     constants: ClassVar[tuple[int, ...]] = ()
 
     @property

@@ -7,7 +7,7 @@ from typing import Literal
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot, as CI machines have no display
+matplotlib.use("Agg")  # set before pyplot is imported: CI machines have no display
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -12,7 +12,7 @@ import optax
 
 import jaxnorm.linen
 
-VOCABULARY = 256  # values of a byte
+VOCABULARY = 256  # number of values of a byte
 LEARNING_RATE_TIMES_WIDTH = 0.5  # a step of Adam changes a layer's output by about rate x width
 
 

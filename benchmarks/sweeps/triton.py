@@ -21,8 +21,8 @@ _CALLS = [
 ]
 _WARPS = (4, 8, 16, 32)
 _THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # numbers of threads in an SM
-_STAGES = (1, 2, 3, 4, 8)  # tiles of rows in flight
-_VALUES = (4, 8, 16)  # columns of a tile that a thread holds
+_STAGES = (1, 2, 3, 4, 8)  # tiles that a persistent program has in flight
+_VALUES = (4, 8, 16)  # columns of a tile that each thread holds
 
 
 def workloads() -> Iterator[KernelWorkload]:

@@ -246,7 +246,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),  # the sum is y, and not a result h
+        through_h=(),  # the sum is the result y; norm_add has no result h
         norms=("first",),
         derivative="norm",
     ),

@@ -272,7 +272,7 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     if not is_whole:
         read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
     x = _g(tl.load(begin + first + lane, read, float("-inf")), options)
-    if options.softcap > 0.0:  # tanh(-inf) is finite
+    if options.softcap > 0.0:  # exclude again: tanh(-inf) is finite
         x = tl.where(read, x, float("-inf"))
     if options.label_smoothing > 0.0:
         rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)

@@ -191,7 +191,10 @@ def activated(g, activation: tl.constexpr):
 
 @triton.jit
 def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
-    """Multiply `x` by the activation of the gate if the kernel applies the gate at this point."""
+    """Multiply `x` by the gate's activation if the call has a gate with this `comes_first`.
+
+    A kernel calls this before the norm with `comes_first` True, and after the norm with False.
+    """
     if gate is not None and gate.comes_first == comes_first:
         a, _ = activated(load_tile(gate_ptr, tile), gate.activation)
         x *= a

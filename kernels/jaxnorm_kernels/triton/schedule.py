@@ -39,7 +39,7 @@ from jaxnorm_kernels.triton.launch import Gpu, launch, local_gpu
 from jaxnorm_kernels.triton.logits import sums_columns
 from jaxnorm_kernels.triton.tiles import Tiling
 
-_WARP = 32  # threads
+_WARP = 32  # threads in a warp
 _REGISTERS = 2**16  # registers of an SM
 _MOST_REGISTERS = 255  # maximum registers of a thread
 _VECTOR = 16  # bytes of a thread's widest load

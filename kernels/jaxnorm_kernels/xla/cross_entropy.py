@@ -99,7 +99,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
         has_entry = positions if has_entry is None else positions & has_entry
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
-    # In a row whose unmasked logits are all -inf, the loss is NaN, because differences from m are.
+    # If all unmasked logits of a row are -inf, the loss is NaN, because m - m is.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
     # `own` is the label's term of s, minus 1. It is -1 if the label's column is masked.

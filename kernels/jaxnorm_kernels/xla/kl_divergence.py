@@ -106,7 +106,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     first, second = (d_q, d_p) if spec.loss.reverse else (d_p, d_q)
     log_ratio, difference, s_first, s_second = _sums(first, second, spec)
     share = difference / s_first
-    is_close = jnp.abs(share) < 0.5  # near -1, log1p would lose digits
+    is_close = jnp.abs(share) < 0.5  # log1p of a number near -1 would lose digits
     near = jnp.log1p(jnp.where(is_close, share, 0))
     log_share = jnp.where(is_close, near, jnp.log(s_second / s_first))
     y = jnp.where(has_entry, jnp.maximum(log_ratio / s_first + log_share, 0), 0)

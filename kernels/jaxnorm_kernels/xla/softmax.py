@@ -179,7 +179,7 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
         return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
 
     row = index(-2, spec.softmax.queries_over)
-    if spec.softmax.queries:  # in an array (rows, cols), matrices follow each other
+    if spec.softmax.queries:  # the rows of several matrices follow each other
         row = row % spec.softmax.queries
     reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
