@@ -1,7 +1,7 @@
-"""Goals of training steps: their time and memory relative to plain JAX's.
+"""Limits that jaxnorm's training steps must meet: time and memory relative to plain JAX.
 
-A bar is a limit on the ratio of two cells of the suite `training`, with layers scanned. This module
-does not import JAX.
+A bar is a limit on the ratio of two results of the suite `training`: of a step with jaxnorm and of
+a step in plain JAX, both with scanned layers. This module does not import JAX.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ _REMATS: dict[Remat, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on a figure of a training step, relative to the same figure of a plain JAX step.
+    """A limit on the time or memory of a training step, divided by that of a plain JAX step.
 
     Attributes:
-      most: maximum of the ratio.
-      remat: rematerialisation of the step.
-      plain_remat: rematerialisation of the plain JAX step.
+      most: the limit of the ratio.
+      remat: which residuals the jaxnorm step rematerialises; see `models.REMATS`.
+      plain_remat: the same for the plain JAX step.
     """
 
     model: str
@@ -64,5 +64,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield each cell that a bar compares, once, in the order of the bars."""
+    """Yield each training step that a bar compares, once, in the order of the bars."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -1,8 +1,8 @@
-"""Blocks: a norm or a softmax with what a model does to the same rows before and after it.
+"""Blocks: a norm or softmax together with a model's elementwise work before and after it.
 
-A kernel is opaque to XLA, which cannot fuse it with its neighbours. So a kernel is timed in its
-block, next to plain compositions that a compiler can fuse. A new block is an entry here, and a
-function in each adapter of `benchmarks/providers` that offers it.
+XLA cannot fuse a kernel with the operations around it. So a kernel is timed as part of a block, and
+compared with plain JAX code of the same block, which a compiler can fuse. To add a block, add an
+entry here, and a function to each module of `benchmarks/providers` whose library has the block.
 
 This module does not import JAX or torch, like `workloads`.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
 
-# Shapes for which a bfloat16 array has 50 MB to 128 MB.
+# Shapes of x with which a bfloat16 array has 50 MB to 134 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
     (32768, 768),
     (32768, 1024),
@@ -28,18 +28,20 @@ ROWS_BY_COLS: tuple[Shape, ...] = (
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 DTYPES = ("bfloat16", "float32", "mixed")
 QUICK_COLS = 4096
-#: The shape of attention's logits: batch, heads, queries, keys.
+#: The shape of the logits of attention: batch, heads, queries, keys.
 LOGITS: Shape = (4, 16, 2048, 2048)
-#: The scale of attention's logits: 1 / sqrt(64).
+#: The scale of the logits of attention with heads of 64 columns: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
-#: Shapes of attention's heads (batch, length, heads, columns): queries, keys, and the two together.
+#: Shapes of attention heads, (batch, length, heads, columns): of queries, of keys, and of both in
+#: one array.
 HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
 )
-#: Operands in float32 that have one number for each pair of columns. All heads share them.
+#: The operands of a rotation: float32 tables with one number for each pair of columns. All heads
+#: share them.
 TABLES = ("cos", "sin")
-#: Shapes of gated norms: a head per row, as in gated delta nets, and a whole layer per row.
+#: Shapes of gated norms: each row is a head, as in gated delta nets, or a whole hidden state.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
 #: The number of groups of channels that GroupNorm normalises.
 CHANNEL_GROUPS = 32
@@ -47,21 +49,22 @@ CHANNEL_GROUPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The arrays of one block. The backward pass starts from `saved` and the results' cotangents.
+    """The arrays of one block. The backward pass reads `saved` and the results' cotangents.
 
     Attributes:
       results: y, and h if the block also returns the residual stream.
-      saved: the smallest set of arrays that the backward pass must read beside the cotangents.
-      gradients: the row operands whose gradients are separate arrays. The gradient of an addend is
-        the cotangent of the sum: if their dtypes agree, it is an existing array.
-      parameters: the norms' scales and biases, by name.
-      operands: the operands of x's shape; `where` is boolean.
-      broadcast: the axis along which an operand has size 1, if there is one.
+      saved: the smallest set of arrays that the backward pass must read besides the cotangents.
+      gradients: the operands of x's shape whose gradients are separate arrays. The gradient of a
+        residual that is added to x is not, since it is the same array as the gradient of x.
+      parameters: names of the norms' scales and biases.
+      operands: names of the operands that have x's shape, or broadcast to it; `where` is boolean.
+      broadcast: for operands that have size 1 along an axis, this axis.
       shapes: the shapes of x.
       axis: the normalised axis.
-      grouped: parameters also have x's first axis, one set for each sample; the axes between have
-        size 1.
-      mixed: also measured with a float32 residual stream (residual and h) and 16-bit x and y.
+      grouped: True if each sample has its own parameters. They then have x's first axis and
+        normalised axis, and size 1 along the axes between.
+      mixed: True if the block is also measured with a float32 residual stream (residual and h) and
+        bfloat16 x and y.
     """
 
     results: tuple[str, ...]
@@ -114,7 +117,7 @@ BLOCKS: dict[str, Block] = {
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.
     "post_norm": Block(("y",), saved=("x",), gradients=("x",), parameters=("scale",)),
-    # h = residual + norm(x), y = norm(h): `rms_norm_add_rms_norm`, as in Gemma.
+    # h = residual + norm(x), y = norm(h): `rms_norm_add_rms_norm`, as in Gemma's layers.
     "sandwich": Block(
         ("y", "h"),
         saved=("x", "y"),
@@ -132,7 +135,7 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
-    # h = residual + gate x, y = norm(h) (1 + scale) + bias: a step of such a model with adaLN-zero.
+    # h = residual + gate x, y = norm(h) (1 + scale) + bias: adaLN-zero of diffusion transformers.
     "gated_add_layer_norm": Block(
         ("y", "h"),
         saved=("x", "y"),
@@ -141,8 +144,9 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (8, 4096, 1536)),
         grouped=True,
     ),
-    # y = softmax(scale x): with one mask for all heads; with a causal mask; and with a bias of each
-    # head's logits, such as a position bias, that all samples share.
+    # y = softmax(scale x), in three forms: with one mask for all heads; with a causal mask; and
+    # with a bias of the logits that all samples share and that is different for each head, such as
+    # a position bias.
     "masked_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "where"), broadcast={"where": 1}
     ),
@@ -155,12 +159,13 @@ BLOCKS: dict[str, Block] = {
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # GroupNorm of images with channels last, over positions and the channels of each group; and the
-    # same followed by silu, as in a diffusion model. With silu it saves x, because an activation
-    # cannot be inverted.
+    # GroupNorm of images with channels last, over positions and the channels of each group, and the
+    # same followed by silu, as in diffusion models. With silu, x is saved, because y does not
+    # determine the norm's result.
     "group_norm": _GROUP_NORM,
     "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
-    # y = rotation(norm(x), cos, sin): attention's queries and keys, with a table row per position.
+    # y = rotation(norm(x), cos, sin), for queries and keys of attention. The tables have a row for
+    # each position.
     "rms_norm_rope": dataclasses.replace(
         _SOFTMAX,
         parameters=("scale",),
@@ -176,7 +181,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction. `shape` is that of x; `dtype` is that of arrays of this shape."""
+    """One block in one direction. `shape` and `dtype` are those of x."""
 
     @property
     def block(self) -> Block:
@@ -202,7 +207,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def x_dtype(self) -> str:
-        """The normalised array's dtype, from which a library may derive its parameters'."""
+        """The dtype of the normalised array; a library may give its parameters the same dtype."""
         return self.dtype_of("h" if "h" in self.block.results else "x")
 
     @property
@@ -233,7 +238,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the row operands whose gradients are separate arrays."""
+        """The indices of the operands whose gradients are separate arrays; see `Block`."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 
@@ -243,7 +248,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """The minimum memory traffic in bytes: each pass moves each of its arrays once."""
+        """The memory traffic in bytes if each pass loads or stores each of its arrays once."""
         block = self.block
         arrays = [*block.operands, *block.results]
         if self.direction == "fwd+bwd":

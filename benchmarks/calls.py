@@ -1,4 +1,4 @@
-"""How both sides time a call: on buffers outside the cache, as a median over single calls."""
+"""How calls are timed in JAX and PyTorch: the median over calls whose operands are not cached."""
 
 import dataclasses
 import math
@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-L2_BYTES = 60e6  # an H200's cache; buffers rotate over 5 times as much
+L2_BYTES = 60e6  # the L2 cache of an H200; the sets of operands have 5 times as many bytes
 MAX_BUFFERS = 64
-# Maximum number of bytes that a copy moves, so that it fits beside the operands. The time of a
-# larger copy is extrapolated.
+# Maximum number of bytes that a copy loads and stores, so that its arrays fit into memory besides
+# the operands. The time of a larger copy is extrapolated.
 COPY_BYTES = 8e9
 REPEATS = 20
 
@@ -19,20 +19,24 @@ REPEATS = 20
 class Timing:
     """Medians over the timed calls, in microseconds."""
 
-    us: float  # all kernels of a call
-    main_us: float  # the longest kernel of a call
-    kernels: int | None = None  # of a call; unknown on a CPU
+    us: float  # time of all kernels of a call
+    main_us: float  # time of the longest kernel of a call
+    kernels: int | None = None  # number of kernels of a call; None on a CPU
 
     def times(self, factor: float) -> "Timing":
         """Return the timing multiplied by `factor`."""
         return Timing(factor * self.us, factor * self.main_us, self.kernels)
 
     def gbps(self, size: int) -> float:
-        """Return the GB/s of a call that moves `size` bytes."""
+        """Return the GB/s of a call that loads and stores `size` bytes."""
         return size / self.us / 1e3
 
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Return GB/s and the fraction of a copy's speed, or TFLOP/s if matmuls dominate."""
+        """Return the columns of a row of results: the time, and the speed.
+
+        `roof` is the timing of a copy of as many bytes, to which the speed is compared. It is None
+        for workloads whose time is that of matmuls; they have TFLOP/s instead of GB/s.
+        """
         return {
             "us": self.us,
             "main_us": self.main_us,
@@ -44,26 +48,30 @@ class Timing:
 
 
 def buffers_for(size: int) -> int:
-    """Return the number of sets of operands that calls use in turn; a call touches `size` bytes."""
+    """Return the number of sets of operands for calls that load and store `size` bytes.
+
+    Successive calls use different sets, so that no operand of a call is in the L2 cache.
+    """
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
 
 
 def words_for(size: int) -> tuple[int, float]:
-    """Return the number of 32-bit words to copy, and a factor for the time.
+    """Return the number of 32-bit words of the copy with which a call is compared, and a factor.
 
-    The time of this copy times the factor is the time of a copy that moves `size` bytes.
+    The time of this copy, multiplied by the factor, is the time of a copy that loads and stores
+    `size` bytes in all.
     """
     words = max(1, min(size, int(COPY_BYTES)) // 8)
     return words, max(1.0, size / COPY_BYTES)
 
 
 def calls_for(operands: Sequence[Any]) -> int:
-    """Return the number of calls to time: each set of operands once, and enough for a median."""
+    """Return the number of calls to time: enough for a median, and for all sets of operands."""
     return max(REPEATS, len(operands))
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
-    """Return the timing of `calls` equal calls, given the times of all their kernels in order."""
+    """Return the timing of a call, given the times of all kernels of `calls` calls in order."""
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")
@@ -76,7 +84,7 @@ def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
 
 
 def wall_us(call: Callable[[int], None], calls: int) -> float:
-    """Return the median wall-clock time of ``call(i)``, which must wait for its result."""
+    """Return the median time of ``call(i)`` in microseconds. The call must wait for its result."""
     times = []
     for i in range(calls):
         start = time.perf_counter()

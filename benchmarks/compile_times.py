@@ -1,14 +1,15 @@
-"""Seconds from a call to a program that can run: to trace, lower and compile it.
+"""The suite `compile`: seconds to trace, lower and compile a program.
 
-This is the work of `jax.jit` at the first call of a width: forward and backward in one program,
-with 8192 rows (blocks have as many rows in all, `causal_softmax` is square). Kernels are lowered in
-Python, so these times differ more between widths than the GPU times do. Every public function is
-among the operations: `post_norm` is `rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`,
-`gated_rms_norm` is `rms_norm_gated`, and `gated_add_layer_norm` is `add_layer_norm` with a gate.
-`gpt2-small scan` and similar names are whole training steps: with plain JAX's functions, with
-jaxnorm's norms, and with all of jaxnorm.
+`jax.jit` does this work at the first call with a new shape. A program is the forward and the
+backward pass of one operation. Its x has 8192 rows of the given width, possibly along several axes;
+`causal_softmax` has square matrices instead. Kernels are lowered in Python, so these times differ
+more between widths than the GPU times do. The operations cover every public function: `post_norm`
+is `rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and
+`gated_add_layer_norm` is `add_layer_norm` with a gate. `gpt2-small scan` and similar names are
+whole training steps: with functions of plain JAX, with jaxnorm's norms, and with all of jaxnorm.
 
-This module does not import JAX or torch, like `workloads`; `first_calls` measures.
+This module defines the cells and, like `workloads`, does not import JAX or torch. `first_calls`
+measures them.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import MODELS, PLAIN, Layers, TrainingCell
 from benchmarks.workloads import Direction, Shape, Workload
 
-#: Widths for which the schedule tables use different rules: narrow, aligned and unaligned rows.
+#: Widths to which different rules of the schedule tables apply, and that are narrow, aligned or
+#: unaligned.
 WIDTHS = (
     *(8, 16, 24, 40, 56, 64, 72, 96, 120, 128, 200, 256, 384, 768),
     *(1000, 1023, 1024, 3000, 4095, 4096, 5120, 8192, 12288, 16384),
@@ -31,7 +33,7 @@ WIDTHS = (
 QUICK = (24, 1024, 4095, 50257)
 #: The providers whose programs are timed: the default of a call, and plain jnp.
 PROVIDERS = ("jaxnorm", "jnp")
-#: Maximum number of seconds for any program.
+#: Maximum number of seconds that any program may take.
 LIMIT_S = 4.0
 ROWS = 8192
 #: Training steps: a model, how its layers are stacked, and the number of sequences in a batch.
@@ -42,8 +44,8 @@ STEPS: dict[str, tuple[str, Layers, int]] = {
 }
 STEP_VARIANTS = (PLAIN, "jaxnorm-norms", "jaxnorm-products")
 
-# The shape of x as a function of the width; for matmuls, x's and weight's. Others use (ROWS,
-# width).
+# The shape of x as a function of the width. For operations with a matmul, it is (rows, features,
+# columns of the weight). Operations that are not listed have (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
     "gated_add_layer_norm": lambda cols: (16, 512, cols),
@@ -60,16 +62,19 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
 }
-#: Widths are multiples of these: channels form groups, and columns are rotated in pairs.
+#: Numbers of which an operation's widths are multiples, because channels form groups and columns
+#: are rotated in pairs.
 COLUMNS_ARE_MULTIPLES_OF = {
     "group_norm": CHANNEL_GROUPS,
     "group_norm_silu": CHANNEL_GROUPS,
     "rms_norm_rope": 2,
 }
-# Left out: compositions of other functions in this list, and a plain matmul.
+# Operations of other suites that are not compiled here, because they are compositions of operations
+# in this suite, or a plain matmul.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
 OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
-# Operations that also support float32 rows, or a float32 residual stream, with a 16-bit result.
+# Operations that are also compiled with float32 rows, or a float32 residual stream, and a bfloat16
+# result.
 _MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" in block.results))
 
 
@@ -84,9 +89,10 @@ def shaped_workload(
 
 @dataclasses.dataclass(frozen=True)
 class CompileCell:
-    """One operation, forward and backward, on one shape of x; for "mixed" see `workloads.DTYPES`.
+    """One operation, forward and backward, on one shape of x. For "mixed", see `workloads.DTYPES`.
 
-    If `op` is in STEPS, the shape is that of its tokens and the provider is a variant.
+    If `op` is a training step of STEPS, the shape is the shape of its tokens, and the provider is a
+    variant of `models.VARIANTS`.
     """
 
     op: str
@@ -119,7 +125,7 @@ class CompileCell:
 def cells(
     providers: Sequence[str], ops: Sequence[str], dtypes: Sequence[str], widths: Sequence[int]
 ) -> Iterator[CompileCell]:
-    """Yield the selected cells that providers support; for jnp, those in bfloat16 only."""
+    """Yield the selected cells. For the provider jnp, these are the cells in bfloat16 only."""
     for op in (op for op in OPS if op in ops):
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:
@@ -132,7 +138,7 @@ def cells(
 
 
 def steps(providers: Sequence[str], ops: Sequence[str]) -> Iterator[CompileCell]:
-    """Yield training steps of the models among `ops`, for each variant of the providers."""
+    """Yield the training steps of models in `ops`, for each variant of the providers."""
     for name, (model, _, batch) in STEPS.items():
         for variant in STEP_VARIANTS:
             if model in ops and variant.split("-")[0] in providers:

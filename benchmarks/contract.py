@@ -1,4 +1,4 @@
-"""Workloads as calls of an implementation: functions of its interface, and their operands."""
+"""Workloads that call an implementation (a set of kernels) without jaxnorm's functions."""
 
 import dataclasses
 import functools
@@ -18,23 +18,24 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: For each operation and pass, the numbers of arrays of x's shape that it loads or stores: those of
-#: x's dtype, and those of y's. A backward pass starts from the output.
+#: For each operation and pass, how many arrays of x's shape it loads or stores: the number with x's
+#: dtype, and the number with y's dtype. A backward pass starts from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
-    ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
-    ("add_norm", "bwd"): (2, 2),  # dh, dx; y, dy
-    ("norm_add", "fwd"): (3, 0),  # x, residual, the sum
+    ("add_norm", "fwd"): (3, 1),  # of x's dtype: x, residual, h; of y's: y
+    ("add_norm", "bwd"): (2, 2),  # of x's dtype: dh, dx; of y's: y, dy
+    ("norm_add", "fwd"): (3, 0),  # of x's dtype: x, residual, the sum
     ("norm_add_norm", "fwd"): (3, 1),
-    ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
+    ("norm_add_norm", "bwd"): (4, 2),  # of x's dtype: x, dh, dx, dresidual; of y's: y, dy
 }
 
 
 def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
-    """Run a pass of an implementation on operands in the order of the operations table.
+    """Run a pass of an implementation on operands in the order that `OPERATIONS` lists them.
 
-    A forward pass takes operands, and returns results and then a tuple of statistics. A backward
-    pass takes residuals (with the statistics in a tuple) and cotangents, and returns gradients. An
-    absent array is None. A scale of each row's logits is left out, because no kernel takes it.
+    A forward pass takes the operands, and returns the results and then a tuple of the statistics. A
+    backward pass takes the residuals (with the statistics in a tuple) and the cotangents, and
+    returns the gradients. An absent array is None. `logits_scale` is not among the arrays, because
+    no kernel takes it.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -54,9 +55,9 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class KernelWorkload(Workload):
-    """One function of an implementation on one shape, forward or backward from the output.
+    """A kernel on rows of one shape: a forward pass, or a backward pass from the output.
 
-    If the operation has a residual, it has x's dtype.
+    A residual, if the operation has one, has x's dtype.
     """
 
     @property
@@ -117,14 +118,14 @@ class KernelWorkload(Workload):
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on the arrays that `operands` returns."""
+        """Return a function that runs the implementation on arrays as `operands` returns them."""
         spec, results = self.spec, len(self.spec.operation.results)
         if self.direction == "bwd":
             return lambda *operands: call(implementation, spec, *operands)
         return lambda *operands: call(implementation, spec, *operands)[:results]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
-        """Return random operands of realistic size. Constants would be compressed."""
+        """Return random operands of realistic size. GPUs would compress constant arrays."""
         keys = iter(jax.random.split(jax.random.key(seed), 8))
         spec, backward = self.spec, self.direction == "bwd"
 
@@ -167,14 +168,14 @@ class KernelWorkload(Workload):
 
 
 class LinearKernelWorkload(LinearWorkload):
-    """A norm and the matmul after it, forward only, on one shape."""
+    """The kernel of a norm and the matmul after it, forward only, on one shape."""
 
     @property
     def cols(self) -> int:
         return self.sizes[1]
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation; for xla, the composition."""
+        """Return a function that runs the implementation; for xla, norm and matmul in plain JAX."""
         if implementation is xla:
             return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
         return functools.partial(
@@ -182,7 +183,7 @@ class LinearKernelWorkload(LinearWorkload):
         )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Return random operands, because a GPU's clock depends on them."""
+        """Return random operands of realistic size, because a GPU's clock depends on the values."""
         keys = jax.random.split(jax.random.key(seed), 3)
         (x, dtype), (weight, _, deviation) = self.row_operands
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
@@ -192,7 +193,7 @@ class LinearKernelWorkload(LinearWorkload):
 
 @dataclasses.dataclass(frozen=True)
 class HeadsKernelWorkload:
-    """A norm of heads and their rotation on one shape, forward or backward from the output.
+    """The kernel of a norm of heads and their rotation: a forward pass, or a backward pass from y.
 
     Attributes:
       shape: batch, length, heads and columns of a head; all columns are rotated.
@@ -240,7 +241,7 @@ class HeadsKernelWorkload:
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on the arrays that `operands` returns."""
+        """Return a function that runs the implementation on arrays as `operands` returns them."""
         spec = self.spec
         if implementation is not xla:
             return functools.partial(self._in_rows, functools.partial(call, implementation, spec))

@@ -1,6 +1,7 @@
-"""jaxnorm's plain JAX on a CPU next to what models use without it, in one process.
+"""The suite `cpu`: jaxnorm's plain JAX code on a CPU, compared with other libraries.
 
-This module does not import JAX or torch, like `workloads`; `cpu_times` measures.
+Both are timed in the same process. This module defines the cells and, like `workloads`, does not
+import JAX or torch. `cpu_times` measures them.
 """
 
 import dataclasses
@@ -13,16 +14,16 @@ from benchmarks.workloads import Array, FewParameters, Shape, Workload
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("fwd", "fwd+bwd")
 ROWS: tuple[Shape, ...] = ((4096, 1024), (1024, 4096))
-# Shapes of the second half of an MLP: rows, hidden features, features.
+# Shapes of the activation and down projection of an MLP: rows, hidden features, features.
 PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """The timed cells of an operation: its shapes, and the providers that jaxnorm is compared with.
+    """How an operation is timed: its shapes, and the providers with which jaxnorm is compared.
 
-    With `is_eager`, it runs outside `jax.jit`, where a library may trace or compile a gradient at
-    each call.
+    If `is_eager` is True, it runs outside `jax.jit`, where a library may trace or compile a
+    gradient at each call.
     """
 
     shapes: tuple[Shape, ...]
@@ -30,7 +31,8 @@ class Beside:
     is_eager: bool = False
 
 
-# "flax-two_pass" is Flax's norm without its fast variance, E[x^2] - E[x]^2.
+# The provider "flax-two_pass" is Flax's norm without the option to compute the variance as E[x^2] -
+# E[x]^2.
 CPU: dict[str, Beside] = {
     "cross_entropy": Beside(
         ((2048, 1024), (1024, 8192), (128, 50257), (8, 128256)), peers=("optax",)
@@ -78,7 +80,7 @@ class ProductWorkload(FewParameters):
 
 @dataclasses.dataclass(frozen=True)
 class CpuCell:
-    """One operation in one direction. A loss is a mean. `provider` is the compared library."""
+    """One operation in one direction. `provider` is compared with jaxnorm. A loss is a mean."""
 
     op: str
     direction: str
@@ -108,7 +110,11 @@ def cells(
     *,
     quick: bool,
 ) -> Iterator[CpuCell]:
-    """Yield the selected cells; `shapes` replace an operation's own shapes with as many axes."""
+    """Yield the selected cells.
+
+    If `shapes` is not None, an operation uses those of `shapes` that have as many axes as its
+    default shapes.
+    """
     for op, beside in CPU.items():
         its = beside.shapes[: 1 if quick else None]
         if shapes is not None:

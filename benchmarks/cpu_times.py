@@ -1,4 +1,4 @@
-"""Time a call of jaxnorm's plain JAX and of a peer alternately, on a CPU."""
+"""Time jaxnorm's plain JAX code and another library's code alternately, on a CPU."""
 
 import functools
 import statistics
@@ -21,7 +21,7 @@ Figures = dict[str, float | None]
 
 
 def step(cell: CpuCell, name: str) -> Callable[..., Any]:
-    """Return a function from operands, parameters and cotangents to results and gradients."""
+    """Return a function of operands, parameters and cotangents to results and gradients."""
     if name == "flax-two_pass":
         f = flax_modules.layer_norm(cell.dtype, use_fast_variance=False)
     elif isinstance(cell.workload, ProductWorkload):
@@ -48,7 +48,7 @@ def step(cell: CpuCell, name: str) -> Callable[..., Any]:
 
 
 def prepare(cell: CpuCell) -> Callable[[], Figures]:
-    """Compile both calls, and return a function that measures the cell."""
+    """Compile the calls of jaxnorm and of the provider, and return a function that times both."""
     on_cpu = functools.partial(jax.default_device, jax.local_devices(backend="cpu")[0])
     with on_cpu():
         arrays = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
@@ -66,7 +66,8 @@ def prepare(cell: CpuCell) -> Callable[[], Figures]:
         start = time.perf_counter()
         turns: list[list[float]] = []
         while len(turns) < WARMUP + MOST:
-            # Alternate the order: the second call may find a warm cache or another clock.
+            # Alternate the order of both calls, because the second may find a warm cache or another
+            # clock.
             order = (0, 1) if len(turns) % 2 else (1, 0)
             taken = {i: seconds(both[i]) for i in order}
             turns.append([taken[0], taken[1]])

@@ -1,4 +1,8 @@
-"""Figures from the timed rows: the answers of each provider to each cell, and comparisons."""
+"""Times and speeds from the rows of result files, and comparisons of providers.
+
+A *question* is a workload (operation, direction, shape, dtypes) without its provider. The *answers*
+to a question are a dict from the provider's name to its :class:`Figure`.
+"""
 
 import dataclasses
 import math
@@ -14,30 +18,31 @@ from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
-# Providers whose figure counts as jaxnorm's: the default of a call or, without it, the kernel.
+# Providers whose figure counts as jaxnorm's, in order of preference: a call of jaxnorm, which uses
+# its default implementation, and the Mosaic kernel.
 OWN = ("jaxnorm", "mosaic")
-# The shapes in plots and tables: each has enough rows to fill a GPU, and each N occurs once.
+# The shapes (rows, N) in plots and tables. Each has enough rows to fill a GPU.
 PLOTTED = [
     shape
     for group in ("narrow rows", "powers of two", "model widths", "odd rows")
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-AHEAD = 1.02  # a peer is ahead if jaxnorm's time is more than this times the peer's
+AHEAD = 1.02  # jaxnorm's time over another provider's, from which that provider is ahead
 
-# A cell without its provider: the fields of a Workload (op, direction, rows, cols, x_dtype,
-# y_dtype) or of a ShapedWorkload.
+# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload (op,
+# direction, shape, dtype).
 Question = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The figures of one provider for one question.
+    """Time and speed of one provider in one workload.
 
-    `us` is in microseconds, `speed` in GB/s, and `roof` is the time of a copy over `us`. For
-    matmuls, `speed` is in TFLOP/s, and `roof` is the time of the matmul alone over `us`.
-    `extra_passes` counts passes over whole arrays that compute nothing, if known; `us` may not
-    include copies among them.
+    `us` is the time in microseconds, `speed` is in GB/s, and `roof` is the time of a copy of as
+    many bytes, divided by `us`. For matmuls, `speed` is in TFLOP/s, and `roof` is the time of XLA's
+    matmul alone, divided by `us`. `extra_passes` is the number of copies, casts and transposes of
+    large arrays. `us` may not include the copies.
     """
 
     us: float
@@ -54,11 +59,11 @@ Figures = dict[Question, dict[str, Figure]]
 
 
 def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
-    """Return the figures of a suite's successful rows: a dict by question, then by provider.
+    """Return the figures of a suite's successful rows: a dict from each question to its answers.
 
-    A row's `roof` is computed from the median time of copies of as many bytes, over all processes.
-    On an H200, the copy in a single process was slower than this median by 7 % or more in one of 28
-    rows of 100 MB and more.
+    To compute `roof`, use the median time of copies of as many bytes, over all processes. On an
+    H200, the copy of a single process was at least 7 % slower than this median in one of 28 rows of
+    100 MB and more.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -82,7 +87,7 @@ def _question(row: Row, kind: type[Any]) -> Question:
 
 
 def of_products(rows: Iterable[Row]) -> Figures:
-    """Return the figures of matmuls: a dict by question, then by provider.
+    """Return the figures of matmuls: a dict from each question to its answers.
 
     `roof` is computed from the time of XLA's matmul alone (jnp); it is NaN if that was not
     measured.
@@ -103,13 +108,13 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def step_of(cell: TrainingCell) -> dict[str, str]:
-    """Return the fields of a cell as text, with the provider last."""
+    """Return a dict of the fields of a training step as text, with the provider last."""
     fields = {name: str(value) for name, value in dataclasses.asdict(cell).items()}
     return fields | {"provider": fields.pop("provider")}
 
 
 def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
-    """Return the rows of training steps by the fields of their cells, sorted by model."""
+    """Return a dict from the fields of a training step to its row of results, sorted by model."""
     names = [*step_of(TrainingCell("", "none", "scan", "", 0, ""))]
     choices: dict[str, Sequence[str]] = {"model": [*MODELS], "layers": LAYERS, "remat": REMATS}
 
@@ -124,27 +129,27 @@ def bytes_of(question: Question) -> int:
 
 
 def own(answers: dict[str, Figure]) -> Figure | None:
-    """Return jaxnorm's figure; None if it was not measured."""
+    """Return jaxnorm's figure among the answers, or None if it was not measured."""
     return next((answers[name] for name in OWN if name in answers), None)
 
 
 def times_faster(answers: dict[str, Figure], peer: str) -> float | None:
-    """Return the peer's time over jaxnorm's; None if one of them was not measured."""
+    """Return the time of the provider `peer` divided by jaxnorm's, or None if one is unknown."""
     mine, other = own(answers), answers.get(peer)
     return None if mine is None or other is None else other.us / mine.us
 
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """A peer that is faster than jaxnorm by more than 2 %, for one question."""
+    """A provider that is faster than jaxnorm by more than 2 % in one workload."""
 
     question: Question
     peer: str
-    ratio: float  # jaxnorm's time over the peer's
+    ratio: float  # jaxnorm's time divided by the provider's
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Yield each peer that is faster than jaxnorm, question by question."""
+    """Yield each provider that is faster than jaxnorm, for one workload after the other."""
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:
@@ -156,17 +161,17 @@ def ahead(figures: Figures) -> Iterator[Ahead]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """jaxnorm's speed relative to a peer's: median, minimum and maximum over their common cells."""
+    """Another provider's time divided by jaxnorm's: median, minimum and maximum over workloads."""
 
     cells: int
-    ahead: int  # number of cells in which the peer is faster
+    ahead: int  # number of workloads in which the other provider is faster
     median: float
     least: float
     greatest: float
 
 
 def comparison(figures: Figures, peer: str) -> Comparison | None:
-    """Return the comparison with a peer, or None if no cell was measured for both."""
+    """Return the comparison with a provider, or None if no workload was measured for both."""
     each = [times_faster(answers, peer) for answers in figures.values()]
     ratios = [ratio for ratio in each if ratio is not None]
     if not ratios:
@@ -178,9 +183,9 @@ def comparison(figures: Figures, peer: str) -> Comparison | None:
 def along_n(
     figures: Figures, op: str, direction: str, x_dtype: str, y_dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return the figures of each provider by N, over the plotted shapes.
+    """Return a dict from the row length N of each plotted shape to the answers for this shape.
 
-    If two shapes have the same N, the larger one counts.
+    If several shapes have the same N, the one with the most rows is used.
     """
     result = {}
     for rows, cols in sorted(PLOTTED, key=lambda shape: (shape[1], shape[0])):
@@ -193,7 +198,10 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return the figures of a block by shape: its own shapes in their order, then any others."""
+    """Return a dict from each shape of a block to the answers for this shape.
+
+    The shapes of `BLOCKS` come first, then others that were measured.
+    """
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
         shape: answers
@@ -206,14 +214,14 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return the figures of square matmuls, by their size M = N = K."""
+    """Return a dict from the size M = N = K of each square matmul to its answers."""
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
 
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return the figures of models' matmuls: a dict by the name of the matmul, then by provider."""
+    """Return a dict from the name of each matmul of a model to its answers."""
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 
 
@@ -225,5 +233,5 @@ def _of_shapes(
 
 
 def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:
-    """Return the number of failed cells for each pair of provider and reason."""
+    """Return the number of failed measurements for each pair of provider and reason."""
     return Counter((row["provider"], row["status"]) for row in rows if row["status"] != OK)

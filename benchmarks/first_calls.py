@@ -1,4 +1,4 @@
-"""Time the work of `jax.jit` at a first call; see `compile_times`."""
+"""Times how long JAX traces, lowers and compiles the programs of `compile_times`."""
 
 import functools
 import importlib
@@ -16,7 +16,10 @@ Figures = dict[str, float | None]
 
 
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
-    """Time a cell now and return the figures as a function: nothing is left to measure."""
+    """Time a cell now, and return a function that returns the times.
+
+    Other suites return a function that measures, but here, preparing a cell is what is measured.
+    """
     _warm_up()
     figures = seconds(cell)
     return lambda: figures
@@ -24,20 +27,20 @@ def prepare(cell: CompileCell) -> Callable[[], Figures]:
 
 @functools.cache
 def _warm_up() -> None:
-    """Import the modules that every first call needs, and initialise the compilers."""
-    jax.config.update("jax_enable_compilation_cache", False)  # no cached programs
+    """Import the modules that any first call imports, and initialise the compilers."""
+    jax.config.update("jax_enable_compilation_cache", False)  # do not load programs from a cache
     for provider in PROVIDERS:
         for op in ("layer_norm", "softmax", "cross_entropy"):
             seconds(CompileCell(op, "8192x1152", "bfloat16", provider))
 
 
 def seconds(cell: CompileCell) -> Figures:
-    """Return the seconds to trace, lower and compile a cell's program.
+    """Return the seconds that JAX takes to trace, lower and compile a cell's program.
 
-    Without a GPU, it is lowered for one but not compiled.
+    Without a local GPU, the program is lowered for a GPU but not compiled.
     """
     if cell.step is not None:
-        training = importlib.import_module("benchmarks.training")  # it needs optax
+        training = importlib.import_module("benchmarks.training")  # imported here: needs optax
         whole = training.Step(cell.step, cell.step.batch)
         return _seconds(whole.trace, whole.options)
     work = cell.workload

@@ -1,4 +1,4 @@
-"""Unnecessary work of a compiled JAX program, read from its optimised HLO."""
+"""Copies, casts and collectives of a compiled JAX program, read from its optimised HLO."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
 _BODY = re.compile(r"body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
-Instruction = tuple[str, str, str]  # opcode, type, line
+Instruction = tuple[str, str, str]  # opcode, result type, line of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Collective:
     Attributes:
       name: its opcode, such as "all-gather".
       array: the dtype and shape of its result, such as "bf16[16,64]".
-      size: number of bytes that each device sends in one run, by a ring or directly.
-      runs: number of runs; more than one in a loop.
+      size: number of bytes that each device sends in one run, with a ring algorithm or directly.
+      runs: how often the operation runs; more than once in a loop.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Collective:
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Return the collectives of a program that runs on this many devices, one for each array.
+    """Return the collectives of a program that runs on `devices` devices, one for each array.
 
-    XLA combines collectives, and an all-to-all may have an array for each device. A loop counts
-    once if XLA does not state its number of runs.
+    An operation may have several arrays: XLA combines collectives, and an all-to-all may have an
+    array for each device. If XLA does not state how often a loop runs, it counts as one run.
     """
     computations = dict(_computations(text))
-    loops = {}  # from a loop's body to the computation with the loop, and the number of runs
+    loops = {}  # the body of each loop -> (the computation with the loop, number of runs)
     for name, instructions in computations.items():
         for opcode, _, line in instructions:
             if opcode == "while":
@@ -72,26 +72,26 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 
 def _results(opcode: str, kind: str) -> list[str]:
-    """Return the arrays of a collective's result; a "-start" lists its operands first."""
+    """Return the arrays in a collective's result type. For a "-start" opcode, skip its operands."""
     arrays = [found[0] for found in _ARRAY.finditer(kind)]
     return arrays[len(arrays) // 2 :] if opcode.endswith("-start") else arrays
 
 
 def _sent(name: str, array: str, line: str, devices: int) -> int:
-    """Return the bytes that a device sends, from the result's array and the group's size."""
+    """Return the bytes that a device sends in one run of a collective."""
     n = _group(line, devices)
     factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
     return round(_bytes(array) * factors.get(name, (n - 1) / n))
 
 
 def _bytes(array: str) -> int:
-    """Return the bytes of an array such as "bf16[16,64]"."""
+    """Return the number of bytes of an array such as "bf16[16,64]"."""
     _, bits, shape = next(iter(_ARRAY.findall(array)))
     return math.prod(map(int, filter(None, shape.split(",")))) * max(int(bits or 8) // 8, 1)
 
 
 def _group(line: str, devices: int) -> int:
-    """Return the number of devices that take part in one collective."""
+    """Return the number of devices in each group that exchanges data in a collective."""
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -103,10 +103,10 @@ def _group(line: str, devices: int) -> int:
 
 
 def extra_passes(text: str, elements: int) -> int:
-    """Count operations on at least `elements` elements that compute nothing.
+    """Return the number of operations on at least `elements` elements that compute nothing.
 
-    These are copies, converts and transposes. On a GPU, the driver may do a copy instead of a
-    kernel; then the kernels' time does not include it.
+    These are copies, casts and transposes. On a GPU, the driver may perform a copy without a
+    kernel; the time of the program's kernels then does not include it.
     """
     computations = dict(_computations(text))
 
@@ -128,14 +128,14 @@ def made(text: str, elements: int) -> list[str]:
 
 
 def scopes(text: str) -> dict[str, str]:
-    """Return a dict from a kernel's name to its instruction's scope in the traced program."""
+    """Return a dict from each kernel's name to the JAX name scope of its code."""
     return {re.sub(r"\W", "_", name): scope for name, scope in _SCOPE.findall(text)}
 
 
 def _large(
     computations: Mapping[str, Sequence[Instruction]], elements: int
 ) -> Iterator[Instruction]:
-    """Yield instructions outside fusions that have an array of at least `elements` elements."""
+    """Yield instructions outside fusions whose result has at least `elements` elements."""
     fused = {
         called
         for instructions in computations.values()
@@ -160,6 +160,6 @@ def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def _elements(kind: str) -> int:
-    """Return the number of elements of the largest array in a type, which may be a tuple."""
+    """Return the number of elements of the largest array in an HLO type, which may be a tuple."""
     sizes = (math.prod(map(int, filter(None, s.split(",")))) for s in _SHAPE.findall(kind))
     return max(sizes, default=0)

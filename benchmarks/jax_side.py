@@ -1,4 +1,4 @@
-"""Measures the providers that use JAX, in separate processes."""
+"""Measures cells of the providers that use JAX. Each process of `worker.py` imports it."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
 Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
 
-THREADS = 16  # maximum number of threads that prepare cells
-KEPT_BYTES = 5e9  # the most that a waiting process may hold; JAX's pool may be twice its peak
+THREADS = 16  # maximum number of threads that prepare cells at the same time
+KEPT_BYTES = 5e9  # maximum peak memory of a process that waits; JAX may hold twice as much
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -31,9 +31,9 @@ def random_arrays(
     parameter_shapes: tuple[Shape, ...],
     cotangents: tuple[Array, ...],
 ) -> Inputs:
-    """Return normal rows and weights, parameters near 1, masks that are mostly True, random labels.
+    """Return random operands: normal x and weights, parameters near 1, random masks and labels.
 
-    Constants would be compressed.
+    The values are random because a GPU would compress constant arrays in memory.
     """
     count = len(row_operands) + len(parameter_shapes) + len(cotangents)
     keys = iter(jax.random.split(jax.random.key(seed), count))
@@ -58,38 +58,42 @@ def random_arrays(
 def arguments_of(
     w: Workload | ShapedWorkload,
 ) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
-    """Return the arguments of `random_arrays`, without the seed."""
+    """Return the arguments of `random_arrays` for a workload, without the seed."""
     return w.row_operands, w.parameter_shapes, w.cotangents
 
 
 @functools.cache
 def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
-    """Return the compiled `random_arrays` for these arguments, as a function of the seed."""
+    """Compile `random_arrays` for these arguments, and return it as a function of the seed."""
     return random_arrays.lower(0, *arguments).compile()
 
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
-    """Return enough inputs to keep calls out of the cache; a workload's providers share them."""
+    """Return so many sets of inputs that a call finds none of them in the GPU's cache.
+
+    The cells of a workload share the inputs.
+    """
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled call, and a function that computes the call's operands from inputs."""
+    """A compiled call, and a function that computes its operands from the workload's inputs."""
 
     call: Callable[..., Any]
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
-    extra_passes: int  # over arrays of x's size
-    temp_bytes: int  # XLA's plan for intermediates
+    extra_passes: int  # number of copies, casts and transposes of arrays of x's size
+    temp_bytes: int  # memory that XLA plans for intermediates
 
 
 def compile_cell(cell: Timed) -> Program:
-    """Compile the call as a user would make it; errors of the library are raised.
+    """Compile a cell's call as a user would make it. Errors of the library are not caught.
 
-    A gradient that equals an existing array is not returned, because XLA would have to copy it.
+    A gradient is not returned if it is the same array as another gradient, because XLA would copy
+    it.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     rows, parameters, cotangents = jax.eval_shape(
@@ -112,7 +116,7 @@ def compile_cell(cell: Timed) -> Program:
 
     def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
         results, pullback = jax.vjp(forward, rows, parameters)
-        # A mean has no cotangent: use a constant 1, as jax.grad does.
+        # A mean loss has no cotangent among the inputs. Use the constant 1, as jax.grad does.
         of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
         return results, [of_rows[i] for i in cell.workload.gradients], of_parameters
 
@@ -122,8 +126,8 @@ def compile_cell(cell: Timed) -> Program:
     if cell.direction == "fwd+bwd":
         call = compiled(forward_and_backward, rows, parameters, cotangents)
         return timed(call, lambda rows, parameters, cotangents: (rows, parameters, cotangents))
-    # The operands of a backward pass are what the library's own rule saves: the leaves of its
-    # pullback.
+    # The operands of a backward pass are the residuals that the library saves: the leaves of the
+    # pullback that jax.vjp returns.
     save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
     saved, tree = jax.tree.flatten(save.out_info)
     saved = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]
@@ -157,16 +161,19 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """Compile all programs of a cell, in a thread, and return a function that measures the cell."""
+    """Compile all programs of a cell, and return a function that measures the cell.
+
+    Several threads call this function at the same time.
+    """
     if suite == "stacks":
         return stacks.prepare(cell)
     if suite == "cpu":
-        cpu_times = importlib.import_module("benchmarks.cpu_times")  # it needs Flax
+        cpu_times = importlib.import_module("benchmarks.cpu_times")  # imported here: needs Flax
         return cpu_times.prepare(cell)
     if suite == "compile":
         return first_calls.prepare(cell)
     if suite in ("training", "capacity"):
-        training = importlib.import_module("benchmarks.training")  # it needs optax
+        training = importlib.import_module("benchmarks.training")  # imported here: needs optax
         return training.prepare(suite, cell)
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
@@ -176,22 +183,22 @@ def prepare(suite: str, cell: Any) -> Measure:
 
 
 def release() -> None:
-    """Delete the arrays that the cells of a workload share."""
+    """Delete the inputs that the cells of a workload share."""
     rotating_inputs.cache_clear()
 
 
 def crowds_others() -> bool:
-    """Return True if this process holds so much GPU memory that others may lack it.
+    """Return True if this process holds so much GPU memory that other processes may lack memory.
 
-    JAX frees that memory only when the process ends. With this limit, seven of eight waiting
-    processes leave half of an H200 to the eighth.
+    JAX frees this memory only when the process ends. With the limit `KEPT_BYTES`, seven waiting
+    processes leave half of an H200's memory to an eighth process that measures.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
         return False
-    used = jax.local_devices()[0].memory_stats() or {}  # None on a CPU
+    used = jax.local_devices()[0].memory_stats() or {}  # memory_stats is None on a CPU
     return used.get("peak_bytes_in_use", 0) > KEPT_BYTES
 
 
 def needs_restart(error: Exception) -> bool:
-    """Return True if the process cannot use the GPU any more: CUDA's errors are permanent."""
+    """Return True if the process cannot use the GPU after this error, as after most CUDA errors."""
     return "CUDA_ERROR" in str(error) and "OUT_OF_MEMORY" not in str(error)

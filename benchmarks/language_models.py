@@ -1,8 +1,9 @@
-"""GPT-2 and Llama 3.2, and a training step of each, as people write them in JAX.
+"""GPT-2 and Llama 3.2, and a training step, as people write them in plain JAX.
 
-These are plain functions over trees of parameters. Parameters are float32, activations bfloat16,
-layers scanned or unrolled, and the embedding is also the last layer's weight. `variants` has the
-functions in which variants differ. In shapes, B is sequences, S their length and d the width.
+The models are plain functions of trees of parameters. Parameters are float32 and activations
+bfloat16. Layers are scanned or unrolled. The embedding is also the weight of the last layer.
+Variants of a model differ in a few functions, which are in `variants`. In shapes, B is the number
+of sequences, S their length and d the width.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ State = tuple[Params, optax.OptState]
 
 OPTIMIZER = optax.adamw(3e-4, weight_decay=0.1)
 
-# The arguments of jax.checkpoint for a layer.
+# The arguments of jax.checkpoint for a layer, for each kind of rematerialisation.
 _POLICIES: dict[Remat, dict[str, Any]] = {
     "dots": {"policy": jax.checkpoint_policies.dots_with_no_batch_dims_saveable},
     "block": {},
@@ -35,8 +36,10 @@ class Model:
     """A model of a given size, with the functions of a variant.
 
     Attributes:
-      layers: a scan over stacked parameters, or separate layers, each with its own parameters.
-      attention: the implementation of jax.nn.dot_product_attention: "cudnn" on a GPU, else "xla".
+      layers: "scan" for a scan over stacked parameters, "unrolled" for layers with separate
+        parameters.
+      attention: the argument `implementation` of jax.nn.dot_product_attention: "cudnn" on a GPU,
+        else "xla".
     """
 
     size: Size
@@ -47,7 +50,7 @@ class Model:
     attention: Literal["cudnn", "xla"] = "xla"
 
     def init(self, key: Array) -> Params:
-        """Return parameters: norms are the identity, biases 0, others normal (deviation 0.02)."""
+        """Return initial parameters: scales 1, biases 0, others normal with deviation 0.02."""
         shapes, tree = jax.tree.flatten_with_path(
             _SHAPES[self.size.kind](self.size), is_leaf=lambda node: isinstance(node, tuple)
         )
@@ -70,16 +73,17 @@ class Model:
         ]
 
     def loss(self, params: Params, tokens: Array) -> Array:
-        """Return the mean cross-entropy of each token in (B, S + 1), given the tokens before it."""
+        """Return the mean cross-entropy of each token, given the tokens before it."""
         embedding = params["embedding"].astype(self.dtype)
         x = _MODELS[self.size.kind](self, params, embedding[tokens[:, :-1]])
         return self.variant.loss(x, embedding, tokens[:, 1:])
 
     def stack(self, layer: Callable[[Array, Params], Array], x: Array, layers: Any) -> Array:
-        """Apply the layers one after the other."""
+        """Apply the layers one after the other, as a scan or unrolled."""
         is_scan = self.layers == "scan"
         if self.remat != "none":
-            # In a scan, XLA cannot merge recomputed values with those of the forward pass.
+            # prevent_cse is not needed in a scan, where XLA cannot merge recomputed values with
+            # those of the forward pass.
             layer = jax.checkpoint(layer, prevent_cse=not is_scan, **_POLICIES[self.remat])
         if is_scan:
             return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
@@ -127,7 +131,7 @@ def dense(linear: Callable[[Array, Array], Array], x: Array, p: Params) -> Array
 
 
 def gpt2(model: Model, params: Params, x: Array) -> Array:
-    """Return the last hidden states, given embedded tokens; both are (B, S, d)."""
+    """Return the last hidden states of GPT-2, given embedded tokens; both are (B, S, d)."""
     use = model.variant
 
     def layer(x: Array, p: Params) -> Array:
@@ -174,7 +178,7 @@ def rotations(length: int, head: int, base: float = 500_000.0) -> tuple[Array, A
 
 
 def llama(model: Model, params: Params, x: Array) -> Array:
-    """Return the last hidden states, given embedded tokens; both are (B, S, d)."""
+    """Return the last hidden states of Llama, given embedded tokens; both are (B, S, d)."""
     use = model.variant
     tables = rotations(x.shape[1], model.size.head)
 
@@ -200,7 +204,7 @@ _MODELS = {"gpt2": gpt2, "llama": llama}
 
 
 def train_step(model: Model, state: State, tokens: Array) -> tuple[State, Array]:
-    """Take a step of AdamW on a batch of tokens (B, S + 1)."""
+    """Take a step of AdamW on tokens (B, S + 1), and return the new state and the loss."""
     params, moments = state
     loss, gradients = jax.value_and_grad(model.loss)(params, tokens)
     with jax.named_scope("optimizer"):

@@ -1,4 +1,4 @@
-"""Matmuls: alone, as the reference, and after the norm of a pre-norm model.
+"""The suite `linear`: a norm with the matmul after it, and the matmul alone as the reference.
 
 This module does not import JAX or torch, like `workloads`.
 """
@@ -12,10 +12,11 @@ from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
-#: Llama's hidden size, and its projections: queries, keys and values in one; gate and up.
+#: For each size of Llama, the width, and the features of its projections: of queries, keys and
+#: values in one matmul, and of gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
-    "8B": (4096, (6144, 14336, 28672)),  # 14336: gate without up
+    "8B": (4096, (6144, 14336, 28672)),  # 14336: the gate without up
     "70B": (8192, (10240, 57344)),
 }
 PROJECTIONS: dict[Shape, str] = {
@@ -27,7 +28,7 @@ PROJECTIONS: dict[Shape, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """The measured cells of one operation. A shape is M x K x N: x is (M, K), weight (K, N)."""
+    """The measurements of one operation. M x K x N means x (M, K) and weight (K, N)."""
 
     normalises: bool
     shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)
@@ -37,7 +38,7 @@ class Linear:
 
 
 LINEAR: dict[str, Linear] = {
-    # x @ weight, without a norm. Other operations are compared with jnp's time for it.
+    # x @ weight, without a norm. The time of jnp for it is the reference for other operations.
     "product": Linear(normalises=False),
     # rms_norm(x, scale) @ weight.
     "rms_norm_linear": Linear(normalises=True),
@@ -45,11 +46,15 @@ LINEAR: dict[str, Linear] = {
 
 
 class LinearWorkload(FewParameters):
-    """One matmul in one direction on one shape. The dtype is that of x, weight and y."""
+    """One matmul in one direction on one shape. x, weight and y have the dtype `dtype`."""
 
     @property
     def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:
-        """x and weight, scaled so that y is near normal: a GPU's clock depends on the values."""
+        """Shapes and dtypes of x and weight, and the weight's standard deviation.
+
+        With it, y has about the deviation 1. Values are realistic because a GPU's clock depends on
+        them.
+        """
         x, weight = itertools.pairwise(self.sizes)
         return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)
 
@@ -71,7 +76,7 @@ class LinearWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Number of operations of the matmul, and of the two in its backward pass."""
+        """Number of operations of the matmul and, for "fwd+bwd", of the two backward matmuls."""
         products = 3 if self.direction == "fwd+bwd" else 1
         return 2 * products * math.prod(self.sizes)
 

@@ -1,7 +1,7 @@
-"""Losses: cross-entropies and log-probabilities, of logits and of linear layers.
+"""The suite `loss`: cross-entropies and log-probabilities, of logits or of a linear layer.
 
-A new loss is an entry here, and a function in each adapter of `benchmarks/providers` that has it.
-This module does not import JAX or torch, like `workloads`.
+To add a loss, add an entry here, and a function to each module of `benchmarks/providers` whose
+library has the loss. This module does not import JAX or torch, like `workloads`.
 """
 
 import dataclasses
@@ -11,13 +11,14 @@ import math
 
 from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
-#: Shapes of logits, positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
+#: Shapes of logits, positions x classes. The numbers of classes are a power of two, and the
+#: vocabularies of GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
 )
 FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
-#: The shape of Llama 3 8B's last layer: rows, features, classes.
+#: The shape of the last layer of Llama 3 8B: rows, features, classes.
 LINEAR_LOGITS: tuple[Shape, ...] = ((8192, 4096, 128256),)
 
 #: Gemma 2's cap of the logits: SOFTCAP tanh(logits / SOFTCAP).
@@ -26,16 +27,16 @@ SOFTCAP = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The measured cells of one loss.
+    """The measured shapes and dtypes of one loss.
 
     Attributes:
       shapes: rows x classes; or rows x features x classes, for x (rows, features) and weight
         (features, classes).
       dtypes: the dtypes of x and weight. Results are float32.
-      mean: True if the mean over the positions is differentiated; otherwise, each position has a
-        result and a cotangent.
-      results: the number of results.
-      products: the number of matmuls, forward and backward.
+      mean: True if the result is the mean over the positions; False if each position has a result
+        and a cotangent.
+      results: the number of arrays that the function returns.
+      products: the number of matmuls in forward and backward pass together.
     """
 
     shapes: tuple[Shape, ...]
@@ -57,7 +58,8 @@ _LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, _BOTH, _DTYPES),
     "capped_cross_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES),
-    # A model's last layer and its loss. They are compared with the provider `products`.
+    # A model's last layer and its loss. The reference is the provider `products`, which only
+    # computes the matmuls.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": _LINEAR,
     # The label's log-probability and the entropy of each position. Positions have separate
@@ -70,7 +72,7 @@ CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 
 class LossWorkload(FewParameters):
-    """One loss in one direction on one shape. The dtype is that of x and weight."""
+    """One loss in one direction on one shape. x and weight have the dtype `dtype`."""
 
     @property
     def loss(self) -> Loss:
@@ -82,7 +84,10 @@ class LossWorkload(FewParameters):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """x, weight if there is one, and labels. The logits are near normal in either case."""
+        """Shapes and dtypes of x, weight (if the loss has one) and labels.
+
+        The weight's standard deviation is such that the logits' deviation is about 1.
+        """
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)
         return (
@@ -104,18 +109,19 @@ class LossWorkload(FewParameters):
     def cotangents(self) -> tuple[Array, ...]:
         """The cotangents of the results.
 
-        A mean has none: a training step differentiates it directly, and libraries rely on that.
+        A mean has no cotangent among the inputs: a training step differentiates it directly, and
+        libraries rely on this.
         """
         return () if self.loss.mean else self.results
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the operands that have a gradient: all but labels."""
+        """The indices of the operands that have a gradient: all except the labels."""
         return tuple(range(len(self.sizes) - 1))
 
     @property
     def flops(self) -> int:
-        """Number of operations of the matmuls, also for gradients; 0 without a weight."""
+        """Number of operations of all matmuls in the direction; 0 for a loss without a weight."""
         products = self.loss.products
         made = products if self.direction == "fwd+bwd" else min(products, 1)
         return 2 * made * math.prod(self.sizes)

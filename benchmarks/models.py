@@ -1,6 +1,7 @@
-"""The programs whose memory and speed are measured: training steps, and stacks of small layers.
+"""The cells of training steps, and of stacks of small layers.
 
-This module does not import JAX, because the process that starts the others uses it too.
+This module does not import JAX, because the process that starts the measuring processes imports it
+too.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from typing import Literal
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
 BUDGET_BYTES = 80 * 10**9  # an H100's memory; the column batch_in_80gb is named after it
-LOSS_STEPS = (1, 10, 20, 30, 40)  # steps with a column of the loss; the last is the number of steps
+LOSS_STEPS = (1, 10, 20, 30, 40)  # steps whose loss is recorded; the last is the number of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Size:
     width: int
     heads: int
     kv_heads: int
-    hidden: int  # of the MLP
+    hidden: int  # number of hidden features of the MLP
     vocabulary: int
     seq: int
-    batch: int  # sequences per step
-    qk_norm: bool = False  # RMSNorm over each head of queries and keys, before their rotation
+    batch: int  # number of sequences per step
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys, before the rotation
 
     @property
     def head(self) -> int:
@@ -43,10 +44,12 @@ MODELS = {
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
-# What each layer saves for its backward pass: all residuals, its matmuls, or only its input.
+# What each layer saves for its backward pass: all residuals, the results of its matmuls, or only
+# its input.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
-# The variants, which are named as providers, and their names in tables. Each variant except the
-# last uses the functions of those before it, and more.
+# The variants of the models, and their names in tables. A variant's name begins with the name of
+# its provider. Each variant except the last uses more of jaxnorm's functions than the one before
+# it.
 PLAIN = "jnp"
 VARIANTS = {
     PLAIN: "plain JAX and optax",
@@ -63,8 +66,9 @@ class TrainingCell:
     """A training step.
 
     Attributes:
-      batch: sequences of a step, over all devices.
-      mesh: "" on one device; "fsdp=2" shards parameters and batches over two.
+      batch: number of sequences in a step, over all devices.
+      mesh: "" for one device; "fsdp=2" for parameters and batches that are sharded over two
+        devices.
     """
 
     model: str
@@ -94,7 +98,11 @@ def cells(
     *,
     quick: bool,
 ) -> Iterator[TrainingCell]:
-    """Yield the cells of the models in `names`; if `quick`, of the first model and mode only."""
+    """Yield the training steps of the models in `names`.
+
+    If `quick` is True, use only the first model, the first stacking and the first
+    rematerialisation.
+    """
     few = slice(1 if quick else None)
     asked = [name for name in MODELS if name in names]
     each = itertools.product(asked[few], layers[few], remats[few], devices)
@@ -105,13 +113,13 @@ def cells(
 
 
 def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
-    """Return a step with the dtype and the batch per device that are measured."""
+    """Return a training step with the dtype and the batch per device with which it is measured."""
     batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
     return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
 
 
 STACK_LAYERS = 24
-STACK_BYTES = 4 * 2**20  # of x, at most
+STACK_BYTES = 4 * 2**20  # maximum number of bytes of x
 STACK_SHAPES: list[Shape] = [
     (8, 512),
     (8, 2048),
@@ -126,7 +134,7 @@ STACK_SHAPES: list[Shape] = [
 
 @dataclasses.dataclass(frozen=True)
 class StackCell:
-    """A stack of small pre-norm layers; ``"fwd+bwd"`` computes a loss and its gradients."""
+    """A stack of small pre-norm layers. ``"fwd+bwd"`` computes a loss and its gradients."""
 
     op: Operation
     direction: Direction
@@ -143,9 +151,9 @@ def stacks(
     dtypes: Sequence[str],
     shapes: Sequence[Shape],
 ) -> Iterator[StackCell]:
-    """Yield stacks of norms: with the default and, forward only, with kernels.
+    """Yield stacks with jaxnorm's default implementation and, forward only, with kernels.
 
-    The default may choose XLA for such small arrays.
+    For such small arrays, the default may be XLA.
     """
     for op in ops:
         for direction in directions:

@@ -1,4 +1,4 @@
-"""The tables that only README.md and docs/results.md have, and the sentences beside them."""
+"""Tables and sentences for README.md and docs/results.md that report.md does not have."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,12 +9,12 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
-COMPARED = (PLAIN, "jaxnorm-products")  # variants that the README shows
-LARGE = 100e6  # bytes: twice an H200's cache
+COMPARED = (PLAIN, "jaxnorm-products")  # the variants of models that the README shows
+LARGE = 100e6  # bytes of a large workload: twice an H200's cache
 
 
 def who(measured: Figures) -> str:
-    """Return a sentence that lists the measured providers, and says which is jaxnorm's figure."""
+    """Return sentences on the measured providers, and on which of jaxnorm's code was timed."""
     there = {name for answers in measured.values() for name in answers}
     labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
     if "jaxnorm" in there:
@@ -37,7 +37,7 @@ def who(measured: Figures) -> str:
 
 
 def kernels(measured: Figures) -> str:
-    """Return a table: the fraction of the roofline bound that is reached, and the speedup over XLA.
+    """Return a table of jaxnorm's fraction of the roofline bound, and its speedup over XLA.
 
     It has a row for each operation and direction.
     """
@@ -62,7 +62,10 @@ def kernels(measured: Figures) -> str:
 
 
 def comparisons(*suites: Figures) -> str:
-    """Return a comparison of jaxnorm with each peer: a row per peer, two columns per suite."""
+    """Return a table that compares jaxnorm with each other provider.
+
+    It has a row for each provider and two columns for each suite.
+    """
     rows = []
     for name, provider in PROVIDERS.items():
         compared = [figures.comparison(measured, name) for measured in suites]
@@ -73,7 +76,7 @@ def comparisons(*suites: Figures) -> str:
 
 
 def where_ahead(found: Iterable[Ahead]) -> str:
-    """Return a sentence that says for which arrays other libraries' kernels are faster."""
+    """Return a sentence that says in how many cells other libraries' kernels are faster."""
     by_cell: dict[figures.Question, float] = {}
     for each in found:
         if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
@@ -95,9 +98,9 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
 
 
 def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
-    """Return time, temp memory and largest batch of training steps: plain JAX, and all of jaxnorm.
+    """Return a table of the time, temp memory and largest batch of training steps.
 
-    Steps whose largest batch is unknown are left out.
+    It compares plain JAX with all of jaxnorm. Steps whose largest batch is unknown are left out.
     """
     measured = figures.steps(row for row in rows if row["status"] == OK)
     batches = {asked: row["batch_in_80gb"] for asked, row in figures.steps(fitting).items()}
@@ -122,7 +125,7 @@ def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
 
 
 def by_product(measured: Figures) -> str:
-    """Return TFLOP/s of a norm with its matmul: a table for each dtype and direction."""
+    """Return tables of TFLOP/s of a norm with its matmul, one for each dtype and direction."""
     asked = dict.fromkeys(
         (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
     )

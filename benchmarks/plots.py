@@ -1,8 +1,10 @@
-"""Plots of results: GB/s against N, with a panel per operation and direction, a line per provider.
+"""Plots of results.
 
-Odd lengths, which no vector width divides, are hollow markers next to the lines. For matmuls, the
-plots show TFLOP/s against their size, and for the matmuls of models. For training steps, they show
-bars of time and memory, and the losses, for each model.
+For norms and softmaxes, they show GB/s against the row length N, with a panel for each operation
+and direction, and a line for each provider. Odd lengths, which are not multiples of a vector, are
+hollow markers next to the lines. For matmuls, they show TFLOP/s against the size of square matmuls,
+and for the matmuls of models. For training steps, they show bars of time and memory, and the
+losses, for each model.
 """
 
 import itertools
@@ -12,7 +14,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot: a CI machine has no display
+matplotlib.use("Agg")  # set before pyplot is imported: CI machines have no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -24,8 +26,8 @@ from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
 
-# Okabe and Ito's palette, which suits colour-blind readers, and a marker per provider, for black
-# and white prints.
+# The colour and the marker of each provider. The colours are Okabe and Ito's palette, which suits
+# colour-blind readers; the markers help in black and white prints.
 STYLES = {
     "jaxnorm": ("#000000", "o"),
     "mosaic": ("#0072B2", "s"),
@@ -50,7 +52,7 @@ _OF_VARIANTS = dict(
 )
 COPY = "a copy of as many bytes"
 MATMUL = "the matmul alone, by XLA"
-# Labels of rematerialisations, below the bars, and of models, above them.
+# Labels of rematerialisations, which are below the bars, and of models, which are above.
 _REMATS = {"none": "no remat", "dots": "remat,\nmatmuls\nsaved", "block": "remat\nof layers"}
 _OPS = {"product": "matmul"}
 _MODELS = {
@@ -59,7 +61,7 @@ _MODELS = {
     "llama-1b-qk": "Llama 3.2 1B, QK norms",
 }
 
-Answers = dict[Any, dict[str, Figure]]  # keys: N or a name, then the provider
+Answers = dict[Any, dict[str, Figure]]  # maps N or a name to {provider: figure}
 
 
 def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
@@ -126,7 +128,7 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
-    """Draw a bar for each variant, grouped by the stacking of layers and by rematerialisation."""
+    """Draw a bar for each variant, in groups of equal layers and rematerialisation."""
     variants = text.variants(rows)
     there = {(row["layers"], row["remat"]) for row in rows}
     groups = [group for group in itertools.product(LAYERS, REMATS) if group in there]
@@ -161,7 +163,7 @@ def _plot(
     y_label: str = "bandwidth [GB/s]",
     roof: str = COPY,
 ) -> None:
-    """Draw panels with titles. Panels in a column share the x axis; all share the y axis."""
+    """Draw panels with titles. A column of panels shares the x axis, and all share the y axis."""
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),
@@ -176,7 +178,7 @@ def _plot(
         for axes, (name, answers) in zip(axes_row, panel_row):
             axes.set_title(name, fontsize=10)
             _panel(axes, answers, roof)
-    grid.flat[0].set_ylim(bottom=0)  # the panels share the axis
+    grid.flat[0].set_ylim(bottom=0)  # sets the limit of all panels, which share the y axis
     for axes, x_label in zip(grid[-1], x_labels):
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
@@ -193,11 +195,11 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # the order does not depend on missing providers
+        axes.xaxis.update_units(names)  # keeps names in order if a provider is missing
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)
-    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm's lines are drawn last
+    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm is drawn last, on top
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
         points = [(n, each[provider].speed) for n, each in answers.items() if provider in each]
         _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})

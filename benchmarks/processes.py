@@ -1,9 +1,10 @@
-"""Runs cells in separate processes of a side, and replaces a process that a cell crashes.
+"""Runs cells in separate processes, and replaces a process that a cell crashes.
 
-Compiling takes longer than measuring, and most of it is Python, which occupies a process. So a side
-may have several processes, which work in rounds: all of them compile a batch of cells at the same
-time, then one after the other measures its batch. Nothing compiles while a call is timed, because
-XLA and torch tune on the same GPU.
+The processes of a *side* run either JAX or torch (see `providers`). Compiling takes longer than
+measuring, and much of it is Python, of which a process runs one thread at a time. So a side may
+have several processes, which work in rounds: all of them compile a batch of cells at the same time,
+then one after the other measures its batch. Nothing compiles while a call is timed, because XLA and
+torch tune on the same GPU.
 """
 
 import collections
@@ -29,16 +30,16 @@ from benchmarks.results import ROOT, Machine
 from benchmarks.suites import Cell, Suite
 from benchmarks.worker import REASON_LENGTH, RESTART
 
-LIMIT_S = 900.0  # for one answer; the first answer of a batch waits for its compilations
-ABORT_S = 10.0  # the time a process has to report where it was
-# A line of the project in the output of faulthandler, but not of a virtual environment in its
-# folder.
+LIMIT_S = 900.0  # time limit of an answer; the first answer of a batch includes compiling
+ABORT_S = 10.0  # time limit for a process to report, after SIGABRT, which line it runs
+# A line of faulthandler's output that names a file of the project, but not of a virtual environment
+# inside the project's folder.
 _FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)')
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a cell: figures if `status` is "ok". Otherwise, `status` is the reason."""
+    """The result of a cell: figures if `status` is "ok"; otherwise, `status` says what failed."""
 
     cell: Cell
     figures: dict[str, Any]
@@ -48,9 +49,10 @@ class Outcome:
 def outcomes(
     side: Side, suite: Suite, cells: Sequence[Cell], *, workers: int = 1, limit_s: float = LIMIT_S
 ) -> Iterator[Outcome]:
-    """Yield one outcome per cell, in order; a cell that a process leaves to another comes later.
+    """Yield an outcome for each cell.
 
-    If a process dies or hangs, only the cell that it was running fails.
+    If a process dies or hangs, only the cell that it was running fails. Another process runs its
+    remaining cells, so the outcomes may be in a different order than `cells`.
     """
     todo = collections.deque(batches(cells, workers, suite.batch))
     running: list[_Worker] = []
@@ -62,16 +64,16 @@ def outcomes(
                 running.append(_Worker(side, workers))
             left = yield from _round(suite, list(zip(running, turns)), limit_s)
             todo.extendleft(reversed(left))
-    finally:  # also if the run is interrupted, or its caller stops early
+    finally:  # also if the run is interrupted, or if the caller stops early
         for worker in running:
             if not worker.ended:
                 worker.end()
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, for whole rounds of all workers.
+    """Split the cells into batches of about equal size, so that all workers have one in each round.
 
-    Cells of one workload stay in one batch, because they share operands.
+    Cells of one workload are in one batch, because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []
@@ -83,15 +85,15 @@ def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
 
 
 def default_workers(on: Machine) -> int:
-    """Return the default number of processes: half of the cores, at most 8; on a CPU, 1.
+    """Return the default number of processes: half of the cores, but at most 8; without a GPU, 1.
 
-    Each process holds GPU memory.
+    There is a maximum because each process holds GPU memory.
     """
     return 1 if on == Machine("cpu") else max(1, min(8, cores() // 2))
 
 
 def environment(workers: int) -> dict[str, str]:
-    """Return a process's environment variables, if `workers` processes run at a time."""
+    """Return the environment variables of each process if `workers` processes run at a time."""
     shares_memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if workers > 1 else {}
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(_threads(workers))}
     return {**os.environ, **threads, **shares_memory}
@@ -106,11 +108,11 @@ def _threads(workers: int) -> int:
 
 
 class _Worker:
-    """A process of one side. Its requests and answers are lines of JSON text."""
+    """A process of one side. Requests to it and its answers are lines of JSON; see `worker.py`."""
 
     def __init__(self, side: Side, workers: int) -> None:
         log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.log = log  # of the process, until it ends
+        self.log = log  # the process writes its output to this file
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", side, str(_threads(workers))],
             cwd=ROOT,
@@ -121,7 +123,7 @@ class _Worker:
             text=True,
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.why = self.where = ""  # set when it ends
+        self.why = self.where = ""  # set when the process ends
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -137,12 +139,12 @@ class _Worker:
 
     def send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: the next answer says so
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports a dead process
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 
     def answer(self, limit_s: float, since: float | None = None) -> dict[str, Any] | None:
-        """Return the next answer; None if the process has ended, or was killed at the limit."""
+        """Return the process's next answer, or None if it has ended or exceeded the time limit."""
         waited = 0.0 if since is None else time.monotonic() - since
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))
@@ -157,7 +159,7 @@ class _Worker:
         return None
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End the process if it still runs. Save its last output, and the line that was running."""
+        """End the process. Store its last output, and the project's line that it was running."""
         assert self.process.stdin is not None
         self.process.send_signal(how)
         try:
@@ -182,7 +184,7 @@ def _round(
 ) -> Generator[Outcome, None, list[list[Cell]]]:
     """Let all workers compile their batches at the same time, then measure one after the other.
 
-    Returns the batches that remain for another round.
+    Yield the outcomes. Return the batches that remain for another round, because a process ended.
     """
     start = time.monotonic()
     for worker, cells in turns:
@@ -191,7 +193,7 @@ def _round(
         worker.answer(limit_s, since=start)
     left: list[list[Cell]] = []
     for worker, cells in turns:
-        if worker.ended and len(cells) > 1:  # one cell per batch shows which one crashes
+        if worker.ended and len(cells) > 1:  # one cell per batch shows which cell crashes
             left += ([cell] for cell in cells)
         else:
             rest = yield from _turn(worker, cells, limit_s)
@@ -202,7 +204,7 @@ def _round(
 def _turn(
     worker: _Worker, cells: list[Cell], limit_s: float
 ) -> Generator[Outcome, None, list[Cell]]:
-    """Yield the outcomes of a worker's cells; return the cells that another process must run."""
+    """Yield the outcomes of a worker's cells. Return the cells that another process must run."""
     answered = 0
     if not worker.ended:
         worker.send({})
@@ -211,14 +213,14 @@ def _turn(
             answered += 1
     left = cells[answered:]
     if not left:
-        worker.answer(limit_s)  # until it has freed the memory, or has ended
+        worker.answer(limit_s)  # wait until it has freed its memory, or has ended
     elif answered == 0 or worker.process.returncode != RESTART:
         yield Outcome(left.pop(0), {}, worker.status)
     return left
 
 
 def _last_words(log: IO[str]) -> tuple[str, str]:
-    """Return the last line that the program printed, and the project's line that was running."""
+    """Return the last line that a process printed, and the project's line that it was running."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     said = list(itertools.takewhile(lambda line: not line.startswith("Fatal Python error"), lines))

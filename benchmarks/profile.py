@@ -1,11 +1,12 @@
-"""Lists where the time of a training step goes: milliseconds of its GPU kernels, by class.
+"""Lists the GPU time of a training step in milliseconds, for each class of kernels.
 
     python -m benchmarks.profile llama-1b --remat none
 
-There is a column for each variant. Matmuls, attention and jaxnorm's kernels are recognised by their
-names, XLA's fusions by the scope of their instruction in the compiled program. A GPU may run
-kernels at the same time: `step` is the median time of a step, from its call to its results.
-`--kernels` also lists the longest kernels of each column.
+There is a column for each variant of the model. Matmuls, attention and jaxnorm's kernels are
+recognised by their names. XLA's fusions are recognised by the JAX name scope of the code from which
+they were compiled. The row `step` is the median time from the call of a step to its results. The
+sum of all kernels may be longer, because a GPU may run kernels at the same time. `--kernels` also
+lists the longest kernels of each column.
 """
 
 import argparse
@@ -20,8 +21,8 @@ import jax
 from benchmarks import hlo, models, training
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 
-# Patterns of each class of kernels. The first match decides: in the kernel's name, in its scope,
-# then in its name again.
+# Patterns that determine the class of a kernel. The first match decides: of _BY_NAME in the
+# kernel's name, then of _BY_SCOPE in its scope, then of _MOVES in its name.
 _BY_NAME = {
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "attention": r"sdpa|fmha|flash|cudnn",
@@ -44,7 +45,7 @@ CLASSES = (
 
 
 def kernel_class(name: str, scopes: Mapping[str, str]) -> str:
-    """Return the class of a kernel; `scopes` maps names of kernels to scopes of instructions."""
+    """Return the class of a kernel. `scopes` maps names of kernels to JAX name scopes."""
     scope = scopes.get(name, "")
     for table, text in ((_BY_NAME, name), (_BY_SCOPE, scope), (_MOVES, name)):
         for found, pattern in table.items():
@@ -56,7 +57,10 @@ def kernel_class(name: str, scopes: Mapping[str, str]) -> str:
 def by_class(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int
 ) -> dict[str, float]:
-    """Return each class's milliseconds per step, from the names and microseconds of kernels."""
+    """Return a dict from each class to its milliseconds per step.
+
+    `ran` has the name and the microseconds of each kernel that ran in `steps` steps.
+    """
     ms = dict.fromkeys(CLASSES, 0.0)
     for name, us in ran:
         ms[kernel_class(name, scopes)] += us / 1e3 / steps
@@ -66,7 +70,11 @@ def by_class(
 def longest(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int, count: int = 15
 ) -> list[str]:
-    """Return a line per kernel: milliseconds per step, number of runs, class, name, scope."""
+    """Return a line of text for each of the `count` kernels that take most time.
+
+    A line has the milliseconds and the number of runs per step, the class, the name and the scope.
+    `ran` and `steps` are as in `by_class`.
+    """
     times, calls = collections.defaultdict[str, float](float), collections.Counter[str]()
     for name, us in ran:
         times[name] += us / 1e3 / steps
@@ -79,7 +87,10 @@ def longest(
 
 
 def column(cell: TrainingCell, *, list_kernels: bool) -> dict[str, float]:
-    """Return the milliseconds of each class, of all kernels and of the step, and the tokens/s."""
+    """Return a column of the table: milliseconds of each class, of all kernels and of the step.
+
+    The last row is tokens per second.
+    """
     step = training.Step(cell, cell.batch)
     state, times, _ = step.times(LOSS_STEPS[-1])
     ran, scopes = step.kernels(state), hlo.scopes(step.run.as_text() or "")

@@ -1,4 +1,4 @@
-"""Folders of compiled Triton kernels: where they are, and for what they were compiled.
+"""Folders of compiled Triton kernels: their paths, and the GPUs for which they were compiled.
 
 This module does not import JAX or torch, like `providers`. `triton_programs` fills the folders and
 runs the kernels.
@@ -9,31 +9,33 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: The environment variable that names the folder, with one folder of kernels for each side in
-#: `SIDES`.
+#: The environment variable with the path of a folder that contains a folder of kernels for each
+#: side of `SIDES`.
 VARIABLE = "TRITON_PROGRAMS"
 
-#: Compute capability times ten, multiprocessors, and bytes of shared memory that a block may have.
+#: GPUs for which kernels can be compiled: compute capability times ten, number of multiprocessors,
+#: and maximum bytes of shared memory of a thread block.
 GPUS = {
     "a100": (80, 108, 163 * 1024),
     "l4": (89, 58, 99 * 1024),
     "h100": (90, 132, 227 * 1024),
 }
 
-#: The sides whose processes run such kernels, each with the GPU for which they were compiled.
+#: The sides whose processes run compiled Triton kernels, and the GPU for which each side's kernels
+#: were compiled.
 SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
 
 ABOUT = "about.json"
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """Return a description of a folder's kernels: their source, their compiler and their GPU."""
+    """Return a description of a folder's kernels: source, compiler and GPU."""
     read: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     return read
 
 
 def of_side(side: str) -> Path:
-    """Return the folder of a side's kernels, or raise ModuleNotFoundError."""
+    """Return the folder of a side's kernels. Raise ModuleNotFoundError if it has no kernels."""
     folder = Path(os.environ.get(VARIABLE, "."), side)
     if not (folder / ABOUT).exists():
         raise ModuleNotFoundError(
@@ -44,7 +46,7 @@ def of_side(side: str) -> Path:
 
 
 def software(side: str) -> str:
-    """Return the software that compiled a side's kernels, and the GPU they are for."""
+    """Return the software that compiled a side's kernels, and the GPU that the kernels are for."""
     found = about(of_side(side))
     capability, sms, _ = found["gpu"]
     return f"{found['software']} (for sm_{capability}, {sms} multiprocessors)"

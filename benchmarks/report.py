@@ -1,4 +1,4 @@
-"""Rebuild plots and tables, and those of README.md and docs/results.md, from committed CSV files.
+"""Rebuild the plots, report.md, and sections of README.md and docs/results.md from CSV files.
 
 python -m benchmarks.report                 all of benchmarks/results/, and both pages
 python -m benchmarks.report some/folder     one folder of results, and the pages if they show it
@@ -19,8 +19,8 @@ from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, p
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-# Folders of the results that the README and the docs show. A suite is taken from the first folder
-# that has it.
+# Folders of the results that README.md and docs/results.md show. A suite is taken from the first
+# folder that has it.
 SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
@@ -32,9 +32,9 @@ REPORT = "report.md"
 
 
 class Results:
-    """The valid rows of each suite, and the figures of the timed suites.
+    """The results of each suite: the valid rows of its CSV file, and times and speeds.
 
-    If several folders have a suite, the first one counts.
+    If several folders have results of a suite, the first of these folders is used.
     """
 
     def __init__(self, folder: Path, *others: Path) -> None:
@@ -54,12 +54,12 @@ class Results:
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
 
     def plot(self, suite: str) -> Path:
-        """Return the file of a suite's plot, beside its CSV."""
+        """Return the path of a suite's plot, which is in the folder of its CSV file."""
         return self.folders[suite] / f"{suite}_{PLOT_DTYPE}.png"
 
     @property
     def missing(self) -> list[str]:
-        """Rows of the providers that were not installed, which give the reason."""
+        """Labels of the providers that were not installed, with the reason."""
         file = path(self.folder, "providers")
         rows = latest(read(file, PROVIDER_COLUMNS), ["provider"]).values()
         return [
@@ -70,7 +70,7 @@ class Results:
 
 
 def readme_section(found: Results) -> str:
-    """Return the text between the README's markers: a table of training steps, and its source."""
+    """Return the text between the README's markers: a table of training steps, and notes on it."""
     training, fitting = (
         [row for row in found.rows[suite] if row["provider"] in page_tables.COMPARED]
         for suite in ("training", "capacity")
@@ -100,7 +100,7 @@ def _image(found: Results, suite: str, page: Path) -> str:
 
 
 def page_section(found: Results) -> str:
-    """Return the text between the markers of docs/results.md: all suites, for the main shapes."""
+    """Return the text between the markers of docs/results.md: the main results of all suites."""
     here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
         paragraph(text.provenance(found.rows["kernels"]), page_tables.who(found.kernels)),
@@ -131,21 +131,21 @@ def page_section(found: Results) -> str:
 
 
 def _captioned(found: Results, name: str) -> list[str]:
-    """Return a suite's caption, its table and, if the page shows it, its plot."""
+    """Return a suite's caption, its table and, if docs/results.md shows it, its plot."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name == "linear" else []
     return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
 
 
 def paragraph(*sentences: str) -> str:
-    """Wrap sentences to a page's width."""
+    """Return the sentences as a paragraph with lines of at most `PAGE_WIDTH` characters."""
     return textwrap.fill(
         " ".join(sentences), PAGE_WIDTH, break_long_words=False, break_on_hyphens=False
     )
 
 
 def full_report(found: Results) -> str:
-    """Return the report as Markdown: all figures, and cells where a peer is faster or failed."""
+    """Return report.md: all speeds, and the cells in which another provider is faster or failed."""
     parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
@@ -199,13 +199,13 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
-# For each suite with plots: what they show, and the function that draws them.
+# For each suite with plots, what the plots show, and the function that draws them.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("Bandwidth against the length of a row", plots.kernels),
     "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),
     "training": ("Time, temporary memory and losses of training steps", plots.training),
 }
-_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
+_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # used in docs/results.md
     "blocks": lambda found: report_tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
     "linear": lambda found: page_tables.by_product(found.linear),
     "training": lambda found: report_tables.training(found.rows["training"]),
@@ -249,7 +249,7 @@ def committed() -> list[Path]:
 
 
 def write(*folders: Path) -> list[Path]:
-    """Write the report of each folder, and update the pages that show one of them."""
+    """Write the report of each folder, and update the pages that show one of the folders."""
     written = []
     for folder in folders:
         found = Results(folder)
@@ -265,7 +265,7 @@ def write(*folders: Path) -> list[Path]:
 
 
 def draw(found: Results) -> list[Path]:
-    """Draw the plot of each suite that was measured, beside its CSV."""
+    """Write the plot of each suite that was measured, in the folder of its CSV file."""
     files = []
     for suite, (_, plot) in _PLOTS.items():
         if measured := getattr(found, suite):

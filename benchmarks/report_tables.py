@@ -1,4 +1,4 @@
-"""The tables of report.md. docs/results.md shows some of them, and the medians of blocks."""
+"""The tables of report.md, some of which docs/results.md also shows."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,10 @@ MIB = 2**20
 
 
 def speeds(measured: Figures, directions: Sequence[str]) -> str:
-    """Return a table of every provider's GB/s by N, for each measured dtype and direction."""
+    """Return a table of GB/s for each measured dtype and direction.
+
+    It has a row for each operation and provider, and a column for each row length N.
+    """
     each = (
         _speeds(measured, direction, x, y) for x, y in workloads.DTYPES for direction in directions
     )
@@ -42,7 +45,7 @@ def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
 
 
 def ahead(found: Sequence[Ahead]) -> str:
-    """Return all cells in which a peer is faster, sorted by the ratio of times, largest first."""
+    """Return a table of the cells in which another provider is faster, by the ratio of times."""
     rows = []
     for each in sorted(found, key=lambda a: -a.ratio):
         op, direction, m, n, x, y = each.question
@@ -52,9 +55,9 @@ def ahead(found: Sequence[Ahead]) -> str:
 
 
 def training(rows: Sequence[Row]) -> str:
-    """Return measurements of training steps: times, memory and losses.
+    """Return a table of the time, memory and losses of training steps.
 
-    Times and memory are also given relative to plain jnp's.
+    Time and memory are also given relative to plain JAX.
     """
     measured = figures.steps(rows)
     body = []
@@ -86,7 +89,7 @@ def training(rows: Sequence[Row]) -> str:
 
 
 def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
-    """Return the largest difference between losses of training with jaxnorm and with jnp."""
+    """Return the largest difference of a loss between training with jaxnorm and with plain JAX."""
     pairs = [
         (row, measured.get((*asked, PLAIN)))
         for (*asked, _), row in measured.items()
@@ -104,7 +107,7 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """Return a table of the bars for which both steps were measured; "" if there are none."""
+    """Return a table of the bars (see `bars.py`) whose jaxnorm step was measured, or ""."""
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
     for bar in BARS:
@@ -119,7 +122,7 @@ def bars(rows: Sequence[Row]) -> str:
 
 
 def capacity(rows: Sequence[Row]) -> str:
-    """Return the largest batch that fits, for each training step: a column for each variant."""
+    """Return a table of the largest batch of each training step, with a column for each variant."""
     variants = text.variants(rows)
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -137,7 +140,7 @@ def capacity(rows: Sequence[Row]) -> str:
 
 
 def stacks(rows: Sequence[Row]) -> str:
-    """Return times of stacks of layers: jaxnorm's, plain jnp's, and their ratio."""
+    """Return a table of the times of stacks of layers: jaxnorm's, plain jnp's, and their ratio."""
     body = []
     for row in rows:
         name = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['rows']} x {row['cols']}"
@@ -153,9 +156,9 @@ def stacks(rows: Sequence[Row]) -> str:
 
 
 def on_cpu(rows: Sequence[Row]) -> str:
-    """Return the times of calls on a CPU, jaxnorm's and a peer's.
+    """Return a table of times on a CPU: jaxnorm's and another provider's.
 
-    Each call is timed forward, and forward with backward.
+    The forward pass is timed, and forward and backward pass together.
     """
     body = []
     for row in rows:
@@ -172,14 +175,18 @@ def on_cpu(rows: Sequence[Row]) -> str:
 
 
 def compile_times(rows: Sequence[Row]) -> str:
-    """Return the seconds from a first call to its program, of operations and of training steps."""
+    """Return tables of the seconds to trace, lower and compile operations and training steps."""
     steps = [row for row in rows if row["op"] in STEPS]
     tables = (_of_operations([row for row in rows if row not in steps]), _of_steps(steps))
     return "\n\n".join(filter(None, tables))
 
 
 def _of_operations(rows: Sequence[Row]) -> str:
-    """Return the median over each provider's programs, the longest time, and its cell."""
+    """Return a table of compile times of operations.
+
+    For each provider, and each of its operations, it has the median time, the longest time and its
+    cell.
+    """
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         of_provider = [row for row in rows if row["provider"] == provider]
@@ -193,7 +200,7 @@ def _of_operations(rows: Sequence[Row]) -> str:
 
 
 def _of_steps(rows: Sequence[Row]) -> str:
-    """Return the seconds of each step (trace, lower, compile), and the excess over plain jnp."""
+    """Return a table of compile times of training steps, with the difference from plain JAX."""
     parts = ("trace", "lower", "compile", "total")
     totals = {row["op"]: float(row["total_s"]) for row in rows if row["provider"] == PLAIN}
     body = [
@@ -227,10 +234,10 @@ def _seconds(rows: Sequence[Row]) -> list[str]:
 def by_block(
     measured: Figures, directions: Sequence[str] = blocks.DIRECTIONS, *, medians: bool = False
 ) -> str:
-    """Return jaxnorm's fraction of a copy's speed, and its speed relative to each peer's.
+    """Return tables of jaxnorm's speed in blocks, relative to a copy and to other providers.
 
-    There is a table for each dtype and direction. A block has a row for each shape, and one for
-    their median. With `medians`, it has only the latter.
+    There is a table for each dtype and direction. A block has a row for each shape, and a row for
+    their median. With `medians`, only the rows of medians are in the table.
     """
     each = (
         _by_block(measured, direction, dtype, medians)
@@ -276,15 +283,15 @@ def _speed(mine: Figure, other: Figure | None) -> str:
 
 
 def _star(figure: Figure) -> str:
-    """Return a star if the program also copies or converts whole arrays."""
+    """Return "*" if the program also copies, casts or transposes whole arrays."""
     return "*" if figure.extra_passes else ""
 
 
 def losses(rows: Sequence[Row]) -> str:
-    """Return the measurements of losses: a row for each provider.
+    """Return a table of losses, with a row for each cell and provider.
 
-    A row has the provider's time, the fraction of the roofline bound that it reaches, jaxnorm's
-    speed relative to the provider, and the provider's memory.
+    A row has the provider's time, the fraction of the roofline bound that it reaches, its time
+    divided by jaxnorm's, and its temp memory.
     """
     of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
 
@@ -299,10 +306,10 @@ def losses(rows: Sequence[Row]) -> str:
 
 
 def linear(rows: Sequence[Row]) -> str:
-    """Return the measurements of matmuls: a row for each provider, as in `losses`.
+    """Return a table of matmuls, with a row for each cell and provider as in `losses`.
 
-    TFLOP/s and the fraction of the speed of the matmul alone replace the fraction of the roofline
-    bound.
+    Instead of the fraction of the roofline bound, it has TFLOP/s, and the time of the matmul alone
+    divided by the provider's time.
     """
     found = figures.of_products(rows)
 
@@ -316,9 +323,10 @@ def linear(rows: Sequence[Row]) -> str:
 
 
 def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) -> str:
-    """Return a table with a row for each provider of a cell: `columns`, time, speed and memory.
+    """Return a table with a row for each cell and provider, with its time, speed and memory.
 
-    `columns` maps a title to a function of the cell, the rows of its providers, and a provider.
+    `columns` has further columns. It maps the title of a column to a function of the cell, the
+    results of the cell's providers, and the provider of the row.
     """
     by_cell: dict[figures.Question, dict[str, Row]] = {}
     for row in rows:
@@ -347,7 +355,7 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
 
 
 def failed(rows: Iterable[Row]) -> str:
-    """Return a table of failures: the number of cells for each provider and reason."""
+    """Return a table of the number of failed cells for each provider and reason."""
     return text.table(
         ["provider: reason", "cells"],
         (

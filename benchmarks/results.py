@@ -1,7 +1,7 @@
 """The CSV files of results, and the machine on which they were measured.
 
-Rows are dicts of text, as in the csv module. Measuring a cell again appends a row; the last row
-counts.
+A row is a dict from column names to text, as in the csv module. Measuring a cell again appends a
+row, and the last row of a cell is the valid one.
 """
 
 import csv
@@ -26,7 +26,10 @@ def path(folder: Path, name: str) -> Path:
 
 
 def read(file: Path, columns: Sequence[str]) -> list[Row]:
-    """Return all rows of a file; none if it does not exist; ValueError if its columns differ."""
+    """Return all rows of a file. Raise ValueError if it has other columns than `columns`.
+
+    If the file does not exist, there are no rows.
+    """
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as lines:
@@ -40,12 +43,12 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row]:
-    """Return the last row for each key, in the order in which the keys first occurred."""
+    """Return a dict from each key to its last row, in the order in which the keys first occur."""
     return {tuple(row[name] for name in key): row for row in rows}
 
 
 def append(file: Path, columns: Sequence[str], row: Row) -> None:
-    """Append a row at once, so that it survives a crash."""
+    """Append a row to a file immediately, so that it survives a crash of this process."""
     fresh = not file.exists()
     with file.open("a", newline="", encoding="utf-8") as lines:
         writer = csv.DictWriter(lines, columns, lineterminator="\n")
@@ -55,7 +58,7 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 
 
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """Return the suite's figures as text; one that was not measured is empty."""
+    """Return the measured numbers of a suite as text, with "" for numbers that are missing."""
 
     def text(name: str, decimals: int) -> str:
         value = figures.get(name)
@@ -66,7 +69,7 @@ def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The CSV file of one suite in a folder."""
+    """The CSV file of a suite in a folder."""
 
     folder: Path
     suite: Suite
@@ -76,36 +79,39 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """The valid row of each cell: the last one, for any version of the software."""
+        """Return the valid row of each cell: the last one, of any version of the software."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 
     def keys(self) -> set[tuple[str, ...]]:
-        """Return the keys of all rows; a key is the device, the software and the cell."""
+        """Return the keys of all rows. A key consists of the device, the software and the cell."""
         return set(latest(read(self.file, self.suite.columns), self.suite.key))
 
     def append(self, row: Row) -> None:
         append(self.file, self.suite.columns, row)
 
 
-# GPU, driver, and the commit of the kernels.
+# The machine, and the commit of the kernels.
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A machine: its device's name, and its GPU driver's version ("" on a CPU)."""
+    """A machine: the name of its device, and the version of its GPU driver ("" without a GPU)."""
 
     device: str
     driver: str = ""
 
     @property
     def folder(self) -> str:
-        """The device's name as a folder: "NVIDIA H200" is nvidia_h200."""
+        """The name of the device's folder of results: nvidia_h200 for an "NVIDIA H200"."""
         return re.sub(r"\W+", "_", self.device.lower())
 
 
 def this_machine() -> Machine:
-    """Return the first NVIDIA GPU (from the driver: JAX would reserve its memory), or the CPU."""
+    """Return this machine, with its first NVIDIA GPU or, without one, with its CPU.
+
+    The driver is queried and not JAX, which would reserve the GPU's memory.
+    """
     if shutil.which("nvidia-smi") is None:
         return Machine("cpu")
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
@@ -117,7 +123,7 @@ def this_machine() -> Machine:
 
 
 def gpus() -> int:
-    """Return the number of NVIDIA GPUs of the machine; 0 without a driver."""
+    """Return the number of NVIDIA GPUs of this machine; 0 without a driver."""
     if shutil.which("nvidia-smi") is None:
         return 0
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -126,7 +132,10 @@ def gpus() -> int:
 
 
 def commit() -> str:
-    """Return HEAD's short hash, with "-dirty" if the kernels differ, or "unknown" without git."""
+    """Return the short hash of the commit, or "unknown" without git.
+
+    "-dirty" is appended if kernels are changed.
+    """
     try:
         head = _git("rev-parse", "--short=7", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--", *_KERNELS) else "")

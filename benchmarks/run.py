@@ -1,29 +1,29 @@
-"""Measures jaxnorm and its peers, and reports.
+"""Measures jaxnorm and other libraries, and writes reports.
 
     python -m benchmarks.run                      everything, on one GPU; then the report
     python -m benchmarks.run --quick              a few shapes of everything
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
-    python -m benchmarks.run training --bars      the steps with a goal, and whether they reach it
+    python -m benchmarks.run training --bars      the steps with a limit, and whether they meet it
 
-Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
-in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
-cross-entropies and log-probabilities, and their memory; `linear`, a matmul alone and after a norm;
-`training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses;
-`capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of many small
-norms; `compile`, seconds from a first call to its program, width by width, and of training steps;
-`cpu`, jaxnorm's plain JAX on the machine's CPU next to optax, jax.nn and Flax.
+Suites: `kernels`, the forward and the backward pass of norms and softmaxes, timed separately;
+`api`, both passes in one call; `blocks`, norms and softmaxes with a model's elementwise work before
+and after them; `loss`, cross-entropies and log-probabilities; `linear`, a matmul alone and after a
+norm; `training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and
+losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of many
+small norms; `compile`, the seconds to trace, lower and compile operations and training steps;
+`cpu`, jaxnorm's plain JAX code on the machine's CPU, compared with optax, jax.nn and Flax.
 
-Kernel times come from CUPTI, on rotating buffers larger than the cache. GB/s are based on the least
-bytes that must move: for a block, each of its arrays once in each direction. `roof` is the time of
-a copy of as many bytes in the same process, divided by the measured time. TFLOP/s are based on 2 M
-N K per matmul; forward and backward are three matmuls. `kernels` is the number of kernels of a
-call. `extra_passes` counts passes over whole arrays that copy, convert or transpose; a copy may not
-be a kernel, and is then not timed. `temp_bytes` is memory beside operands and results: XLA's plan,
-or torch's allocations.
+Kernel times are measured with CUPTI. Successive calls use different sets of operands, so that no
+operand is in the GPU's cache. GB/s are computed from the minimum memory traffic: each pass loads or
+stores each of its arrays once. `roof` is the time of a copy of as many bytes in the same process,
+divided by the measured time. TFLOP/s are computed from 2 M N K operations per matmul; forward and
+backward pass have three matmuls. `kernels` is the number of kernels of a call. `extra_passes` is
+the number of copies, casts and transposes of whole arrays; a copy that is not a kernel is not
+timed. `temp_bytes` is the memory besides operands and results: XLA's plan, or torch's allocations.
 
-Nothing compiles while a call is timed, but several processes compile calls at the same time
-(--workers). `compile_s` is the compile time of a call; for torch, it includes the first run. Calls
-of `linear` are compiled one after the other, because compilers time matmuls on the GPU.
+Several processes compile calls at the same time (--workers), but nothing compiles while a call is
+timed. `compile_s` is the compile time of a call; for torch, it includes the first run. Calls of
+`linear` are compiled one after the other, because compilers time matmuls on the GPU.
 
 On a machine without an NVIDIA GPU, times are wall-clock times of the CPU. Rows that are already in
 the CSV files are not measured again.
@@ -51,12 +51,12 @@ from benchmarks.suites import OPS, SUITES, Cell, Selection, Suite, provider_name
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The machine and software that are measured, and the folder that gets the figures."""
+    """The machine and software that are measured, and the folder for the results."""
 
     folder: Path
     machine: Machine
     commit: str
-    software: dict[str, str]  # of each installed provider
+    software: dict[str, str]  # from each installed provider's name to its software
 
     def key(self, cell: Cell) -> tuple[str, ...]:
         fields = map(str, dataclasses.astuple(cell))
@@ -77,7 +77,7 @@ class Run:
         return Table(self.folder, SUITES[suite]).rows()
 
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
-        """Return the cells without a row for this software, whose provider is installed."""
+        """Return the cells whose provider is installed and that have no row for this software."""
         done = set() if again else Table(self.folder, suite).keys()
         installed = (cell for cell in cells if provider_name(cell) in self.software)
         return [cell for cell in installed if self.key(cell) not in done]
@@ -86,7 +86,10 @@ class Run:
 def installed(
     folder: Path, on: Machine, commit: str, names: Iterable[str], console: Console
 ) -> dict[str, str]:
-    """Return each provider's software, and write it to a CSV, also if it is missing."""
+    """Return a dict from each installed provider to its software.
+
+    The software, or the reason why it is missing, is written to providers.csv.
+    """
     found = {}
     for name in names:
         status = OK
@@ -118,7 +121,7 @@ def measure(
     workers: int,
     limit_s: float,
 ) -> None:
-    """Measure the cells of each suite, one side after the other, and append a row for each."""
+    """Measure the cells of each suite, and append a row for each cell to the suite's CSV file."""
     task = progress.add_task("", total=sum(map(len, todo.values())))
     for name, cells in todo.items():
         suite = SUITES[name]
@@ -140,7 +143,7 @@ def _on_each_side(
 
 
 def line(suite: Suite, row: Row) -> str:
-    """Return a row as text for the terminal."""
+    """Return a row of results as text for the terminal."""
     asked = " ".join(row[f.name] for f in dataclasses.fields(suite.cell))
     got = (f"{name} {row[name]}" for name in suite.figures if row[name])
     return f"{suite.name}: {asked}: {', '.join(got) if row['status'] == OK else row['status']}"
@@ -161,7 +164,7 @@ def bar(console: Console) -> Progress:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed arguments; print an error and exit with 2 if they are invalid."""
+    """Return the parsed arguments. If they are invalid, print an error and exit with code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
         description=__doc__,
@@ -289,7 +292,7 @@ def shape(text: str) -> workloads.Shape:
 
 
 def positive(kind: type[int] | type[float], expected: str) -> Callable[[str], Any]:
-    """Return a parser of positive numbers for argparse, whose error says what was expected."""
+    """Return a parser of positive numbers for argparse; its error text says what was expected."""
 
     def parse(text: str) -> Any:
         try:
@@ -329,11 +332,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         software = installed(folder, on, commit, selection.providers, console)
         run = Run(folder, on, commit, software)
         todo = {s.name: run.todo(s, s.cells(selection), again=given.again) for s in suites}
-    except ValueError as error:  # a CSV with other columns
+    except ValueError as error:  # a CSV file has other columns than the suite
         console.print(str(error))
         return 2
     console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
-    # If it is interrupted, it reports the results so far; the next run continues from there.
+    # If the run is interrupted, report the results so far. The next run continues from there.
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
         workers = given.workers or processes.default_workers(on)
         measure(run, todo, progress, workers=workers, limit_s=given.limit)

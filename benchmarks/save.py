@@ -1,4 +1,4 @@
-"""The cost of ``save="output"``, and what it frees: tables of docs/numerics.md, docs/memory.md.
+"""The accuracy of ``save="output"`` and the memory it frees: tables of numerics.md and memory.md.
 
     python -m benchmarks.save errors
     python -m benchmarks.save memory
@@ -6,11 +6,11 @@
 `errors`: relative errors ||a - b|| / ||b|| of dx and dscale over 256 rows of 1024. The reference is
 JAX's autodiff of the plain formula in float64, at the exact values of the inputs.
 
-`memory`: compiled temp memory of 12 layers, in activations of rows x width (T*d) per layer. In a
-pre-norm block, the norm's output is saved anyway for the next matmul. Saving it instead of the
-input therefore frees one activation. If the output is not saved anyway, saving it replaces one
-array by another. Nothing is executed: the figures are the plans of the device's compiler for the
-gradient with respect to the parameters of RMSNorms and matrices.
+`memory`: temp memory that XLA plans for the gradients of 12 layers with RMSNorms, per layer, in
+units of one activation, rows x width (T*d). In a pre-norm block, the norm's output is saved anyway,
+as the input of the next matmul. If the norm starts from its output too, its input need not be
+saved, which frees one activation. If nothing else saves the output, one array is saved in place of
+another. Nothing is executed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from jaxnorm_kernels.specs import Save
 Array = jax.Array
 Norm = Callable[..., Array]
 
-# Errors.
+# Table `errors`.
 
 ROWS, COLS = 256, 1024
 
@@ -41,7 +41,7 @@ class Case:
     label: str
     dtype: str
     scale: np.ndarray
-    bias: np.ndarray | None = None  # with a bias it is LayerNorm, else RMSNorm
+    bias: np.ndarray | None = None  # LayerNorm if there is a bias, else RMSNorm
 
 
 def cases() -> list[Case]:
@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 
 
 def plain(x: Array, scale: Array, bias: Array | None) -> Array:
-    """Compute the norm by its plain formula, which autodiff can differentiate."""
+    """Compute the norm by its plain formula, for differentiation by JAX."""
     if bias is not None:
         x = x - jnp.mean(x, -1, keepdims=True)
     y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
@@ -92,7 +92,10 @@ def library(save: Save) -> Norm:
 
 
 def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
-    """Return (dx, dscale) as float64. For any `dtype`, x and dy have the same values."""
+    """Return (dx, dscale) of a case, computed in `dtype`, as float64.
+
+    x and dy have values that the dtype of the case can represent, whatever `dtype` is.
+    """
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")
     p_dtype = "float64" if dtype == "float64" else "float32"
@@ -126,7 +129,7 @@ def print_errors() -> None:
         print(f"| {case.label} | {' | '.join(cells)} | {norm.verdict} |")
 
 
-# Memory.
+# Table `memory`.
 
 LAYERS, TOKENS, WIDTH = 12, 2048, 512
 HEADS, BATCH = 8, 4
@@ -152,12 +155,12 @@ def post_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) 
 
 
 def sandwich(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
-    """Apply Gemma's block: a norm before a branch, and one after it."""
+    """Apply a block as in Gemma: a norm before the MLP, and a norm after it."""
     return x + norm(mlp(norm(x, s1), w1, w2), s2)
 
 
 def qk_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
-    """Apply attention with QK norms; w1 makes queries and keys, and x is the values."""
+    """Apply attention with QK norms. w1 projects x to queries and keys; the values are x itself."""
     width = x.shape[-1]
     q, k = jnp.split((x @ w1).reshape(BATCH, -1, HEADS, 2 * width // HEADS), 2, axis=-1)
     q, k = norm(q, s1[: width // HEADS]), norm(k, s2[: width // HEADS])
@@ -187,7 +190,10 @@ def unrolled(layer: Callable[..., Array], params: Any, x: Array) -> Array:
 def temp_bytes(
     layer: Callable[..., Array], dtype: str, rows: int, width: int, *, scan: bool
 ) -> int:
-    """Return the temp memory. For a scan, parameters are stacked; otherwise, they are separate."""
+    """Return the temp bytes that XLA plans for the gradients of the layers.
+
+    The parameters of a scan are stacked; unrolled layers have separate parameters.
+    """
     shapes = [(width,), (width,), (width, 2 * width), (2 * width, width)]
     if scan:
         params: Any = [jax.ShapeDtypeStruct((LAYERS, *shape), dtype) for shape in shapes]
@@ -195,10 +201,11 @@ def temp_bytes(
         params = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((rows, width), dtype)
     step = jax.jit(jax.grad(functools.partial(scanned if scan else unrolled, layer)))
-    # XLA's autotuning may choose a matmul whose workspace has the size of an activation.
+    # Switch off XLA's autotuning, which may choose a matmul whose workspace has the size of an
+    # activation.
     options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
     program = step.lower(params, x).compile(options)
-    memory: Any = program.memory_analysis()  # None if a backend does not report it
+    memory: Any = program.memory_analysis()  # None if the backend does not report it
     return int(memory.temp_size_in_bytes)
 
 

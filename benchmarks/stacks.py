@@ -1,8 +1,8 @@
-"""Stacks of small pre-norm residual layers: programs whose time is the host's, not the GPU's.
+"""Stacks of small pre-norm layers: programs whose time the host determines, not the GPU.
 
-A layer is ``x + gelu(norm(x) w) v`` with square matrices. A kernel costs the host more than one of
-XLA's own kernels. This matters if arrays are small and a program has many of them. jaxnorm and
-plain jnp run alternately in one process, under the same conditions.
+A layer is ``x + gelu(norm(x) w) v`` with square matrices. Launching a jaxnorm kernel costs the host
+more than launching a kernel of XLA. This matters if arrays are small and a program has many
+kernels. jaxnorm and plain jnp run alternately in one process, under the same conditions.
 """
 
 import functools
@@ -20,8 +20,8 @@ from benchmarks.workloads import PARAMETERS
 
 REPEATS, WARMUP = 200, 20
 
-# XLA's autotuning may choose different matmuls for the two programs. With these options, both use
-# cuBLAS's own choice.
+# XLA's autotuning may choose different matmuls for the two programs. With these options, both
+# programs use the matmuls that cuBLAS chooses.
 _OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 Figures = dict[str, float | None]
@@ -34,7 +34,7 @@ def stack(norm: Callable[..., jax.Array], x: jax.Array, layers: Sequence[Any]) -
 
 
 def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
-    """Return x, and the matrices and norm parameters of each layer."""
+    """Return x, and a list with the matrices and norm parameters of each layer."""
 
     def normal(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape, cell.dtype) / shape[0] ** 0.5
@@ -50,7 +50,7 @@ def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
 
 
 def program(cell: StackCell, name: str) -> Callable[..., Any]:
-    """Compile the stack with the provider's norm: its forward pass, or a loss and its gradients."""
+    """Compile a stack with a provider's norm: the forward pass, or a loss and its gradients."""
     norm = providers.function(name, cell.op, cell.dtype)
     step: Callable[..., Any] = functools.partial(stack, norm)
     if cell.direction != "fwd":
@@ -64,11 +64,11 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
 
 
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
-    """Return each program's median milliseconds from call to results, in alternation."""
+    """Run programs alternately. Return the median milliseconds of each, from call to results."""
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):
-        turns.reverse()  # neither always runs second
+        turns.reverse()  # alternate, so that neither program always runs second
         for run, taken in turns:
             start = time.perf_counter()
             jax.block_until_ready(run(*arguments))
@@ -77,7 +77,7 @@ def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) ->
 
 
 def kernels_of(run: Callable[..., Any], arguments: Sequence[Any]) -> float | None:
-    """Return the milliseconds of all GPU kernels of a call, or None on a CPU."""
+    """Return the milliseconds of all GPU kernels of a call, or None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
     return timing.measure(run, [tuple(arguments)]).us / 1e3

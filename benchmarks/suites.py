@@ -1,6 +1,7 @@
-"""The suites: one for each CSV, with the cells that it measures and the columns of figures.
+"""The suites. Each has a CSV file: the cells that it measures, and the columns of results.
 
-A cell is one question to one provider; its fields are columns of the CSV.
+A cell is what is measured for one row of the CSV file: a workload (operation, direction, shape and
+dtypes) and a provider. Its fields are columns of the file.
 """
 
 import dataclasses
@@ -36,14 +37,14 @@ class TimedCell(Workload):
 
     @property
     def workload(self) -> Workload:
-        """The cell without its provider."""
+        """The workload of the cell, which is the cell without its provider."""
         names = [field.name for field in dataclasses.fields(Workload)]
         return Workload(*(getattr(self, name) for name in names))
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapedCell:
-    """A block, a loss or a matmul, run by one provider."""
+    """The cell of a block, a loss or a matmul."""
 
     op: str
     direction: Direction
@@ -53,7 +54,7 @@ class ShapedCell:
 
     @property
     def workload(self) -> BlockWorkload | LossWorkload | LinearWorkload:
-        """The cell without its provider."""
+        """The workload of the cell, which is the cell without its provider."""
         return shaped_workload(self.op, self.direction, self.shape, self.dtype)
 
 
@@ -66,10 +67,11 @@ OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MO
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The selection on the command line; `ops` also names blocks, losses, matmuls and models.
+    """The cells that the command line selects.
 
-    If `shapes` is None, each suite uses its own. `variants`, `remats`, `layers` and `devices`
-    select training steps; with `bars`, only those that the bars compare.
+    `ops` may name operations, blocks, losses, matmuls and models. If `shapes` is None, each suite
+    uses its own shapes. `variants`, `remats`, `layers` and `devices` select training steps. If
+    `bars` is True, only the training steps that the bars compare are selected.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
@@ -90,7 +92,7 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The selected shapes of plain operations, which are not blocks, losses or matmuls."""
+        """The selected shapes of norms and softmaxes outside blocks: the shapes with two axes."""
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
     def takes(self, cell: TrainingCell) -> bool:
@@ -105,7 +107,10 @@ class Selection:
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
-        """Yield cells in these directions, for the selected shapes; by default, for `shapes`."""
+        """Yield cells of norms and softmaxes in these directions.
+
+        They have the selected shapes. If none are selected, they have `shapes`.
+        """
         if self.rows_by_cols is not None:
             shapes = self.rows_by_cols
         elif self.quick:
@@ -123,19 +128,19 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A suite: one CSV file.
+    """A suite of measurements, with a CSV file.
 
     Attributes:
-      name: the name of the suite and of its CSV.
-      cell: the class of its cells, whose fields are columns.
-      figures: the measured columns, and their decimals.
-      cells: returns the cells of a selection.
-      sides: the sides on which it can run.
-      batch: the number of cells that a process compiles before it measures them.
-      alone: the cells are compiled one after the other in one process, because a compiler chooses a
-        matmul by its time on the GPU.
-      in_turn: each process compiles its cells one after the other, because that is what is
-        measured.
+      name: the name of the suite and of its CSV file.
+      cell: the class of its cells, whose fields are columns of the file.
+      figures: maps the columns of results to their number of decimals.
+      cells: a function that returns the cells of a selection.
+      sides: the frameworks on which it can run.
+      batch: the maximum number of cells that a process compiles before it measures them.
+      alone: True if cells are compiled one after the other in one process, because a compiler
+        chooses a matmul by its time on the GPU.
+      in_turn: True if each process compiles its cells one after the other, because the compile time
+        is measured.
     """
 
     name: str
@@ -158,7 +163,7 @@ class Suite:
 
 
 def provider_name(cell: Cell) -> str:
-    """Return the name in PROVIDERS to which a variant belongs: "jaxnorm" for "jaxnorm-norms"."""
+    """Return the provider of a cell, which for the variant "jaxnorm-norms" is "jaxnorm"."""
     return cell.provider.split("-")[0]
 
 

@@ -1,11 +1,12 @@
-"""Times schedules of the kernels side by side; the schedule tables are based on such sweeps.
+"""Times alternative schedules of kernels. The schedule tables are based on such sweeps.
 
     python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm --out sweep.csv
 
-The file defines ``workloads()``, and ``schedules(workload)`` for each of them. Each schedule is
-compiled, compared with XLA on the same operands, and timed as in `benchmarks.run`. `worst` is the
-largest difference from XLA's result, relative to its largest element. A schedule whose `worst`
-stands out is wrong, however fast it is.
+The file defines ``workloads()``, which returns workloads, and ``schedules(workload)``, which
+returns schedules. Each schedule is compiled, its results are compared with XLA's on the same
+operands, and it is timed as in `benchmarks.run`. The column `worst` is the largest difference from
+XLA's result, relative to the result's largest element. A schedule whose `worst` is much larger than
+that of others is wrong.
 """
 
 import argparse
@@ -35,14 +36,14 @@ from jaxnorm_kernels import mosaic, xla
 KernelCall = KernelWorkload | LinearKernelWorkload
 
 PROCESSES = os.cpu_count() or 1
-_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # JAX guarantees neither in an export
+_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # jax.export refuses these by default
 _PASSES = ("forward", "backward", "rms_norm_linear_fwd")
-SHOWN = 4  # number of schedules that are shown per workload, the fastest
+SHOWN = 4  # number of schedules that are printed for each workload: the fastest ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The measurements of one schedule. If it failed, `us` is NaN and `status` has the reason."""
+    """The results of one schedule. If it failed, numbers are NaN and `status` is the reason."""
 
     op: str
     direction: str
@@ -59,7 +60,7 @@ class Row:
 
 
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
-    """Return the implementation of a schedule, which uses it instead of the one in its table."""
+    """Return the passes of an implementation, with this schedule instead of the default one."""
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
     passes = [n for n in _PASSES if hasattr(implementation, n)]
@@ -69,7 +70,10 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
 
 
 def lowered(workload: KernelCall, schedule: Any) -> bytearray:
-    """Lower a call for CUDA in a separate process: this needs no GPU, but seconds of Python."""
+    """Lower a call for CUDA, and return it serialised.
+
+    This takes seconds of Python and needs no GPU, so it runs in separate processes.
+    """
     jax.config.update("jax_platforms", "cpu")
     call = jax.jit(workload.function(with_schedule(schedule)))
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _MOSAIC_CALLS]
@@ -92,7 +96,7 @@ def difference(ours: Any, theirs: Any) -> float:
 
 
 def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator[Row]:
-    """Measure XLA and then each schedule, on the same operands."""
+    """Measure XLA and then each schedule, on the same operands, and yield a row for each."""
     roof = timing.copy_roof(workload.bytes).us
     operands = [workload.operands(i) for i in range(calls.buffers_for(workload.bytes))]
     reference, xla_us = None, float("nan")
@@ -105,7 +109,7 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
             reference = out if reference is None else reference
             worst = difference(out, reference)
             timed = timing.measure(program, operands)
-        except Exception as error:  # a failure is recorded as a row
+        except Exception as error:  # any failure is recorded in the schedule's row
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             nan = float("nan")
             yield Row(
@@ -125,7 +129,7 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
 
 
 def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row]]:
-    """Yield the rows of each workload. No call compiles while another is timed."""
+    """Yield a list of rows for each workload. No call is compiled while another is timed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, spawn) as others, ThreadPoolExecutor(PROCESSES) as pool:
 
@@ -146,7 +150,7 @@ def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row
 
 
 def text_of(call: Row | KernelCall) -> str:
-    """Return the shape as text."""
+    """Return the shape of a call as text, such as "8192x4096"."""
     shape = call.shape
     return shape if isinstance(shape, str) else "x".join(map(str, shape))
 
@@ -166,9 +170,10 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def definitions(file: Path) -> dict[str, Any]:
-    """Return the module in a file.
+    """Return the definitions in a Python file.
 
-    A file of this repository is imported, so that other processes can unpickle its classes.
+    If the file belongs to this repository, it is imported as a module, so that other processes can
+    unpickle its classes.
     """
     if not file.resolve().is_relative_to(ROOT):
         return runpy.run_path(str(file))

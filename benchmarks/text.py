@@ -1,4 +1,4 @@
-"""The text of results: Markdown tables, names, digits, and the source of figures."""
+"""Text for reports: Markdown tables, names, numbers, and the source of results."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backw
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column is text and whose other columns are figures."""
+    """Return a Markdown table whose first column is text and whose other columns are numbers."""
     lines = [header, ("---", *["---:"] * (len(header) - 1)), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -36,27 +36,27 @@ def gigabytes(size: str) -> str:
 
 
 def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
-    """Return the ratio of a column to plain jnp's."""
+    """Return the ratio of a row's number in a column to plain jnp's, or "-" if one is missing."""
     if not row[column] or not plain.get(column):
         return "-"
     return f"{float(row[column]) / float(plain[column]):.2f}"
 
 
 def model(row: Row) -> str:
-    """Return the name of a training step: model, batch, length, mesh, stacking of layers."""
+    """Return the name of a training step: model, batch, length, mesh, and stacking of layers."""
     size = f"{row['model']}, {row['batch']} x {MODELS[row['model']].seq}"
     size = f"{size}, {row['mesh']}" if row["mesh"] else size
     return size if row["layers"] == "scan" else f"{size}, {row['layers']}"
 
 
 def variants(rows: Iterable[Row]) -> list[str]:
-    """Return the variants that occur in the rows, in the order of VARIANTS."""
+    """Return the variants of models that occur in the rows, in the order of VARIANTS."""
     there = {row["provider"] for row in rows}
     return [name for name in VARIANTS if name in there]
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    """Return a sentence on where figures come from: device, software, commits."""
+    """Return a sentence on how rows were measured: device, software, commits."""
 
     def values(column: str) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
@@ -69,6 +69,6 @@ def provenance(rows: Sequence[Row]) -> str:
 
 
 def notes(measured: Figures) -> str:
-    """Return the caveats that apply to the measured providers."""
+    """Return the notes of the measured providers: caveats that apply to their results."""
     there = {name for answers in measured.values() for name in answers}
     return " ".join(p.note for name, p in PROVIDERS.items() if name in there and p.note)

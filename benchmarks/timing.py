@@ -1,6 +1,6 @@
-"""Kernel time of JAX programs on a GPU, from CUPTI, on buffers that are not in its cache.
+"""Times the GPU kernels of JAX programs with CUPTI.
 
-On a CPU, which has no kernels to count, it is wall-clock time, which suffices to test the harness.
+Without a GPU, it measures wall-clock time, which suffices to test the benchmarks.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Operands = Sequence[tuple[Any, ...]]
 
 
 def measure(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Time a compiled function, called once with each of `operands`."""
+    """Return the timing of a compiled function. Successive calls use different sets of operands."""
     for operand in operands:
         jax.block_until_ready(function(*operand))
     if jax.default_backend() != "gpu":
@@ -35,11 +35,11 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
 
 @contextlib.contextmanager
 def kernels() -> Iterator[list[tuple[str, float]]]:
-    """Return a list that gets the name and microseconds of each GPU kernel that runs inside.
+    """Record the GPU kernels that run within this context: a list of (name, microseconds).
 
     The list is complete when the context ends.
     """
-    # No other hook of CUPTI reports single kernels.
+    # JAX has no public function that uses CUPTI to time single kernels.
     cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     ran: list[tuple[str, float]] = []
     cupti._cupti_init()
@@ -50,7 +50,7 @@ def kernels() -> Iterator[list[tuple[str, float]]]:
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Return the median microseconds from a call to its result. The operands are in the cache."""
+    """Return the median microseconds from a call to its result."""
     return calls.wall_us(
         lambda i: jax.block_until_ready(function(*operands[i % len(operands)])), count
     )
@@ -58,7 +58,10 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.cache
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile a function that makes an array, and one that copies it and so moves `size` bytes."""
+    """Compile a function that makes an array, and a function that copies such an array.
+
+    The copy loads and stores `size` bytes in all.
+    """
     words, _ = calls.words_for(size)
     fill = jax.jit(lambda i: jnp.full(words, i, jnp.uint32)).lower(0).compile()
     copy = jax.jit(lambda x: x ^ 1).lower(jax.ShapeDtypeStruct((words,), jnp.uint32)).compile()
@@ -67,7 +70,7 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """Time XLA's copy kernel, which moves `size` bytes in all: the roofline bound."""
+    """Return the timing of XLA's copy of `size` / 2 bytes: the roofline bound."""
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
     return copied.times(calls.words_for(size)[1])

@@ -1,4 +1,4 @@
-"""Measures the providers that use torch, in separate processes."""
+"""Measures cells of the providers that use torch. Each process of `worker.py` imports it."""
 
 import functools
 import gc
@@ -22,22 +22,22 @@ Inputs = tuple[Tensors, Tensors, Tensors]  # row operands, parameters, cotangent
 Operands = Sequence[tuple[Any, ...]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-THREADS = 1  # torch compiles one call at a time
+THREADS = 1  # torch compiles a single call at a time
 
 
 def random_inputs(
     workload: Workload | ShapedWorkload, parameter_dtype: str, sets: int
 ) -> list[Inputs]:
-    """Return normal rows and weights, parameters near 1, mostly True masks, and random labels."""
+    """Return random operands: normal x and weights, parameters near 1, random masks and labels."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(shape: tuple[int, ...], dtype: str, size: float = 1) -> Tensor:
         wanted = getattr(torch, dtype)
         if dtype == "bool":
             return torch.rand(shape, generator=generator, device=DEVICE) < 0.8
-        if dtype == "int32":  # torch's own losses require 64-bit labels
+        if dtype == "int32":  # torch's losses require 64-bit labels
             return torch.randint(int(size), shape, generator=generator, device=DEVICE)
-        if size != 1:  # as torch.nn.Linear stores a weight: transposed
+        if size != 1:  # a weight, stored transposed as in torch.nn.Linear
             return normal(shape[::-1], dtype).mul_(size).t()
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=wanted)
 
@@ -53,7 +53,7 @@ def random_inputs(
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
-    """Return enough inputs to keep calls out of the cache."""
+    """Return so many sets of inputs that a call finds none of them in the GPU's cache."""
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
@@ -83,14 +83,14 @@ def forward_and_backward(
     f: Callable[..., Any], leaves: Tensors, cotangents: Tensors
 ) -> tuple[Any, Tensors]:
     results = f(*leaves)
-    # A mean has no cotangent: use a constant 1, as Tensor.backward does.
+    # A mean loss has no cotangent among the inputs. Use the constant 1, as Tensor.backward does.
     return results, torch.autograd.grad(results, floating(leaves), cotangents or None)
 
 
 def calls_of(
     cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """Return the function to time, made from a provider's function, and its operands."""
+    """Return the function to time, which calls a provider's function, and its sets of operands."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
     leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
@@ -104,7 +104,7 @@ def parameter_dtype(cell: Timed) -> str:
 
 
 def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
-    """Return the provider's function, and the seconds to its first result: torch compiles then."""
+    """Return the provider's function, and the seconds of its first call, which compiles it."""
     start = time.perf_counter()
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
@@ -113,7 +113,7 @@ def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
     return f, time.perf_counter() - start
 
 
-# Timing, like timing.py but with torch's profiler.
+# Timing as in timing.py, but with torch's profiler.
 
 
 def synchronize() -> None:
@@ -122,7 +122,10 @@ def synchronize() -> None:
 
 
 def timed(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Time a function, called once with each of `operands`; on a CPU, by wall-clock time."""
+    """Return the timing of a function. Successive calls use different sets of operands.
+
+    Without a GPU, this is wall-clock time.
+    """
     for operand in operands:
         function(*operand)
     synchronize()
@@ -137,7 +140,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
     kernels = [
         event
         for event in profiled.events()
-        # Annotations span the kernels that they name: counting both would count twice.
+        # An annotation is an event that spans several kernels. Do not count their time twice.
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     kernels.sort(key=lambda event: event.time_range.start)
@@ -145,7 +148,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
 
 
 def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
-    """Return a call's peak memory without operands and results; None on a CPU."""
+    """Return the peak memory of a call without operands and results, or None without a GPU."""
     if DEVICE == "cpu":
         return None
     synchronize()
@@ -153,12 +156,12 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # only now: results are not temporaries
+    del results  # deleted only now, because results are not temp memory
     return temp
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Return the median microseconds from a call to its result. The operands are in the cache."""
+    """Return the median microseconds from a call to its result."""
 
     def call(i: int) -> None:
         function(*operands[i % len(operands)])
@@ -169,7 +172,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """Time a copy that reads and writes `size` bytes in all, by Tensor.copy_."""
+    """Return the timing of a Tensor.copy_ that loads and stores `size` bytes in all."""
     words, factor = calls.words_for(size)
     pairs = [
         tuple(torch.full((words,), i, dtype=torch.int32, device=DEVICE) for _ in range(2))
@@ -178,7 +181,7 @@ def copy_roof(size: int) -> Timing:
     return timed(lambda source, target: target.copy_(source), pairs).times(factor)
 
 
-# Figures of cells.
+# Measuring cells.
 
 
 def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
@@ -187,12 +190,12 @@ def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
-        rotating_inputs.cache_clear()  # equal to the inputs of the workload's other providers
+        rotating_inputs.cache_clear()  # the next cell gets new, equal inputs
     return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """Return a function that measures a cell. It holds compiled code, but no operands."""
+    """Compile a cell, and return a function that measures it. The function holds no operands."""
     f, compile_s = compiled(cell)
     return functools.partial(kernel_time, cell, f, compile_s)
 
@@ -206,10 +209,10 @@ def release() -> None:
 
 
 def crowds_others() -> bool:
-    """Return True if the process still holds the GPU's memory."""
+    """Return False: after `release`, the process holds no GPU memory that others may need."""
     return False
 
 
 def needs_restart(error: Exception) -> bool:
-    """Return True if the process cannot use the GPU any more: CUDA's errors are permanent."""
+    """Return True if the process cannot use the GPU after this error, as after most CUDA errors."""
     return "CUDA error" in str(error)

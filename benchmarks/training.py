@@ -1,4 +1,4 @@
-"""A training step of the models of language_models.py: its time, memory and losses."""
+"""Measures training steps of the models in language_models.py: time, memory and losses."""
 
 import contextlib
 import functools
@@ -18,12 +18,12 @@ from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
-KERNEL_STEPS = 10  # steps whose kernels are timed
-_SPLIT_FROM = 100_000  # elements from which a mesh shards an array
-_GUESSES = 8  # guesses by linear interpolation; after them, bisection
+KERNEL_STEPS = 10  # number of steps whose kernels are timed
+_SPLIT_FROM = 100_000  # minimum number of elements of an array that a mesh shards
+_GUESSES = 8  # maximum guesses by linear interpolation; then bisection
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
-# options, every variant uses cuBLAS's own choice.
+# options, every variant uses the matmuls that cuBLAS chooses.
 _GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 
@@ -31,12 +31,14 @@ class Step:
     """A training step, which compiles when it is first used, and its inputs.
 
     Attributes:
-      run: a function from the state, which it overwrites, and tokens to the state and the loss.
-      options: XLA's compile options.
-      initial: returns the first state.
-      batch: returns the tokens of a step, by its number.
+      run: the compiled step. It takes a state, which it overwrites, and tokens, and returns the new
+        state and the loss.
+      options: compiler options for XLA.
+      initial: a function that returns the initial state.
+      batch: a function that returns the tokens of step number i.
 
-    On a mesh, `shardings` determines the shardings of the state and of the tokens of a batch.
+    The argument `shardings` returns the shardings of the state and of the tokens, which are None
+    without a mesh.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Step:
         return params, language_models.OPTIMIZER.init(params)
 
     def _batch(self, step: int) -> jax.Array:
-        """Return random tokens with frequencies of 1 / (1 + token), which a model can learn."""
+        """Return random tokens. Their frequencies are 1 / (1 + token), which a model can learn."""
         uniform = jax.random.uniform(jax.random.key(step), self._batch_shape)
         vocabulary = self.model.size.vocabulary
         tokens = jnp.exp(uniform * jnp.log(vocabulary + 1.0)).astype(jnp.int32) - 1
@@ -97,7 +99,7 @@ class Step:
 
     @property
     def _memory(self) -> Any:
-        """XLA's memory plan, or None if a backend does not report it; CPUs and GPUs do."""
+        """XLA's memory plan, or None if the backend does not report it. CPUs and GPUs do."""
         return self.run.memory_analysis()
 
     @property
@@ -107,13 +109,13 @@ class Step:
 
     @property
     def peak_bytes(self) -> int:
-        """Number of bytes that must fit: arguments, temp memory, results in their own buffers."""
+        """Number of bytes that a step needs: arguments, temp memory, and results in new buffers."""
         m = self._memory
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
 
     def times(self, steps: int) -> tuple[State, list[float], list[float]]:
-        """Run steps; return the state, the milliseconds of each step, and its loss."""
+        """Run steps. Return the last state, and the milliseconds and the loss of each step."""
         state, times, losses = self.initial(), [], []
         for i in range(steps):
             tokens = jax.block_until_ready(self.batch(i))
@@ -124,7 +126,7 @@ class Step:
         return state, times, losses
 
     def kernels(self, state: State) -> list[tuple[str, float]]:
-        """Return names and microseconds of the GPU kernels of KERNEL_STEPS steps."""
+        """Return the name and microseconds of each GPU kernel that runs in KERNEL_STEPS steps."""
         tokens = jax.block_until_ready(self.batch(0))
         with timing.kernels() as ran:
             for _ in range(KERNEL_STEPS):
@@ -134,7 +136,10 @@ class Step:
 
 
 def speed(step: Step) -> Figures:
-    """Return a step's median time, the time of its kernels per device, its memory and losses."""
+    """Return the results of the suite `training`: median time, kernel time, memory and losses.
+
+    The time of kernels is per device.
+    """
     state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
     on_gpu = jax.default_backend() == "gpu"
@@ -151,14 +156,15 @@ def speed(step: Step) -> Figures:
 
 
 def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
-    """Return the shardings of a state and of a batch over this many devices (FSDP).
+    """Return a function that returns the shardings of a state and of a batch (FSDP).
 
-    Batches are sharded along their sequences. An array of 100,000 elements or more is sharded along
-    the last axis whose size is a multiple of `devices`; other arrays are replicated.
+    A batch of sequences is sharded over the devices. An array of the state with 100,000 elements or
+    more is sharded along the last axis whose size is a multiple of `devices`. Other arrays are
+    replicated.
     """
     if devices == 1:
         return lambda state: (None, None)
-    with contextlib.suppress(RuntimeError):  # JAX has already initialised its devices.
+    with contextlib.suppress(RuntimeError):  # raised if JAX has already initialised its devices
         jax.config.update("jax_num_cpu_devices", devices)
     if len(jax.devices()) < devices:
         raise ValueError(f"got {len(jax.devices())} devices; expected {devices} for this mesh")
@@ -179,9 +185,9 @@ def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
 
 
 def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
-    """Compile a cell of "training" or "capacity", and return a function that measures it.
+    """Compile a cell of the suite "training" or "capacity", and return a function that measures it.
 
-    "capacity" runs nothing.
+    The suite "capacity" only compiles steps, to find the largest batch that fits.
     """
     step = Step(cell, cell.batch, over(cell.devices))
     if suite == "training":
@@ -196,11 +202,11 @@ def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
 
 
 def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:
-    """Return the largest n with ``used(n) <= limit``; 0 if there is none.
+    """Return the largest n with ``used(n) <= limit``, or 0 if there is none.
 
-    `used` is expensive and grows about linearly, and ``known`` holds at least one of its values.
-    The result is exact for any growing `used`: it was evaluated at n, which fits, and at n + 1,
-    which does not.
+    `used` is expensive to evaluate and grows about linearly. ``known`` has at least one of its
+    values. The result is exact for any growing `used`, because used(n) and used(n + 1) are
+    evaluated.
     """
     values = dict(known)
     while True:
@@ -219,7 +225,7 @@ def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) ->
 def _on_the_line(values: Mapping[int, int], limit: int) -> int:
     """Return the n at which a line through two known values reaches the limit.
 
-    The two values are those closest to the limit.
+    These are the two known values closest to the limit.
     """
     (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
     return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))

@@ -1,4 +1,4 @@
-"""The Triton kernels' times relative to XLA's, from committed results: they decide the defaults.
+"""Times of the Triton kernels relative to XLA, from committed results. They decide the defaults.
 
 python -m benchmarks.triton_defaults          prints the table of docs/platforms.md
 python -m benchmarks.triton_defaults --write  writes it there, and `timings.TIMINGS`
@@ -20,12 +20,13 @@ from benchmarks.workloads import ITEMSIZE
 from jaxnorm_kernels import timings
 from jaxnorm_kernels.timings import LIMIT, Timing
 
-#: The folder with measurements of Triton's kernels, Mosaic's kernels and XLA's code in one run.
+#: The folder of results in which Triton kernels, Mosaic kernels and XLA's code were timed in the
+#: same run.
 FOLDER = RESULTS / "nvidia_h100_80gb_hbm3_triton"
 PAGE = ROOT / "docs/platforms.md"
 _MARKS = ("<!-- triton:begin -->", "<!-- triton:end -->")
 
-#: For each operation, block and loss, its key in `jaxnorm_kernels.timings`.
+#: The key in `jaxnorm_kernels.timings.TIMINGS` of each operation, block and loss.
 CALLS = {
     "softmax": "softmax",
     "log_softmax": "log_softmax",
@@ -51,11 +52,12 @@ Times = dict[tuple[str, ...], dict[str, float]]
 
 
 def times(folder: Path) -> Times:
-    """Return the microseconds of forward and backward together.
+    """Return the microseconds of forward and backward pass together, by workload and provider.
 
-    They are in a dict by call and workload, then by provider. The time of a plain function is the
-    sum of its two kernels, which are timed separately. Rows that are not a multiple of 16 bytes are
-    left out: the default runs their softmaxes and norms in XLA.
+    The result maps (call, workload) to a dict from the provider to its time. For norms and
+    softmaxes outside blocks, the time is the sum of two kernels that are timed separately.
+    Workloads whose rows are not a multiple of 16 bytes are left out, because XLA runs them by
+    default.
     """
     found: Times = defaultdict(dict)
     for suite in ("blocks", "loss"):
@@ -85,7 +87,10 @@ def times(folder: Path) -> Times:
 
 
 def ratios(measured: Times, provider: str) -> dict[str, Timing]:
-    """Return, for each call, the provider's times over XLA's, in cells that `triton_sm80` has."""
+    """Return, for each call, the ratios of a provider's times to XLA's.
+
+    Only workloads that were measured with `triton_sm80` are included.
+    """
     found = defaultdict(list)
     for (call, *_), us in measured.items():
         if {provider, "triton_sm80", "xla"} <= us.keys():
@@ -128,7 +133,7 @@ def _rows(folder: Path, suite: str) -> list[Row]:
 
 
 def write() -> None:
-    """Write the entries of `timings.TIMINGS`, and the table of the page."""
+    """Write the entries of `timings.TIMINGS`, and the table of docs/platforms.md."""
     entries = "".join(
         f'    "{call}": Timing({timing.ratio}, {timing.least}, {timing.most}),\n'
         for call, timing in ratios(times(FOLDER), "triton_sm80").items()

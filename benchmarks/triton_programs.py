@@ -1,8 +1,9 @@
-"""Triton kernels that one machine compiles, and another machine runs without Triton.
+"""Compiles Triton kernels on one machine, and runs them on another machine without Triton.
 
-A folder holds compiled kernels for one GPU: a file for each launch, named after the kernel and a
-hash of everything that the launch depends on. `recording` fills the folder on a machine with Triton
-and without a GPU. `replaying` takes launches from it on a machine with a GPU and without Triton.
+A folder has compiled kernels for one GPU: a file for each launch, named after the kernel and a hash
+of everything that the launch depends on. `recording` fills the folder on a machine with Triton,
+which needs no GPU. `replay` makes launches use the files on a machine with a GPU, which needs no
+Triton.
 
     JAX_PLATFORMS=cpu python -m benchmarks.triton_programs FOLDER blocks loss --dtypes bfloat16
 
@@ -37,7 +38,7 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm_kernels.specs import Shared
 
-_TARGET = "triton_kernel_call_ffi"  # jax-triton's custom call, which JAX's CUDA plugin has
+_TARGET = "triton_kernel_call_ffi"  # jax-triton's custom call; JAX's CUDA plugin has it too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Launch:
     """One call of ``jax_triton.triton_call``.
 
     Attributes:
-      kernel: the kernel's function.
-      call: its other arguments.
+      kernel: the kernel's Python function.
+      call: the other arguments of the call, by name.
     """
 
     kernel: Any
@@ -54,7 +55,7 @@ class Launch:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays and references among the arguments, in the kernel's order."""
+        """The arguments that are arrays or references, in the order of the kernel's parameters."""
         names = [name for name in self.kernel.arg_names if _is_array(self.call.get(name))]
         return {name: self.call[name] for name in names}
 
@@ -70,7 +71,7 @@ class Launch:
 
 
 class MissingProgramError(LookupError):
-    """A launch whose kernel was not recorded."""
+    """The error of a launch whose kernel is not in the folder."""
 
     def __init__(self, folder: Path, launch: Launch) -> None:
         super().__init__(f"{folder} has no program of {launch}: record it again")
@@ -82,9 +83,9 @@ def _is_array(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a text that identifies a value: equal values, and no others, have equal texts.
+    """Return a text that identifies a value: two values have the same text only if they are equal.
 
-    It is the same in every process.
+    The text is the same in every process.
     """
     match value:
         case None | bool() | int() | float() | str():
@@ -112,13 +113,13 @@ def _text(value: Any) -> str:
 
 @contextlib.contextmanager
 def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
-    """Within this context, compile each Triton kernel that is launched for `gpu`.
+    """Within this context, compile each Triton kernel that is launched, and do not run it.
 
-    The calls compute their results with XLA.
+    Calls return results that XLA computes.
 
     Args:
-      folder: gets the compiled kernels; it may already contain some.
-      gpu: an entry of `GPUS`.
+      folder: the folder for the compiled kernels. It may already have some.
+      gpu: the GPU for which kernels are compiled, as in `GPUS`.
     """
     triton = importlib.import_module("jaxnorm_kernels.triton")
     launch = importlib.import_module("jaxnorm_kernels.triton.launch")
@@ -140,12 +141,13 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return [jnp.zeros(out.shape, out.dtype) for out in out_type]
 
     def of_contract(kernel: Any, formula: Any) -> Any:
-        """Return a pass that launches the kernel, but returns the results of XLA."""
+        """Return a pass that compiles the kernel, but returns XLA's results."""
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
-                return kernel(*arrays, spec, **schedule)  # zeros: xla does not support this view
+                # The xla pass takes no masks and biases in this form, so return the zeros of `run`.
+                return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
             if (shared := spec.norm.table_rows) is not None:
@@ -156,7 +158,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return call
 
     def of_call(call: Call, name: str) -> Any:
-        """Return a public function's pass that launches the kernel, but returns XLA's results."""
+        """Return a substitute for `Call.kernel` that compiles kernels but returns XLA's results."""
         if name != "triton":
             return kernel_of(call, name)
 
@@ -187,19 +189,19 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """Return, for each row of x, the row of the operand that belongs to it."""
+    """Return, for each row of x, the index of the row that it uses of a broadcast operand."""
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
 
 def are_recorded() -> bool:
-    """True inside the context `recording`."""
+    """Return True inside the context `recording`."""
     launch = sys.modules.get("jaxnorm_kernels.triton.launch")
     return launch is not None and launch.run.__module__ == __name__
 
 
 def _compiled(one: Launch) -> bytes:
-    """Compile a launch. Return what the custom call needs: code, grid and integer arguments."""
+    """Compile a launch. Return what its custom call needs: code, grid and integer arguments."""
     jax_triton = importlib.import_module("jax_triton")
     types_of = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in one.arrays.items()
@@ -222,7 +224,7 @@ def _compiled(one: Launch) -> bytes:
 
 
 def _only_call(module: Any) -> Any:
-    """Return the only custom call in a module."""
+    """Return the custom call of a StableHLO module that has exactly one."""
     (call,) = (
         op
         for function in module.body.operations
@@ -233,7 +235,7 @@ def _only_call(module: Any) -> Any:
 
 
 def opaque(call: Any) -> bytes:
-    """Return the compressed description of a launch that a custom call of jax-triton carries."""
+    """Return the attribute of jax-triton's custom call: a compressed description of the launch."""
     code: bytes = call.attributes["mhlo.backend_config"]["opaque"].value_bytes
     return code
 
@@ -242,10 +244,11 @@ def opaque(call: Any) -> bytes:
 
 
 def replay(folder: Path) -> None:
-    """From now on, take Triton kernels from `folder`. Triton must not have been imported yet.
+    """Make all later launches of Triton kernels use the compiled kernels in `folder`.
 
-    Stand-ins replace the modules `triton` and `jax_triton`. The rest of `jaxnorm_kernels.triton` is
-    unchanged: schedules, launches and refusals.
+    Stand-ins replace the modules `triton` and `jax_triton`, so the Triton kernels must not have
+    been imported before. The rest of `jaxnorm_kernels.triton` works as usual: schedules, launches
+    and reasons not to run a call.
     """
     if "jaxnorm_kernels.triton" in sys.modules:
         raise RuntimeError("the Triton kernels are imported already; replay the programs before")
@@ -264,7 +267,7 @@ def replay(folder: Path) -> None:
     others = {module.__name__: sys.modules.get(module.__name__) for module in stand_ins}
     sys.modules.update({module.__name__: module for module in stand_ins})
     importlib.import_module("jaxnorm_kernels.triton")
-    # Other imports of Triton in this process get the real module.
+    # Later imports of Triton in this process get the real module.
     for name in ("triton", "triton.language"):
         sys.modules.pop(name)
         if (other := others[name]) is not None:
@@ -273,14 +276,14 @@ def replay(folder: Path) -> None:
 
 
 def replayed() -> list[Path]:
-    """Return a list with the folder that `replay` was given; an empty list without `replay`."""
+    """Return a list with the folder that `replay` was called with, or an empty list."""
     call = getattr(sys.modules.get("jax_triton"), "triton_call", None)
     return [call.folder] if isinstance(call, _Replay) else []
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replay:
-    """A replacement of ``jax_triton.triton_call`` that launches kernels from a folder."""
+    """A replacement for ``jax_triton.triton_call`` that launches compiled kernels from a folder."""
 
     folder: Path
 
@@ -306,7 +309,7 @@ class _Replay:
 
 
 class _Kernel:
-    """A kernel's function without code: kernels from the folder run instead."""
+    """A replacement for `triton.jit` that does not compile kernels."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -314,7 +317,7 @@ class _Kernel:
 
 
 class _Language(types.ModuleType):
-    """A stand-in for `triton.language`, with names for annotations and for constants of kernels."""
+    """A stand-in for `triton.language`, for annotations and module constants of kernels."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -332,7 +335,10 @@ def _software() -> str:
 
 
 def sources() -> str:
-    """Return a hash of the Triton kernels' source, which names of launches do not contain."""
+    """Return a hash of the source files of the Triton kernels.
+
+    File names of launches do not depend on the source, so the folder records this hash.
+    """
     (root,) = map(Path, jaxnorm_kernels.__path__)
     texts = (file.read_bytes() for file in sorted(root.glob("triton/*.py")))
     return hashlib.sha256(b"".join(t for t in texts if b"@triton.jit" in t)).hexdigest()
@@ -387,15 +393,15 @@ def gpu_of(text: str) -> tuple[int, int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the Triton kernels of benchmarks, for each GPU of `SIDES`."""
-    run = importlib.import_module("benchmarks.run")  # an import circle
+    """Compile the Triton kernels of the selected benchmarks, for the GPU of each side."""
+    run = importlib.import_module("benchmarks.run")  # imported here to avoid an import cycle
     suites = importlib.import_module("benchmarks.suites")
     jax_side = importlib.import_module("benchmarks.jax_side")
     folder, *rest = sys.argv[1:] if argv is None else argv
     given = run.parse(rest)
     sides = [side for side in SIDES if side in given.providers]
     selection = dataclasses.replace(run.selected(given), providers=("triton",))
-    # Kernels are compiled when a program is lowered; XLA's code beside them is not needed.
+    # Triton kernels are compiled when a program is lowered. Skip compiling the program with XLA.
     lowered = types.SimpleNamespace(
         as_text=str, memory_analysis=lambda: types.SimpleNamespace(temp_size_in_bytes=0)
     )

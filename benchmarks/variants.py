@@ -1,7 +1,8 @@
-"""The functions in which variants of a model differ: norms, loss, and residuals of matmuls.
+"""The functions in which the variants of a model differ: norms, losses and linear layers.
 
-In shapes, B is sequences, S their length, d the width, H heads of size D, and f an MLP's hidden
-features. Weights are float32, and are cast to x's dtype. The scopes are names in a profile.
+In shapes, B is the number of sequences, S their length, d the width, H the number of heads, D their
+size, and f the hidden features of an MLP. Weights are float32, and are cast to x's dtype.
+`jax.named_scope` gives functions the names by which `profile` recognises their kernels.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ def rms_norm(x: Array, scale: Array) -> Array:
 
 @jax.named_scope("norm")
 def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
-    """Compute LayerNorm as Flax does: the variance is a difference of means, in one pass."""
+    """Compute LayerNorm as Flax does, in one pass: the variance is E[x^2] - E[x]^2."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     mean_of_squares = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -47,7 +48,7 @@ def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
 
 @jax.named_scope("attention")
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply rotary position embedding to queries or keys (B, S, H, D), by (S, 1, D / 2) tables."""
+    """Apply rotary position embedding to queries or keys (B, S, H, D). Tables are (S, 1, D / 2)."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -86,7 +87,7 @@ def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
 
 
 def heads_linear(x: Array, weight: Array) -> Array:
-    """Apply attention's output projection: the matmul of x (B, S, H, D) and weight (H D, d)."""
+    """Apply the output projection of attention to x (B, S, H, D). The weight is (H D, d)."""
     return linear(x.reshape(*x.shape[:2], -1), weight)
 
 
@@ -107,17 +108,18 @@ def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
 
 
 def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """Return a matmul that saves only its operands, which are saved anyway.
+    """Return a matmul that saves only its operands, which other functions save anyway.
 
-    Otherwise a scan would also save the cast weight, and attention's result with its heads joined.
-    In unrolled layers, XLA may reuse the forward's values, so there is no barrier.
+    Otherwise, a scan would also save the weight after its cast, and the result of attention after
+    its reshape to (B, S, H D). prevent_cse is False, so that XLA may use the values of the forward
+    pass in unrolled layers.
     """
     return jax.checkpoint(product, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The functions that a model uses.
+    """The functions of a variant of a model.
 
     Attributes:
       rms_norm, layer_norm: functions of x and parameters.
@@ -125,8 +127,8 @@ class Variant:
         of the sum, and the sum.
       rms_norm_rope: a function of queries or keys (B, S, H, D), the scale of their norm, cos and
         sin.
-      loss: the mean loss, from the last hidden states (B, S, d), the embedding (V, d) and labels
-        (B, S).
+      loss: a function of the last hidden states (B, S, d), the embedding (V, d) and labels (B, S),
+        which returns the mean loss.
       linear: a function of x (B, S, d) and weight.
       gated_linear: a function of gate and up (B, S, f), and weight (f, d).
       activation_linear: a function of x (B, S, f), weight (f, d) and bias (d,).

@@ -1,17 +1,18 @@
-"""A process of one side, which compiles a batch of cells and measures them on request.
+"""A process that measures cells: it compiles a batch of them, and measures them on request.
 
     python -m benchmarks.worker jax 2
 
-JAX and torch each take the GPU's memory, and a bad kernel can crash its process, so each side has
-separate processes. The number is how many cells a process compiles at once.
+JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each side (JAX or
+torch) has separate processes. The number is how many cells the process compiles at the same time.
 
-The parent writes a line for each step. The process answers with JSON objects, one per line:
+The parent process writes a line to standard input for each step. This process answers with JSON
+objects, one per line:
 
     {"suite": name, "cells": [...]}   ->  {} when the cells are compiled
     anything: its turn                ->  {"figures": {...}, "status": "ok" or a reason} for each
                                           cell, in order; {} when it has given back their memory
 
-This continues until there are no more lines.
+This is repeated for each batch, until the input ends.
 """
 
 import dataclasses
@@ -28,21 +29,24 @@ from typing import Any, TextIO
 from benchmarks import program_folders
 from benchmarks.suites import SUITES, Cell
 
-RESTART = 75  # exit code: the remaining cells need another process
+RESTART = 75  # exit code: another process must run the remaining cells
 REASON_LENGTH = 200
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; QuACK's errors contain some
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # terminal colours, which errors of QuACK contain
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """The part of an error that is kept. The error itself would keep its frames' operands alive."""
+    """A description of an error, which is stored instead of the exception.
+
+    The exception would keep the arrays in its stack frames alive.
+    """
 
     status: str
-    restart: bool  # the GPU's context is lost
+    restart: bool  # True if the process cannot use the GPU any more
 
 
 class Absent:
-    """A side that cannot be imported: each of its cells reports the reason."""
+    """A replacement for a side that cannot be imported. Each of its cells fails with the reason."""
 
     THREADS = 1
 
@@ -74,7 +78,7 @@ def import_side(name: str) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line that describes the error; for a group, its first error."""
+    """Return a line that describes the error. For an exception group, describe its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [""]
@@ -84,17 +88,17 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a step, or Failed if it raises: a failure must not end the run."""
+    """Return ``step(*arguments)``, or Failed if it raises."""
     try:
         return step(*arguments)
     except Exception as error:
         failed = Failed(reason(error), side.needs_restart(error))
-    side.release()  # free the memory of the failed cell, now that its error is gone
+    side.release()  # after the exception is gone, free the memory of the failed cell
     return failed
 
 
 def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list[Any]:
-    """Compile the cells. Return, for each, a function that measures it, or Failed."""
+    """Compile the cells. Return a list with a function that measures each cell, or Failed."""
 
     def prepare(cell: Cell) -> Any:
         return attempt(side, side.prepare, suite, cell)
@@ -110,7 +114,10 @@ def say(out: TextIO, answer: dict[str, Any]) -> None:
 
 
 def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
-    """Answer each cell; return False if a cell lost the GPU's context, which all others need."""
+    """Measure the cells, and write an answer for each.
+
+    Return False if the GPU cannot be used any more after an error of a cell.
+    """
     for measure in measures:
         got = measure if isinstance(measure, Failed) else attempt(side, measure)
         if isinstance(got, Failed):
@@ -123,7 +130,7 @@ def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
 
 
 def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
-    """Serve batches until there are no more; return the exit code."""
+    """Compile and measure batches until there are no more requests. Return the exit code."""
     threads = min(threads, side.THREADS)
     for line in iter(requests.readline, ""):
         request = json.loads(line)
@@ -131,7 +138,7 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
         cells = [suite.cell(**cell) for cell in request["cells"]]
         measures = prepared(side, suite.name, cells, 1 if suite.alone or suite.in_turn else threads)
         lost = any(isinstance(m, Failed) and m.restart for m in measures)
-        if lost and len(cells) > 1:  # the parent then runs them one at a time
+        if lost and len(cells) > 1:  # the parent then runs each cell in its own batch
             return RESTART
         side.release()
         say(out, {})
@@ -148,14 +155,15 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
 
 
 def main() -> int:
-    # Libraries must neither read the parent's messages nor print into the answers.
+    # Requests and answers use standard input and output. Redirect both for the libraries, so that
+    # they neither read requests nor print into the answers.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.enable(all_threads=False)  # reports where a process crashed, or was aborted
+    faulthandler.enable(all_threads=False)  # prints where a process crashed, or was aborted
     return work(import_side(sys.argv[1]), requests, out, threads=int(sys.argv[2]))
 
 
 if __name__ == "__main__":
-    os._exit(main())  # libraries' own clean-up can hang after the GPU's context is lost
+    os._exit(main())  # after a GPU error, clean-up of libraries can hang

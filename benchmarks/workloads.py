@@ -1,7 +1,7 @@
-"""The timed operations, shapes and dtypes, and the least bytes that each must move.
+"""Workloads: the timed operations, shapes and dtypes, and their minimum memory traffic.
 
-This module does not import JAX or torch, because both sides, and the process that starts them,
-share it.
+This module does not import JAX or torch, because processes with JAX, processes with torch, and the
+process that starts both import it.
 """
 
 import abc
@@ -13,15 +13,16 @@ from typing import Any, ClassVar, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
-Shape = tuple[int, ...]  # rows x cols, except for blocks, losses and matmuls
-# Shape and dtype; then, for integers, their range from 0; for weights, their deviation.
+Shape = tuple[int, ...]  # (rows, cols), except for blocks, losses and matmuls
+# The shape and dtype of an array. A third number is, for integers, the number of values from 0 and,
+# for weights, the standard deviation.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
 PARAMETERS = {"softmax": 0, "log_softmax": 0, "rms_norm": 1, "layer_norm": 2}
 
-# Shapes, rows x cols. Each line of the table answers one question.
+# Shapes (rows, cols) of norms and softmaxes, by the kind of shape.
 GRID: dict[str, list[Shape]] = {
     "narrow rows": [(32768, n) for n in (128, 256, 512, 768)],
     "powers of two": [
@@ -39,7 +40,8 @@ GRID: dict[str, list[Shape]] = {
 }
 QUICK: list[Shape] = [(32768, 1024), (16384, 8192)]
 
-# Pairs of x's and y's dtype. The mixed pair is a float32 residual stream with 16-bit matmuls.
+# Pairs of x's and y's dtype. The mixed pair occurs in models with a float32 residual stream and
+# bfloat16 matmuls.
 DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
 ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 
@@ -49,10 +51,10 @@ class Workload:
     """One operation in one direction on one shape.
 
     Attributes:
-      op: the operation, over the last axis.
-      direction: ``"bwd"`` starts from what the provider's own forward pass saved; ``"fwd+bwd"``
+      op: the operation, which normalises rows.
+      direction: ``"bwd"`` takes the residuals that the provider's forward pass saves; ``"fwd+bwd"``
         returns the output and all gradients.
-      rows, cols: the shape of x; ``cols`` is the normalised length.
+      rows, cols: the shape of x.
       x_dtype: the dtype of x and its gradient.
       y_dtype: the dtype of the output and its cotangent.
     """
@@ -64,7 +66,7 @@ class Workload:
     x_dtype: str
     y_dtype: str
 
-    flops = 0  # memory traffic determines its time
+    flops = 0  # matmul operations; 0, because memory traffic determines the time
     constants: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -85,12 +87,16 @@ class Workload:
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the row operands whose gradients a call returns."""
+        """The indices in `row_operands` of the operands whose gradients a call returns."""
         return (0,)
 
     @property
     def bytes(self) -> int:
-        """The minimum memory traffic: x and y; backward, an array of y's dtype, dy and dx."""
+        """The minimum memory traffic in bytes.
+
+        The forward pass loads x and stores y. The backward pass loads dy and a saved array of y's
+        dtype, and stores dx.
+        """
         x, y = ITEMSIZE[self.x_dtype], ITEMSIZE[self.y_dtype]
         each = {"fwd": x + y, "bwd": 2 * y + x, "fwd+bwd": 2 * x + 3 * y}
         return self.rows * self.cols * each[self.direction]
@@ -102,7 +108,7 @@ def grid(
     dtypes: Sequence[tuple[str, str]] | None = None,
     shapes: Sequence[Shape] | None = None,
 ) -> Iterator[Workload]:
-    """Yield all selected workloads. Only norms have mixed dtypes."""
+    """Yield all selected workloads of norms and softmaxes. Only norms have mixed dtypes."""
     shapes = list(itertools.chain(*GRID.values())) if shapes is None else shapes
     for op, direction, (x, y), (rows, cols) in itertools.product(
         operations, directions, DTYPES if dtypes is None else dtypes, shapes
@@ -113,12 +119,12 @@ def grid(
 
 @dataclasses.dataclass(frozen=True)
 class ShapedWorkload(abc.ABC):
-    """One operation in one direction, on arrays that a shape determines.
+    """One operation in one direction, whose arrays have shapes that follow from `shape`.
 
     Attributes:
-      op: a name in the table of its kind: blocks, losses or matmuls.
-      direction: ``"fwd+bwd"`` returns the results and all gradients, from one call.
-      shape: as text: "8192x4096".
+      op: its name in the table of blocks, losses or matmuls.
+      direction: ``"fwd+bwd"`` is a call that returns the results and all gradients.
+      shape: the sizes as text, such as "8192x4096".
       dtype: the dtype of its arrays, or "mixed".
     """
 
@@ -142,7 +148,7 @@ class ShapedWorkload(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes(self) -> int:
-        """The minimum memory traffic, in bytes."""
+        """The minimum memory traffic in bytes."""
 
     @property
     def mixed(self) -> bool:
@@ -150,12 +156,12 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def flops(self) -> int:
-        """The number of operations of the matmuls, if these determine the time; otherwise 0."""
+        """The number of operations of the matmuls if they determine the time, else 0."""
         return 0
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """The indices of the float row operands that a training step does not differentiate."""
+        """The indices in `row_operands` of the float operands without a gradient in training."""
         return ()
 
     @property
@@ -172,7 +178,10 @@ class ShapedWorkload(abc.ABC):
 
 
 class FewParameters(ShapedWorkload):
-    """A workload with few or no parameters. Its backward pass reads what the forward pass reads."""
+    """A workload without parameters, or with few.
+
+    Its backward pass reads the same arrays as its forward pass.
+    """
 
     @property
     @abc.abstractmethod
@@ -181,11 +190,15 @@ class FewParameters(ShapedWorkload):
     @property
     @abc.abstractmethod
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the row operands that have a gradient."""
+        """The indices in `row_operands` of the operands that have a gradient."""
 
     @property
     def bytes(self) -> int:
-        """The minimum memory traffic: each pass moves operands and results once, gradients once."""
+        """The minimum memory traffic in bytes.
+
+        Each pass loads the operands and loads or stores the results. The backward pass also stores
+        the gradients.
+        """
         operands = [array[:2] for array in self.row_operands]
         arrays = [*operands, *self.results]
         if self.direction == "fwd+bwd":
@@ -203,10 +216,11 @@ def shaped(
     *,
     quick: bool = False,
 ) -> Iterator[Any]:
-    """Yield all selected workloads. `shapes` apply to operations whose shapes have as many axes.
+    """Yield all selected workloads of blocks, losses or matmuls.
 
-    `kind` is the class of the workloads. `table` has the possible shapes, quick shapes, directions
-    and dtypes of each operation.
+    `kind` is the class of the workloads. `table` has the shapes, quick shapes, directions and
+    dtypes of each operation. If `shapes` is not None, an operation uses the shapes in it that have
+    as many axes as its own.
     """
     for op in (name for name in ops if name in table):
         asked = table[op]

@@ -1,9 +1,10 @@
-"""The arrays that a layer of Llama 3.2 1B saves for its backward, by `jaxnorm.memory_report`.
+"""Lists the arrays that a layer of Llama 3.2 1B saves for its backward pass.
 
     python examples/llama_layer.py
 
-Nothing is executed, and no GPU is needed. The unit is an array of tokens x width in bfloat16, for
-one layer of a scan, as in the table of docs/memory.md.
+The list is from `jaxnorm.memory_report`, which traces the layer. Nothing is executed, and no GPU is
+needed. Sizes are per layer of a scan, in units of a bfloat16 array of tokens x width, as in the
+table of docs/memory.md.
 """
 
 import dataclasses
@@ -20,14 +21,15 @@ Array = jax.Array
 LAYERS, BATCH, LENGTH = 16, 4, 2048
 WIDTH, HEADS, KV_HEADS, HIDDEN = 2048, 32, 8, 8192
 HEAD = WIDTH // HEADS
-UNIT = BATCH * LENGTH * WIDTH * 2  # bytes
+UNIT = BATCH * LENGTH * WIDTH * 2  # bytes of an array of tokens x width
 
 
-# Attention that saves what flash attention saves, on any device: it is traced, but not executed.
+# Attention that saves the same arrays as flash attention. It is traced but not executed, so no
+# device needs to support flash attention.
 
 
 def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Return attention's result, and the log-sum-exp of each row of logits."""
+    """Return the result of attention, and the log-sum-exp of each row of its logits."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
 
 
@@ -49,7 +51,7 @@ def _backward(kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
 flash_attention.defvjp(_forward, _backward)
 
 
-# The functions in plain JAX, and their replacements.
+# The functions of the layer in plain JAX.
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
@@ -78,7 +80,7 @@ def rotated(x: Array, base: float = 500_000.0) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A transformer layer. Variants of its functions save different arrays, with equal results."""
+    """A transformer layer. With other functions as arguments, it saves other arrays."""
 
     rms_norm: Callable[..., Array] = rms_norm
     gated_linear: Callable[..., Array] = gated_linear
@@ -103,7 +105,7 @@ LAYERS_OF = {
 
 
 def report_of(layer: Layer) -> jaxnorm.MemoryReport:
-    """Return the report of scanned layers' residuals, for the gradients of the parameters and x."""
+    """Return the memory report of a scan over layers, for gradients of the parameters and x."""
     shapes = {
         **dict.fromkeys(("q", "out"), (WIDTH, WIDTH)),
         **dict.fromkeys(("k", "v"), (WIDTH, KV_HEADS * HEAD)),
@@ -123,7 +125,7 @@ def report_of(layer: Layer) -> jaxnorm.MemoryReport:
 
 @functools.cache
 def units() -> dict[str, float]:
-    """Return what each variant saves per layer."""
+    """Return the arrays that each variant saves per layer, in units of tokens x width."""
     return {name: report_of(layer).total / LAYERS / UNIT for name, layer in LAYERS_OF.items()}
 
 

@@ -1,8 +1,8 @@
-"""The placement of the training run's arrays: on one device, or sharded over a mesh of devices.
+"""Places the arrays of a training run on one device, or shards them over a mesh of devices.
 
-Batches are sharded over all mesh axes. A parameter or optimiser state is sharded over the axis
-"fsdp" if the size of this axis divides one of its axes (fully sharded data parallelism), and
-replicated otherwise.
+Batches are sharded over all mesh axes. An array of the parameters or the optimiser state is sharded
+over the mesh axis "fsdp" (fully sharded data parallelism) if one of the array's axes is a multiple
+of the mesh axis. Otherwise, it is replicated.
 """
 
 import argparse
@@ -36,20 +36,20 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Places arrays on devices; a `mesh` of None stands for JAX's default device."""
+    """Places arrays on the devices of a mesh or, if `mesh` is None, on JAX's default device."""
 
     mesh: Mesh | None = None
 
     @classmethod
     def over(cls, sizes: dict[str, int] | None) -> "Placement":
-        """Use a mesh of these sizes; ValueError if there are too few devices.
+        """Return a placement on a mesh of these sizes; ValueError if there are too few devices.
 
-        A CPU gets virtual devices.
+        Without a GPU, the CPU is split into virtual devices.
         """
         if sizes is None:
             return cls()
         count = math.prod(sizes.values())
-        with contextlib.suppress(RuntimeError):  # JAX has already initialised its devices.
+        with contextlib.suppress(RuntimeError):  # raised if JAX has already initialised its devices
             jax.config.update("jax_num_cpu_devices", count)
         devices = jax.devices()
         if len(devices) < count:
@@ -70,7 +70,7 @@ class Placement:
         return jax.device_put(batch, self._sharding(PartitionSpec(self.mesh.axis_names)))
 
     def shardings(self, state: Any) -> Any:
-        """Return the shardings of parameters or optimiser state; None for the default device."""
+        """Return the shardings of parameters or optimiser state, or None without a mesh."""
         if self.mesh is None:
             return None
         return jax.tree.map(lambda a: self._sharding(self._spec(a.shape)), state)

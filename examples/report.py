@@ -1,4 +1,4 @@
-"""The output of a finished comparison: its checks, a table for the terminal, Markdown, a plot."""
+"""The output of a finished comparison: checks, a table for the terminal, Markdown and a plot."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot: a CI machine has no display
+matplotlib.use("Agg")  # set before pyplot is imported: CI machines have no display
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -22,8 +22,8 @@ _VERDICTS = {
 }
 COLUMNS = ("functions", "final loss", "ms/step", "temp MiB", "saved MiB")
 
-# Okabe and Ito's palette, which suits colour-blind readers. Curves should coincide, so widths and
-# dashes keep them apart.
+# Okabe and Ito's palette, which suits colour-blind readers. The curves of the runs nearly coincide,
+# so different widths and dashes make all of them visible.
 _COLOURS = ("#E69F00", "#56B4E9", "#0072B2")
 _LINES = ({"lw": 5.0, "alpha": 0.6}, {"lw": 2.5}, {"lw": 1.2, "ls": (0, (4, 2))})
 
@@ -33,11 +33,11 @@ class Run:
     """The results of one training run: losses, time and memory."""
 
     label: str
-    losses: np.ndarray  # (steps,), nats per byte of each step's batch
-    final_loss: float  # nats per held-out byte after training
+    losses: np.ndarray  # (steps,): mean loss of each step's batch, in nats per byte
+    final_loss: float  # mean loss of the held-out text after training, in nats per byte
     ms_per_step: float
-    temp_bytes: int  # XLA's plan for the compiled train step, without arguments and results
-    residual_bytes: int  # arrays saved for the backward, by `jaxnorm.memory_report`
+    temp_bytes: int  # temp memory that XLA plans for the compiled training step
+    residual_bytes: int  # arrays saved for the backward pass, by `jaxnorm.memory_report`
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -51,7 +51,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A claim about the runs. `passed` is None if the run is too short to check it."""
+    """A claim about the runs. `passed` is None if the runs are too short to check it."""
 
     claim: str
     passed: bool | None
@@ -61,10 +61,10 @@ class Check:
 
 
 def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) -> list[Check]:
-    """Check that the curves coincide at first, and that the final losses differ by at most 3 %."""
+    """Check that losses of the runs agree: the first ones to `tolerance`, the last ones to 3 %."""
     curves = np.stack([run.losses for run in runs])
     early = float(np.max(np.ptp(curves[:, :early_steps], axis=0)))
-    # One batch's loss is noisy and the held-out loss is a single number, so both must agree.
+    # Losses of batches are noisy, and the held-out loss is a single number. So check both.
     ends = np.stack([curves[:, -early_steps:].mean(axis=1), [run.final_loss for run in runs]])
     late = float(np.max(np.ptp(ends, axis=1) / ends.min(axis=1)))
     steps = min(early_steps, curves.shape[1])
@@ -80,7 +80,10 @@ def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) ->
 
 
 def learning_checks(runs: Sequence[Run], bigram: float, bound: float, enough: bool) -> list[Check]:
-    """Check that the model has learned something, if the training was long `enough`."""
+    """Check that every run has learned: its final loss is below `bound`, and below `bigram`.
+
+    If `enough` is False, training was too short, and the checks have no verdict.
+    """
     worst = max((run.final_loss for run in runs), key=lambda loss: (np.isnan(loss), loss))
     comparisons = [
         (f"the bound of {bound:.2f}", bound),
@@ -105,7 +108,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
-    """Return a table of the runs; `freed` has the last two columns of each row after the first."""
+    """Return a Markdown table of the runs. `freed` has its last two columns from the second row."""
     header = (*COLUMNS, "temp freed", "saved freed")
     last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]
     body = [(*run.cells(), *cells) for run, cells in zip(runs, last, strict=True)]
@@ -117,7 +120,10 @@ def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption:
 def plot(
     runs: Sequence[Run], bigram: float, early: tuple[int, float], title: str, path: Path
 ) -> None:
-    """Write a PNG; `early` is the number of first steps that must agree, and the tolerance."""
+    """Write a plot as PNG.
+
+    `early` is the number of first steps whose losses must agree, and the tolerance.
+    """
     figure = plt.figure(figsize=(12, 6.2), layout="constrained")
     figure.suptitle(title, fontsize=11)
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 1.2), width_ratios=(1.25, 1))
@@ -144,7 +150,7 @@ def _plot_differences(axes: Axes, runs: Sequence[Run], early_steps: int, toleran
     reference, *others = runs
     for run, colour, marker in zip(others, _COLOURS[1:], ("s", ".")):
         difference = np.abs(run.losses - reference.losses)
-        steps = np.flatnonzero(difference)  # zero has no logarithm
+        steps = np.flatnonzero(difference)  # leave out differences of 0: the axis is logarithmic
         axes.plot(steps + 1, difference[steps], color=colour, ls="", marker=marker, ms=3)
     axes.hlines(tolerance, 1, early_steps, color="black", lw=2)
     note = f"allowed in the first {early_steps} steps"

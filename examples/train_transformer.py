@@ -1,13 +1,15 @@
-"""Trains one small transformer three times and compares loss and memory.
+"""Trains a small transformer three times, with and without jaxnorm, and compares loss and memory.
 
-The model is a pre-LN causal transformer over bytes (Flax linen, optax). The text is CPython's own
+The model is a pre-LN causal transformer over bytes, in Flax linen and optax. The text is CPython's
 documentation, from `pydoc_data.topics`. All runs start from the same parameters and see the same
-batches. The first uses Flax's norms and softmax and optax's loss. The second uses jaxnorm's. The
-third also uses jaxnorm's `activation_linear` for the MLP's second layer, which saves the input of
-the activation instead of its output. The memory that each step saves is printed. The exit code is 1
-if the three disagree or, at the default size or above, have not learned.
+batches. The first run uses the norms and softmax of Flax and the loss of optax. The second run uses
+those of jaxnorm. The third run also uses `jaxnorm.activation_linear` for the second layer of the
+MLP, which saves the input of the activation and not its output. The memory that each change frees
+is printed. The exit code is 1 if the runs disagree or, at the default size or above, have not
+learned.
 
-With --mesh, the same runs are sharded over devices; compiled temp is then that of one device.
+With --mesh, the same runs are sharded over devices. The printed temp memory is then that of one
+device.
 """
 
 import argparse
@@ -42,15 +44,15 @@ from transformer import (
 import jaxnorm
 
 DTYPES = ("float32", "bfloat16")
-LOSS_BOUND = 2.6  # nats per held-out byte
-EARLY_STEPS = 20  # before training turns chaotic
+LOSS_BOUND = 2.6  # maximum final loss, in nats per held-out byte
+EARLY_STEPS = 20  # losses must agree in these steps; later, differences grow
 
 Params = Any
 State = tuple[Params, optax.OptState]
 
 
 def read_text() -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes for training, and the last tenth, which is held out."""
+    """Return the text as bytes: the part for training, and the last tenth, which is held out."""
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     tokens = np.frombuffer(text, np.uint8).astype(np.int32)
@@ -58,19 +60,19 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
-    """Return sequences of seq + 1 bytes: seq inputs, and the targets one byte later."""
+    """Return sequences of seq + 1 bytes: the inputs, and the targets, which are one byte later."""
     return text[starts[:, None] + np.arange(seq + 1)]
 
 
 def heldout_windows(heldout: np.ndarray, seq: int) -> np.ndarray:
-    """Return consecutive windows of the text; their targets do not overlap."""
+    """Return consecutive windows of the held-out text, whose targets do not overlap."""
     return windows(heldout, np.arange(0, len(heldout) - seq, seq), seq)
 
 
 def bigram_loss(text: np.ndarray, evaluated: np.ndarray, alpha: float = 0.1) -> float:
-    """Return the nats per byte that byte-pair counts of `text` achieve on the windows.
+    """Return the loss of a bigram model in nats per byte: trained on `text`, evaluated on windows.
 
-    The counts are smoothed by adding `alpha`.
+    Its counts of byte pairs are smoothed by adding `alpha`.
     """
     counts = np.full((VOCABULARY, VOCABULARY), alpha)
     np.add.at(counts, (text[:-1], text[1:]), 1.0)
@@ -84,17 +86,18 @@ def loss_fn(model: Transformer, params: Params, batch: jax.Array) -> jax.Array:
 
 
 def early_tolerance(config: Config) -> float:
-    """Return by how many nats the losses of the first steps may differ between runs."""
+    """Return the number of nats by which losses of the first steps may differ between runs."""
     if config.dtype == "float32":
         return 1e-4
-    # Two ways to compute a norm or softmax round some elements differently, by 2**-8. The residual
-    # stream is rounded twice per layer. These errors accumulate like a random walk, and the loss is
-    # at most ln(256).
+    # Two ways to compute a norm or softmax may round an element differently, by a relative
+    # difference of 2**-8. The residual stream is rounded twice per layer. These errors accumulate
+    # like a random walk, and the loss is about ln(256) at first.
     return 2**-8 * math.sqrt(2 * config.layers + 1) * math.log(VOCABULARY)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    # Use at least twice the steps whose losses must agree: a high rate amplifies any rounding.
+    # Warm up for at least twice the number of steps whose losses must agree, because a high
+    # learning rate amplifies rounding differences.
     warmup = max(2 * EARLY_STEPS, config.steps // 10)
     peak = config.learning_rate
     rate = optax.warmup_cosine_decay_schedule(
@@ -125,7 +128,7 @@ def train(
     saved = jaxnorm.memory_report(functools.partial(loss_fn, model), params, batches[0]).total
 
     def initial(params: Params) -> State:
-        # Copy, because the step donates its state and the other variants start from the same one.
+        # Copy the parameters: the step donates its state, and other variants use them too.
         return jax.tree.map(jnp.copy, params), optimizer.init(params)
 
     shardings = placement.shardings(jax.eval_shape(initial, params))
@@ -157,14 +160,14 @@ def train(
         label=variant.label,
         losses=np.array(losses),
         final_loss=evaluate(model, state[0], evaluated, config.batch),
-        ms_per_step=float(np.median(times[3:] or times)),  # the first steps fill caches
+        ms_per_step=float(np.median(times[3:] or times)),  # leave out the slower first steps
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         residual_bytes=saved,
     )
 
 
 def evaluate(model: Transformer, params: Params, evaluated: np.ndarray, batch: int) -> float:
-    """Return the mean loss over the windows, without an incomplete last batch."""
+    """Return the mean loss over the windows, except those of an incomplete last batch."""
     loss = jax.jit(functools.partial(loss_fn, model))
     batch = min(batch, len(evaluated))
     full = len(evaluated) // batch
@@ -181,14 +184,14 @@ def setting(config: Config, placement: Placement) -> str:
 
 
 def plans(config: Config) -> str:
-    """Return which implementations run jaxnorm's calls here, and why."""
+    """Return text on which implementations run jaxnorm's calls on this machine, and why."""
     tokens = config.batch * config.seq
     column = jax.ShapeDtypeStruct((config.width,), "float32")
     calls = {
         "add_layer_norm": jaxnorm.implementation_for(
             "add_layer_norm", (tokens, config.width), config.dtype, scale=column, bias=column
         ),
-        # This call is attention's softmax, with its causal mask.
+        # This is the softmax of attention, with its causal mask.
         "softmax": jaxnorm.implementation_for(
             "softmax",
             (config.batch, config.heads, config.seq, config.seq),
@@ -211,7 +214,8 @@ def activation_bytes(config: Config) -> int:
 def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float]]:
     """Return the memory per layer that each run frees, compared with the run before it.
 
-    The unit is an activation (tokens x width). Compiled temp comes first, then saved arrays.
+    The first number is temp memory, the second is saved arrays. The unit is an activation (tokens x
+    width).
     """
     unit = activation_bytes(config) * config.layers
     return [
@@ -224,7 +228,7 @@ def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float
 
 
 def caption(config: Config) -> str:
-    """Return a sentence that explains the last two columns of the Markdown table."""
+    """Return a sentence that explains the last two columns of the table in Markdown."""
     return (
         "The last two columns have what a row frees beside the row before it, in T*d activations "
         f"per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."
@@ -346,7 +350,7 @@ def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argpa
 def main(argv: Sequence[str] | None = None) -> int:
     text, heldout = read_text()
     config, given = parse(argv, len(heldout))
-    # soft_wrap: a log without a terminal is not limited to 80 columns.
+    # With soft_wrap, rich does not wrap lines at 80 columns if the output is not a terminal.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
         placement = Placement.over(given.mesh)
@@ -356,7 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(setting(config, placement))
     console.print(plans(config))
     if config.dtype == "float32":
-        # On GPUs the default is TF32, whose rounding errors of 2**-11 would hide the differences.
+        # On GPUs, the default precision of matmuls is TF32, whose rounding errors of 2**-11 would
+        # hide the differences between the runs.
         jax.config.update("jax_default_matmul_precision", "highest")
 
     rng = np.random.default_rng(config.seed)

@@ -12,8 +12,8 @@ import optax
 
 import jaxnorm.linen
 
-VOCABULARY = 256  # bytes
-LEARNING_RATE_TIMES_WIDTH = 0.5  # Adam's steps change a layer's output in proportion to its width
+VOCABULARY = 256  # number of values of a byte
+LEARNING_RATE_TIMES_WIDTH = 0.5  # a step of Adam changes a layer's output by about rate x width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config:
         )
 
     def reaches(self, other: "Config") -> bool:
-        """Return True if no dimension of the model or the training is smaller than `other`'s."""
+        """Return True if neither the model nor its training is smaller than `other`'s."""
         return (
             self.layers >= other.layers
             and self.width >= other.width
@@ -47,7 +47,7 @@ class Config:
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """Flax's norm after a residual addition, called like jaxnorm's fused norm."""
+    """Adds the residual and applies Flax's norm. It is called like jaxnorm's fused norm."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +56,7 @@ class AddLayerNorm(nn.LayerNorm):
 
 
 class GeluDense(nn.Dense):
-    """Flax's linear layer after an activation."""
+    """Applies gelu and Flax's linear layer."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -64,19 +64,20 @@ class GeluDense(nn.Dense):
 
 
 def gelu_dot(x: jax.Array, kernel: jax.Array, dimensions: Any, precision: Any) -> jax.Array:
-    """Replaces the matmul of a `Dense`; the parameters stay the same."""
+    """Apply gelu and a matmul, with the signature and parameters of the matmul of a `Dense`."""
     return jaxnorm.activation_linear(x, kernel)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The functions of the model, and the loss of its training.
+    """The functions in which the variants of the model differ.
 
     Attributes:
       label: the variant's name in tables.
-      norm, attention_fn: the class of the norms, and the attention function.
-      cross_entropy: optax's, or jaxnorm's with the same name and arguments.
-      gelu_dense: the MLP's activation and second layer.
+      norm: the class of the norms.
+      attention_fn: the attention function.
+      cross_entropy: the loss: optax's, or jaxnorm's, which has the same arguments.
+      gelu_dense: the class of the MLP's activation and second layer.
     """
 
     label: str
@@ -103,14 +104,15 @@ PRODUCTS_INPUTS = dataclasses.replace(
     label="and activation_linear",
     gelu_dense=functools.partial(nn.Dense, dot_general=gelu_dot),
 )
-# Each variant uses more of jaxnorm's functions than the one before it.
+# The variants. Each uses more of jaxnorm's functions than the one before it.
 VARIANTS = (FLAX, NORMS_AND_LOSS, PRODUCTS_INPUTS)
 
 
 class Block(nn.Module):
-    """A transformer block, from the residual stream x and a branch to the next such pair.
+    """A transformer block. It takes and returns the residual stream and a branch.
 
-    Every addition is next to a norm, which takes both arrays; jaxnorm's norm adds in one pass.
+    The output of the MLP, the branch, is added to the residual stream by the next block's first
+    norm. So a norm follows every addition, and jaxnorm's norm does both in one pass.
     """
 
     config: Config

@@ -1,11 +1,13 @@
-"""The compared libraries: an entry for each in this table, and an adapter module beside this file.
+"""The compared libraries, called providers: a table, and an adapter module for each.
 
 An adapter has ``function(name, op, y_dtype)``, which returns a differentiable function that uses
-the library's public API. The function takes the row operands and the parameters that the operation
-has: x, scale and bias; x, residual, ... for a block; x, weight (if any) and labels for a loss; x,
-weight and scale for a matmul. It returns y, or several results in a tuple. An adapter is only
-imported in the processes of its side, so a machine without the library needs only this table. A new
-provider is a line here, an adapter, and a colour in plots.py.
+the library's public API. The function takes first the operation's operands that have rows, and then
+its parameters: x, scale and bias; x, residual, ... for a block; x, weight (if any) and labels for a
+loss; x, weight and scale for a matmul. It returns y, or several results in a tuple.
+
+A *side* is a framework, JAX or torch, whose providers run in separate processes. An adapter is only
+imported in the processes of its side, so a machine without the library needs only this table. To
+add a provider, add an entry here, an adapter, and a colour in plots.py.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from benchmarks.linear import LINEAR
 from benchmarks.losses import CROSS_ENTROPIES, LOSSES
 from benchmarks.workloads import OPERATIONS, Operation, ShapedWorkload, Workload
 
-# The two Triton sides are JAX with kernels that another machine has compiled.
+# On the two Triton sides, JAX runs Triton kernels that another machine has compiled.
 Side = Literal["jax", "triton_sm80", "triton_sm90", "torch"]
 SIDES: tuple[Side, ...] = ("jax", "triton_sm80", "triton_sm90", "torch")
 NORMS: tuple[Operation, ...] = ("layer_norm", "rms_norm")
@@ -28,21 +30,21 @@ NORMS: tuple[Operation, ...] = ("layer_norm", "rms_norm")
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """A provider, which is one line of a plot.
+    """A provider: a library, or one way to call a library.
 
     Attributes:
-      label: the name for readers.
-      side: the framework, and therefore the processes, in which it runs.
-      adapter: the module of this package.
-      distributions: the packages that must be installed; their versions are recorded with every
-        figure.
-      operations: the operations it offers.
-      blocks, losses, linear: the blocks, losses and matmuls it offers.
-      mixed: operations it offers with float32 x and bfloat16 output, and blocks with a float32
-        residual stream and bfloat16 x and y.
-      overwrites: operations that overwrite their row operands.
+      label: the provider's name in tables and plots.
+      side: the framework in whose processes the provider runs.
+      adapter: the name of its adapter module in this package.
+      distributions: the packages that must be installed. Their versions are recorded with every
+        result.
+      operations: names of the operations that it has.
+      blocks, losses, linear: names of the blocks, losses and matmuls that it has.
+      mixed: names of the operations that it can run with float32 x and bfloat16 output, and of the
+        blocks with a float32 residual stream and bfloat16 x and y.
+      overwrites: names of the operations that overwrite their operands.
       wide_parameters: True if scale and bias are always float32; otherwise they have x's dtype.
-      note: a caveat for readers of its figures.
+      note: a caveat that is printed next to its results.
     """
 
     label: str
@@ -67,7 +69,7 @@ class Provider:
 
     @property
     def software(self) -> str:
-        """The installed packages with versions; ModuleNotFoundError if one is missing."""
+        """The names and versions of its packages. Raise ModuleNotFoundError if one is missing."""
         if self.side in program_folders.SIDES:
             return program_folders.software(self.side)
         try:
@@ -97,13 +99,14 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "jax-triton", "triton"),
         **_NO_PRODUCTS,
     ),
-    # Kernels for an A100 and an H100, compiled elsewhere: see benchmarks/triton_programs.py.
+    # Triton kernels for an A100 and an H100 that another machine has compiled: see
+    # benchmarks/triton_programs.py.
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
-    # jaxnorm's plain functions with jnp's arithmetic, for blocks that one function of jaxnorm
-    # covers. In a single dtype, add_rms_norm and add_layer_norm composed in this way are the blocks
-    # residual_*.
+    # Blocks that a single function of jaxnorm covers, but composed of jaxnorm's plain norm or
+    # softmax and of jax.numpy. add_rms_norm and add_layer_norm appear only with mixed dtypes here,
+    # because the blocks residual_* are the same compositions in a single dtype.
     "composed": Provider(
         "jaxnorm composed",
         "jax",
@@ -119,7 +122,7 @@ PROVIDERS: dict[str, Provider] = {
     "optax": Provider(
         "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=CROSS_ENTROPIES
     ),
-    # This is not a loss but its matmuls alone, with which the time of a loss is compared.
+    # This provider computes only the matmuls of a loss. Their time is the reference for the loss.
     "products": Provider(
         "matrix products",
         "jax",
@@ -191,6 +194,6 @@ PROVIDERS: dict[str, Provider] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    """Return the provider's function for `op`; it takes operands and parameters."""
+    """Return the function with which a provider runs `op`. It takes operands and parameters."""
     adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
     return adapter.function(name, op, y_dtype)

@@ -1,4 +1,4 @@
-"""flash-linear-attention's norms and gates, as Triton kernels: its own, and Mamba 2's."""
+"""Gated norms of flash-linear-attention: its own Triton kernels, and those of Mamba 2."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Flax linen's norms. (Its softmaxes are jax.nn's own, which are the provider jnp.)"""
+"""Norms of Flax linen. Its softmaxes are jax.nn's, which the provider jnp times."""
 
 from collections.abc import Callable
 from typing import Any

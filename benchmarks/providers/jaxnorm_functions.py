@@ -1,4 +1,4 @@
-"""jaxnorm itself: the default, each implementation by name, and its plain norms in compositions."""
+"""jaxnorm: its default, each of its implementations, and compositions of its plain functions."""
 
 import functools
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def rms_norm_rope(
     return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
-# For each block, and each norm with its matmul: jaxnorm's function, and its options.
+# For each block, and for the norm with a matmul, jaxnorm's function and its options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),
@@ -92,6 +92,6 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         norms = plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm)
         return jnp_functions.Plain(*norms, plain(jaxnorm.softmax)).block(op, y_dtype)
     block, given = _BLOCKS[op]
-    if op != "post_norm":  # its result has the residual's dtype
+    if op != "post_norm":  # the result has the residual's dtype
         given = {**given, "dtype": y_dtype}
     return functools.partial(plain(block), **given)

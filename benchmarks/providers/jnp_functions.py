@@ -1,4 +1,4 @@
-"""The plain formulas in jax.numpy, as one writes them without a library."""
+"""Plain formulas in jax.numpy and jax.nn, as people write them without a library."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The norms and the softmax of a library, and blocks composed of them."""
+    """The norms and the softmax of a library, from which blocks are composed."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]

@@ -1,7 +1,7 @@
-"""Liger's kernels through its API: RMSNorm's dx overwrites dy, the gradient of logits the logits.
+"""Liger's kernels. RMSNorm's dx overwrites dy, and the gradient of logits overwrites the logits.
 
-Liger's GroupNorm is left out: it takes images with channels first, so that a group's elements are
-adjacent.
+Liger's GroupNorm is not compared, because it takes images with channels first, in which the
+elements of a group are adjacent.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _CAPPED_LINEAR_CROSS_ENTROPY = LigerFusedLinearCrossEntropyLoss(softcap=SOFTCAP)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return _CROSS_ENTROPY(logits, labels).float()  # it has the dtype of logits
+    return _CROSS_ENTROPY(logits, labels).float()  # the result has the dtype of the logits
 
 
 def capped_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The matmuls that a loss needs, without the loss: the reference for fused losses.
+"""The matmuls of a linear layer with a loss, without the loss: the reference for fused losses.
 
-The logits stand for their own gradient, an array of the same shape and dtype. They are normal,
-because a GPU's clock depends on the values that it multiplies.
+In the backward pass, the logits take the place of their gradient, which has the same shape and
+dtype. Logits are normal numbers, because a GPU's clock depends on the values that it multiplies.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ Array = jax.Array
 
 
 def _logits(x: Array, weight: Array) -> Array:
-    # Without the barrier, XLA could compute only the few elements that are returned.
+    # Without the barrier, XLA could compute only those few logits that are returned.
     return jax.lax.optimization_barrier(x @ weight)
 
 
 @jax.custom_vjp
 def three(x: Array, weight: Array, labels: Array) -> Array:
-    """Return an element of the logits, which are saved."""
+    """Return an element of the logits. The logits are saved for the backward pass."""
     return _three_forward(x, weight, labels)[0]
 
 
@@ -41,7 +41,7 @@ three.defvjp(_three_forward, _three_backward)
 
 @jax.custom_vjp
 def four(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-    """Return two elements of each row of the logits, which the backward pass recomputes."""
+    """Return two elements of each row of logits. The backward pass computes the logits again."""
     return _four_forward(x, weight, labels)[0]
 
 
@@ -55,7 +55,8 @@ def _four_forward(
 def _four_backward(
     saved: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    # Without the barrier, XLA would save the logits of the forward pass.
+    # Without the barrier, XLA would save the logits of the forward pass instead of recomputing
+    # them.
     (x, weight), _ = jax.lax.optimization_barrier((saved, cotangents))
     return _three_backward((x, weight, _logits(x, weight)), cotangents[0])
 

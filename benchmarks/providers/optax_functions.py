@@ -1,4 +1,4 @@
-"""optax's cross-entropy, of logits and of a model's last layer."""
+"""Cross-entropy of optax, for logits and for a linear layer."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,8 @@ from benchmarks.losses import SOFTCAP
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    # With 16-bit logits, optax's loss has 16 bits too; a training step sums it in float32.
+    # With 16-bit logits, optax's loss has 16 bits too. It is cast to float32, as in a training
+    # step.
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.astype(jnp.float32)
 

@@ -1,4 +1,4 @@
-"""QuACK's kernels. Its LayerNorm has separate forward and backward functions; this joins them."""
+"""QuACK's kernels. Its separate forward and backward functions of LayerNorm are joined here."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_func(x, weight.t())  # tuned on the first call; weight is in torch's layout
+    return linear_func(x, weight.t())  # tuned at the first call; torch stores the weight transposed
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:

@@ -1,12 +1,12 @@
-"""tokamax's normalization with its Triton kernels (y has x's dtype), and its linear loss."""
+"""tokamax's norms, as Triton kernels whose y has x's dtype, and its loss of a linear layer."""
 
 from collections.abc import Callable
 
 import jax
 import triton.backends.nvidia.driver as triton_driver
 
-# jax-triton 0.4.1 imports two names of Triton 3.7. Triton 3.6, which torch 2.11 requires, lacks
-# them, and jax-triton would then silently assume that there is no NVIDIA GPU.
+# Define two names that jax-triton 0.4.1 imports from Triton 3.7. torch 2.11 requires Triton 3.6,
+# which lacks them, and jax-triton would then silently assume that there is no NVIDIA GPU.
 if not hasattr(triton_driver, "TMA_TF32"):
     triton_driver.TMA_TF32 = 11
 if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
@@ -15,9 +15,10 @@ if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
 import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
-# As in tokamax's own benchmark; no public argument sets it. `tokamax.layer_norm` differs only in a
-# forward pass without a backward pass, which overwrites x with y. XLA then copies x first, but not
-# by a kernel, and the copy of a small array leaves a part of it in the cache.
+# Use the same operation as tokamax's own benchmark, which no public argument selects.
+# `tokamax.layer_norm` differs only in a forward pass without a backward pass, in which y overwrites
+# x. XLA then copies x first. This copy is not a kernel, so it would not be timed, and it would
+# leave a part of a small x in the cache.
 _NORM = TritonNormalization(input_output_alias=False)
 
 

@@ -1,4 +1,4 @@
-"""torch's own functions, eager and through torch.compile."""
+"""Functions of torch, run eagerly and compiled with torch.compile."""
 
 import types
 from collections.abc import Callable
@@ -86,7 +86,8 @@ def channel_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    # torch's axes: channels first, in the memory format channels_last.
+    # torch takes images with channels first. The memory format channels_last makes the channels
+    # adjacent in memory, as they are for the other providers.
     images = x.permute(0, 3, 1, 2)
     y = functional.group_norm(images, CHANNEL_GROUPS, scale, bias, eps=1e-6)
     return y.permute(0, 2, 3, 1)
@@ -184,12 +185,12 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
 
     if name == "torch":
         return cast
-    # torch caches compiled code by a function's code object, for at most 8 shapes; later shapes
-    # would run eagerly. So each function gets its own code object: torch._dynamo.reset() would drop
-    # all of them.
+    # For each code object, torch caches compiled code for at most 8 shapes, and runs later shapes
+    # eagerly. So each function gets a separate code object. The alternative, torch._dynamo.reset(),
+    # would discard the compiled code of all functions.
     code = cast.__code__.replace()
     own = types.FunctionType(code, cast.__globals__, closure=cast.__closure__)
-    # The graph's backward pass runs several times on rotating buffers, so saved tensors must not be
-    # donated.
+    # The backward pass of a graph runs several times, so torch must not reuse the memory of saved
+    # tensors for results.
     functorch_config.donated_buffer = False
     return torch.compile(own, dynamic=False)

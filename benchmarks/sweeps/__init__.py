@@ -1,1 +1,1 @@
-"""Inputs of `benchmarks.sweep`: one file for each question."""
+"""Inputs of `benchmarks.sweep`: workloads and schedules, in a file for each kind of kernel."""

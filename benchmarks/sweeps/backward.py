@@ -1,8 +1,8 @@
-"""Schedules of norms' backward passes, also with dh or two norms, over widths not in the tables.
+"""Schedules of the backward passes of norms and softmaxes, over many widths.
 
-For pipelined rows, they vary how many warpgroups and blocks share a row, the blocks per
-multiprocessor, and the rows per step. For softmaxes in registers, they vary how many warpgroups and
-blocks share a row.
+For norms, whose rows are loaded through a pipeline, the schedules differ in how many warpgroups and
+blocks share a row, in the blocks per multiprocessor, and in the rows per step. For softmaxes, whose
+rows are held in registers, they differ in how many warpgroups and blocks share a row.
 """
 
 import itertools
@@ -23,7 +23,9 @@ _ELEMENTS = 2**26
 _COLS = [512, 640, 768, 896, 1024, 1152, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168]
 _COLS += [8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536, 131072]
 _WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3)
-# Numbers of columns per thread. In a cluster, blocks with fewer than 8 wait for each other.
+# The minimum and maximum number of columns per thread for norms, without and with a cluster of
+# blocks. With fewer than 8 columns, the blocks of a cluster spend their time waiting for each
+# other.
 _RING_COLUMNS = {False: (4, 32), True: (8, 32)}
 _HELD_COLUMNS = (16, 64)
 
@@ -37,7 +39,7 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
-    """Return the table's schedule first, then every combination that fits, once."""
+    """Return the schedule that the tables choose, then all other combinations that fit."""
     tried = _rings(workload) if workload.is_norm else _held(workload)
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 

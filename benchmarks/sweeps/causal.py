@@ -1,8 +1,8 @@
-"""Schedules of causal softmaxes: how many columns the threads of a row load at a time.
+"""Schedules of causal softmaxes with different sizes of units.
 
-These columns form a unit. Beyond the diagonal, a row loads only the rest of the unit that the
-diagonal crosses: on average half a unit, for each array. Triton's kernels load only the rest of a
-vector.
+A unit is the columns that the threads of a row load at once. Beyond the diagonal, a row loads only
+the rest of the unit that the diagonal crosses: on average, half a unit of each array. Triton's
+kernels load only the rest of a vector.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _VALUES = 64  # maximum number of columns per thread
 
 @dataclasses.dataclass(frozen=True)
 class CausalWorkload(KernelWorkload):
-    """Square matrices of logits."""
+    """A causal softmax of square matrices of logits."""
 
     @property
     def spec(self) -> Spec:
@@ -62,7 +62,7 @@ def workloads() -> Iterator[CausalWorkload]:
 
 
 def schedules(workload: CausalWorkload) -> list[Any]:
-    """Return the table's schedule first, then others with larger and smaller units."""
+    """Return the schedule that the tables choose, then others with larger and smaller units."""
     spec = workload.spec
     choose = forward.choose if workload.direction == "fwd" else softmax_backward.softmax_schedule
     chosen = choose(spec)

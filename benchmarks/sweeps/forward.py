@@ -1,7 +1,7 @@
-"""Pipelined schedules of the forward pass.
+"""Schedules of forward passes whose rows are loaded through a pipeline.
 
-They vary the rows per block, the number of rows at the end that have a block each, and how many
-warpgroups and blocks share a row.
+They differ in the number of rows per block, in the number of rows at the end of the array that have
+a block each, and in how many warpgroups and blocks share a row.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-_TAILS = (0, 1, 2, 4)  # tail rows, or groups of rows, per block that can run at the same time
-_VALUES = (16, 64)  # columns of a thread
+_TAILS = (0, 1, 2, 4)  # last rows that have a block each, per block that the GPU runs at once
+_VALUES = (16, 64)  # minimum and maximum number of columns of a thread
 _LEAST_BYTES = 32 * 2**20
 
 
@@ -26,7 +26,7 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
-    """Return the table's schedule first, then others of its kind."""
+    """Return the schedule that the table chooses, then others of the same kind."""
     chosen = choose(workload.spec)
     if chosen is None or chosen.kind not in ("pipelined_tile", "pipelined_row"):
         return []
@@ -37,18 +37,19 @@ def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
 
 
 def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Yield schedules that have other numbers of rows per block."""
+    """Yield schedules with other numbers of rows per block."""
     blocks = local_gpu().at_a_time(chosen.cluster)
     for tiles, tail in itertools.product(_TILES, _TAILS):
         if 2 * tail * blocks * chosen.rows < workload.rows:
-            # Use as many slots as needed for the rows for which the table has room.
+            # Use as many pipeline slots as the block has tiles, but not more than the table's
+            # schedule.
             slots = min(tiles, max(chosen.slots, 2))
             tail_rows = tail * blocks if tiles > 1 else 0
             yield dataclasses.replace(chosen, tiles=tiles, tail=tail_rows, slots=slots)
 
 
 def _shares(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Yield schedules that have other numbers of warpgroups and blocks per row."""
+    """Yield schedules with other numbers of warpgroups and blocks per row."""
     if chosen.kind == "pipelined_tile" or workload.x_dtype != workload.y_dtype:
         return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):

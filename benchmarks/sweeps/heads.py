@@ -1,7 +1,8 @@
-"""Schedules of a norm of heads and their rotation.
+"""Schedules of the norm of attention heads with a rotation.
 
-They vary the threads per row and the width of vectors, the rows of a tile or (backward) of a stage,
-the stages, and the blocks per multiprocessor.
+They differ in the threads per row and the elements that a thread loads at once, in the rows of a
+tile (forward) or of a pipeline stage (backward), in the number of stages, and in the blocks per
+multiprocessor.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
 _SHAPES = ((4, 2048, 32, 128), (4, 2048, 32, 64), (4, 2048, 16, 256))
-_THREADS = (1, 2)  # multiply the threads of a row, and divide the width of vectors
+_THREADS = (1, 2)  # factors of the threads of a row, and divisors of the vectors' width
 _TILES = (1, 2, 4)
 _STAGE_BYTES, _STAGES, _BLOCKS = (8192, 16384, 32768), (3,), (2, 3, 4, 6)
 _SHARED_BYTES = 220 * 1024
@@ -27,7 +28,7 @@ def workloads() -> Iterator[HeadsKernelWorkload]:
 
 
 def schedules(workload: HeadsKernelWorkload) -> list[Heads]:
-    """Return the table's schedule first, then others."""
+    """Return the schedule that the table chooses, then others."""
     spec = workload.spec
     chosen = (heads.forward if workload.direction == "fwd" else heads.backward)(spec)
     if chosen is None:

@@ -1,7 +1,8 @@
-"""Schedules of a norm and the matmul after it.
+"""Schedules of the kernel for a norm and the matmul after it.
 
-They vary the width of a tile, the tiles in shared memory, and the columns of tiles that are
-computed before the next rows. They are timed with the norm's scale and (as `product`) without.
+They differ in the width of an output tile, in the number of pipeline stages in shared memory, and
+in how many columns of tiles are computed before the next rows of tiles. The kernel is timed with
+the norm and, as the operation `product`, without it.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jaxnorm_kernels.mosaic.linear import ProductSchedule, choose
 _FEATURES = (128, 192, 256)
 _STAGES = (3, 4, 5, 6)
 _GROUPS = (4, 8, 16, 32)
-_LEAST = 1024  # minimum of M = K = N
+_LEAST = 1024  # minimum size M = K = N of a square matmul
 
 
 def workloads() -> Iterator[LinearKernelWorkload]:
@@ -26,7 +27,10 @@ def workloads() -> Iterator[LinearKernelWorkload]:
 
 
 def schedules(workload: LinearKernelWorkload) -> list[ProductSchedule]:
-    """Return the table's schedule first, then others; the largest do not fit in shared memory."""
+    """Return the schedule that is chosen by default, then others.
+
+    The largest schedules do not fit in shared memory, and are reported as failed.
+    """
     chosen = choose(workload.sizes[0], workload.sizes[2])
     tried = [
         dataclasses.replace(chosen, features=features, stages=stages, group=group)

@@ -1,4 +1,7 @@
-"""Triton schedules: whole rows or parts of a row, and numbers of warps and programs."""
+"""Schedules of Triton kernels.
+
+They differ in whether a program holds whole rows, and in the numbers of warps and programs.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -17,9 +20,9 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # threads whose registers an SM has
-_STAGES = (1, 2, 3, 4, 8)  # rows in flight
-_VALUES = (4, 8, 16)  # columns of a thread, in one part of a row
+_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # numbers of threads in an SM
+_STAGES = (1, 2, 3, 4, 8)  # tiles that a persistent program has in flight
+_VALUES = (4, 8, 16)  # columns of a tile that each thread holds
 
 
 def workloads() -> Iterator[KernelWorkload]:
@@ -29,15 +32,15 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[Schedule]:
-    """Return the table's schedule first, then each other schedule that may be faster, once."""
+    """Return the schedule that the table chooses, then all others that may be faster, once each."""
     spec = workload.spec
     lines = [choose_line(spec), *_held(spec), *(_looped() if spec.cols > 8192 else ())]
     return list(dict.fromkeys(of_line(line, spec, local_gpu()) for line in lines))
 
 
 def _held(spec: Spec) -> Iterator[Line]:
-    hold = spec.cols <= 8192  # for more columns, registers do not suffice
-    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # for more, prefetching was slower
+    hold = spec.cols <= 8192  # with more columns, there are too few registers
+    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # with more columns, prefetching was slower
     for rows, warps, threads, stages, values in itertools.product(
         (1, 2), _WARPS, _THREADS[spec.direction], _STAGES if spec.op == "norm" else (1,), _VALUES
     ):

@@ -1,1 +1,1 @@
-"""Device code of jaxnorm: one subpackage per implementation of the contract in ``specs``."""
+"""The kernels of jaxnorm, in three implementations: ``xla``, ``mosaic`` and ``triton``."""

@@ -1,4 +1,4 @@
-"""The last steps of gradients: sums of partial sums, and two norms by single-norm kernels."""
+"""Helpers of backward kernels: add up partial gradients, and run two norms one by one."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,14 +16,16 @@ def add_partials(
     dtypes: Sequence[np.dtype | None],
     groups: Sequence[int] | None = None,
 ) -> list[jax.Array | None]:
-    """Sum `partials`, each ``(n, cols)``, over the first axis, in the parameters' dtypes.
+    """Add up a kernel's partial gradients of each parameter, and cast the sums to its dtype.
 
-    A single reduction computes all sums, since two reductions would be two kernels. The dtype of an
-    absent parameter is None, and `partials` has no entry for it.
+    A single reduction adds up all gradients, because XLA would run two reductions as two kernels.
 
-    `groups` has the number of row groups of each parameter. If it is above 1, the parameter is
-    ``(groups, cols)``, and each of its rows gets the sum over one part of the first axis. If it is
-    1, the sum is over the whole axis.
+    Args:
+      partials: for each parameter that is present, ``(n, cols)``: n partial sums of its gradient.
+      dtypes: the dtype of each parameter; None if the parameter is absent.
+      groups: the number of groups of rows that each parameter has. A parameter with several groups
+        has the shape ``(groups, cols)``. Its partial sums are ordered by group, and row i of its
+        gradient is the sum over group i. None means that all rows share each parameter.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)
@@ -57,9 +59,9 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
 ) -> Operands:
-    """Run the backward pass of two norms with a sum between them, as two passes of single norms.
+    """Run the backward pass of y = norm(residual + norm(x)) as the backward passes of two norms.
 
-    The dx of the second norm is the dy of the first norm.
+    `norm_bwd` runs the backward pass of one norm. The dx of the second norm is the dy of the first.
     """
     assert residuals.x is not None
     rstd, next_rstd = residuals.stats

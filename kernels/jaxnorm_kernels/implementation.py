@@ -7,9 +7,10 @@ everything else about the call. They do not depend on autodiff, sharding or Flax
 ``takes_inner(spec)`` is True, they also get arrays ``(outer, cols, inner)`` with ``Spec.inner``,
 which need no transpose. The statistics of such arrays have the shape ``(outer * inner,)``.
 
-Only the ``xla`` implementation takes arrays of any shape with ``Spec.axes``, because XLA might
-gather sharded arrays for a reshape to rows. Only ``xla`` has a ``tangent``, and a backward pass
-that also takes cotangents of the statistics. Forward mode and second derivatives need these.
+Only the ``xla`` implementation also takes arrays of any shape, normalised over ``Spec.axes``. Such
+arrays may be sharded, and XLA might gather them if they were reshaped to rows. Only ``xla`` has a
+``tangent``, and a backward pass that also takes cotangents of the statistics. Forward mode and
+second derivatives need these.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The default of arrays that every call of certain operations has; their types exclude None.
+# The default of the arrays that every call of certain operations has. It is None at run time, but
+# the type Any lets the annotations exclude None.
 _ABSENT: Any = None
 
 
@@ -30,17 +32,18 @@ class Operands(NamedTuple):
       x, teacher_logits, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for n groups of rows.
         next_scale is the second norm's scale, branch_scale the factor of x in a sum.
-      mask, logits_bias: boolean and float arrays whose rows are described by
-        `LogitsOptions.mask_rows` and `SoftmaxOptions.logits_bias_rows`. The bias's gradient has the
-        same shape. The xla implementation takes arrays that broadcast to x's shape by numpy's
-        rules.
+      mask, logits_bias: a boolean and a float array, ``(n, cols)`` or ``(n, 1)``.
+        `LogitsOptions.mask_rows` and `SoftmaxOptions.logits_bias_rows` map rows of x to their rows.
+        The gradient of the bias has the bias's shape. The xla implementation instead takes arrays
+        that broadcast to x's shape by numpy's rules.
       labels: ``(rows,)``, of any integer dtype.
       candidates: several labels of each row, ``(rows, k)``.
       positions: a boolean mask, ``(rows,)``.
-      logits_scale: the factor of each row's logits, ``(rows,)``, if it is not a static number.
-      cos, sin: tables whose rows are described by `NormOptions.table_rows`, with a column for each
-        pair of x's columns. The xla implementation takes tables that broadcast to x's other axes,
-        and returns their gradients.
+      logits_scale: for each row, a factor of its logits, ``(rows,)``. Absent if the factor is a
+        static number.
+      cos, sin: the tables of a rotation, with a column for each pair of x's columns.
+        `NormOptions.table_rows` maps rows of x to rows of the tables. The xla implementation
+        instead takes tables that broadcast to x's other axes, and returns their gradients.
     """
 
     x: jax.Array = _ABSENT
@@ -65,13 +68,14 @@ class Residuals(NamedTuple):
     """The residuals that a tangent or a backward pass takes. Absent entries are None.
 
     Attributes:
-      saved: the operand or result that `Spec.starts_from` names.
-      x: the input of the norm whose result is added to the residual, or the array that branch_scale
-        multiplies.
+      saved: the array from which the derivative recomputes the rest. `Spec.starts_from` is the name
+        of this operand or result.
+      x: the operand x, if the derivative takes it besides `saved`. In norm_add_norm it is the input
+        of the first norm; in scaled_add_norm, branch_scale multiplies it.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
         candidates, logits_scale: as in :class:`Operands`.
-      entropy, y: the results with these names.
+      entropy, y: as in :class:`Results`.
     """
 
     saved: jax.Array
@@ -100,8 +104,9 @@ class Results(NamedTuple):
       y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum of
         a residual and a norm. For a loss, a divergence or a label's log-probability, ``(rows,)``;
         for several labels, ``(rows, k)``.
-      h: the sum, rounded to ``spec.norm.residual_dtype``; y is the norm of the rounded sum. As a
-        cotangent of a plain norm, it is an extra cotangent of x.
+      h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``; y is the norm of the
+        rounded sum. A plain norm has no h; in its backward pass, this entry of the cotangents is an
+        extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.
       entropy: the entropy of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
@@ -113,7 +118,7 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None: no reason or caveat applies to any call."""
+    """Return None, for implementations that have no reason or caveat to return."""
 
 
 def takes_no_inner(spec: Spec) -> bool:
@@ -126,24 +131,26 @@ class Implementation(NamedTuple):
     """The functions of a backend, in the constant ``IMPLEMENTATION`` of its package.
 
     Attributes:
-      forward: returns the results in ``spec.outputs``; the others are None.
-      backward: returns the gradients, each in the dtype of its operand. A bias of logits has a
-        gradient if the spec has its dtype. With a residual, the residual's gradient is that of h,
-        rounded to the residual's dtype. The gradient of x is the same array if both dtypes agree;
-        otherwise it is cast to x's dtype. With two norms, the first norm's backward pass may start
-        from the residual's unrounded gradient, which a fused kernel holds in registers. The
-        gradients of x and of its branch_scale may start from it too. If y has no cotangent, the
-        cotangent of h is used instead of the gradient of h.
+      forward: returns the results that ``spec.outputs`` names; the other entries are None.
+      backward: returns the gradients, each in the dtype of its operand. The gradient of logits_bias
+        is returned only if the spec has the bias's dtype. For h = x + residual, the gradient of the
+        residual is the gradient of h, rounded to the residual's dtype. The gradient of x is the
+        same array, or a copy of it if x has another dtype. If x is normalised or scaled before the
+        addition, the gradients of x, scale and branch_scale may be computed from the unrounded
+        gradient of h, which a fused kernel holds in registers. If y has no cotangent, the gradient
+        of h is the cotangent of h.
       why_unsupported: returns a sentence that tells the user why the implementation cannot run a
-        call, or None.
-      why_not_default: returns a sentence that says why the default leaves a call to ``xla``, or
-        None.
+        call, or None if it can.
+      why_not_default: returns a sentence that says why a call runs on ``xla`` unless the user
+        selects this implementation; None if this implementation is the default for the call.
       takes_inner: returns True if the implementation takes the ``(outer, cols, inner)`` arrays of a
         call with ``spec.inner``.
       platforms: returns the supported platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
-      caveat: returns what is unknown about its kernels for a call on the local GPU, or None.
-      tangent: returns the tangents of the results, where a tangent of None is 0. For a plain norm,
-        h's tangent is x's. Only the xla implementation has this function.
+      caveat: returns a sentence on what is unknown about the kernels for a call on the local GPU,
+        such as their time, or None.
+      tangent: takes the tangents of the operands, where None stands for 0, and returns the tangents
+        of the results. For a plain norm, the tangent of h is the tangent of x. Only the xla
+        implementation has this function.
     """
 
     forward: Callable[[Operands, Spec], Results]

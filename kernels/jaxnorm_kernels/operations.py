@@ -1,4 +1,4 @@
-"""The table of operations: what each takes, returns and saves. All else is derived from it.
+"""The table of operations: the arrays that each operation takes, returns and saves.
 
 A softmax takes logits, z = logits_scale x + logits_bias::
 
@@ -10,9 +10,9 @@ A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for eac
     cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
                             targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
-    log_probs_and_entropy   the same, where y has a number for each of k candidates instead
+    log_probs_and_entropy   y_i = log(p[candidate_i]) for k candidates    entropy as above
 
-A divergence takes the logits of a student, and those of a teacher, which are constants::
+A divergence takes the logits of a student and of a teacher; the teacher's are constants::
 
     kl_divergence           y = sum(p log(p / q))    p = softmax(teacher's z)    q = softmax(z)
                             reversed: y = sum(q log(q / p))
@@ -28,7 +28,7 @@ Or the norm follows an addition in which x is scaled (LayerScale, adaLN-zero)::
 
     scaled_add_norm  h = residual + branch_scale x        y = norm(h)
 
-Or the norm of a head is followed by the rotation of its pairs of columns (RoPE)::
+Or the norm of an attention head is followed by a rotation of its pairs of columns (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
@@ -38,8 +38,9 @@ Or a gate multiplies the norm's result, or its input::
 
 An activation after a plain norm, y = activation(norm(x)), is a static option and not an operation.
 
-An operation has three passes. ``tan`` and ``bwd`` are linear in the operands that follow the
-residuals, and each is the transpose of the other::
+An operation has three passes: forward, tangent and backward. The tangent is linear in the tangents
+of the operands, the backward pass is linear in the cotangents, and each is the transpose of the
+other::
 
     pass    takes                      returns
     fwd     operands                   results, statistics
@@ -69,11 +70,11 @@ Op = Literal[
 ]
 Family = Literal["softmax", "loss", "norm"]
 
-#: The kind of an operand or a result. An "array" has x's shape; a mask or a bias of logits
-#: broadcasts to it. A statistic ("stat") or label has one number for each row, and labels are
-#: constants. Several labels of a row ("candidate") have an axis of their own, the last one. A
-#: parameter has the normalised axes. A table of a rotation has a number for each pair of columns,
-#: and broadcasts to the other axes.
+#: The kind of an operand or a result, which determines its shape. An "array" has x's shape. A mask
+#: or a bias of logits broadcasts to x's shape. A statistic ("stat") has one number for each row. So
+#: has a label, which is a constant. A "candidate" has several labels for each row, along an
+#: additional last axis. A parameter ("scale", "bias", "branch_scale") has the normalised axes. A
+#: table of a rotation has a number for each pair of columns, and broadcasts to the other axes.
 Kind = Literal[
     "array",
     "mask",
@@ -88,9 +89,10 @@ Kind = Literal[
 ]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
-#: The kinds of operands of which several elements of x share one. Their gradients are sums over x.
+#: The kinds of operands that are broadcast to x's shape and have gradients. The gradient is a sum
+#: over the elements of x that use the same element of the operand.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
-#: The kinds that are booleans or integers, which have no tangents.
+#: The kinds of operands that are booleans or integers, which have no tangents.
 CONSTANTS: tuple[Kind, ...] = ("mask", "label", "candidate")
 
 #: The kind of each operand.
@@ -116,30 +118,31 @@ OPERANDS: dict[str, Kind] = {
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An entry of the table.
+    """An operation, as an entry of the table `OPERATIONS`.
 
     Attributes:
-      operands: names of the arrays that the forward pass takes, in binding order. A call must have
-        x, residual and labels; the others may be absent.
+      operands: names of the arrays that the forward pass takes, in binding order. A call may be
+        without scale, bias, next_scale, mask, positions, logits_bias and logits_scale; the other
+        operands are required.
       results: names and kinds of the arrays that the forward pass returns. y is the output; h is
         the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
         is present only if a LayerNorm saves its input.
-      saves: names of the array that the derivative starts from: with save="output", and with
+      saves: names of the array that the derivative starts from: first with save="output", then with
         save="input".
-      starts_from_x: True if the derivative also takes x, for the norm before the sum or for
-        branch_scale.
-      keeps: names of further operands and results that the derivative takes.
+      starts_from_x: True if the derivative also takes x, to differentiate the norm before the sum,
+        or branch_scale x.
+      keeps: names of the further operands and results that are saved for the derivative.
       constants: names of operands that have no tangent, although their kind may have one.
       through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
-        h, but its backward pass may take an extra cotangent of x in h's place.
+        h, but its backward pass may take an extra cotangent of x under the name h.
       norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
         result is y.
-      derivative: the operation whose tangent and backward pass are used, except along the residual;
-        None if the operation has its own.
-      has_kernels: False if the operation exists in plain JAX only.
-      out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies. h
-        has the name of y if the derivative starts from h.
+      derivative: the operation whose tangent and backward pass are used for all operands but the
+        residual, whose derivative is the identity. None if the operation has its own passes.
+      has_kernels: False if only the xla implementation has the operation.
+      out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies, or
+        None. If the derivative starts from h, h is named `out_name` too.
     """
 
     family: Family
@@ -164,7 +167,7 @@ class Operation:
 
     @property
     def may_add_dh(self) -> bool:
-        """True for a plain norm: it has no h, but the backward pass may take a cotangent `h`."""
+        """True for a plain norm, whose backward pass may take an extra cotangent of x, named h."""
         return bool(self.through_h) and "h" not in self.results
 
     @property
@@ -201,7 +204,7 @@ _LOSS = Operation(
     operands=("x", "labels", "mask", "positions", "logits_scale"),
     results={"y": "stat"},
     saves=("x", "x"),
-    keeps=("labels", "mask", "logits_scale"),  # log_sum is -inf in rows without an entry.
+    keeps=("labels", "mask", "logits_scale"),  # positions is not saved: log_sum is -inf there
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
 )
@@ -243,7 +246,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),  # y is the sum; no h exists
+        through_h=(),  # the sum is the result y; norm_add has no result h
         norms=("first",),
         derivative="norm",
     ),
@@ -287,15 +290,15 @@ OPERATIONS: dict[Op, Operation] = {
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A public function.
+    """A public function of the library.
 
     Attributes:
       op: the operation that the function runs by default.
       subtract_mean: True if the function is a LayerNorm.
-      gated: the operation of a call with ``gate=``, which scales x before the addition; None if the
-        function has no such argument.
-      several: the operation of a call with several labels for each position; None if the function
-        takes only one label.
+      gated: the operation that a call with ``gate=`` runs, in which the gate scales x before the
+        addition. None if the function has no such argument.
+      several: the operation that a call with several labels for each position runs. None if the
+        function takes only one label.
     """
 
     op: Op

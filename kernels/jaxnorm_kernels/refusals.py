@@ -1,4 +1,4 @@
-"""Tables of the reasons why kernels cannot, or should not, run a call."""
+"""Tables of the reasons why kernels cannot run a call, or why XLA should run it instead."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,8 @@ from jaxnorm_kernels.specs import Spec
 
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 
-#: Calls that no kernel supports.
+#: Reasons why no kernel can run a call. A row of the table is a reason, as users read it, and a
+#: function that returns True if the reason applies.
 NO_KERNEL: Table = (
     ("there is no kernel of this operation yet", lambda s: not s.operation.has_kernels),
     (
@@ -47,7 +48,7 @@ NO_KERNEL: Table = (
     ),
 )
 
-#: Calls that no kernel of two-dimensional arrays, ``(rows, cols)``, supports.
+#: Reasons why no kernel can run a call on two-dimensional arrays, ``(rows, cols)``.
 NO_ROWS: Table = (
     *NO_KERNEL,
     (
@@ -67,12 +68,13 @@ NO_ROWS: Table = (
     ),
 )
 
-# Up to this size, the forward pass of a norm takes a few microseconds on a GPU, no more than the
-# host takes to launch it.
+# A norm of at most this many bytes takes a few microseconds on a GPU in the forward pass. This is
+# no more than the host takes to launch it.
 _SMALL_BYTES = 4 * 2**20
 
-#: Calls that kernels support but XLA fuses better: measured inside larger programs
-#: (`python -m benchmarks.run stacks blocks`).
+#: Reasons why XLA should run a call that kernels support, because it fuses the call better with the
+#: operations around it. They were measured inside larger programs (`python -m benchmarks.run stacks
+#: blocks`).
 BETTER_FUSED: Table = (
     (
         "its kernels would need a transpose of an axis that is not the last, in and out",
@@ -92,10 +94,10 @@ BETTER_FUSED: Table = (
 
 
 def first(table: Table, spec: Spec) -> str | None:
-    """Return the first reason in the table that applies to `spec`, or None.
+    """Return the first reason in the table that applies to `spec`, or None if none applies.
 
-    A backward pass with a residual consists of the backward passes of its norms, in one kernel or
-    two. A reason that applies to one of these norms therefore applies to it.
+    The backward pass of a call with a residual runs the backward passes of the call's norms, in one
+    kernel or two. So a reason that applies to one of these norms applies to the call.
     """
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]

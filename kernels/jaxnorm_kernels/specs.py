@@ -13,27 +13,27 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-#: Activations that a linear layer after a norm may have.
+#: Activations that may follow a norm and a linear layer.
 LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
-#: Activations that a plain norm may have after it.
+#: Activations that a plain norm may apply to its result.
 NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]
 
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-#: Row statistics that a backward pass needs, each ``(rows,)`` in the arithmetic dtype; empty unless
-#: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each. A
-#: cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
-#: log(sum(exp(x - m))). m + log_s is the log-sum-exp. log_s is -inf for a row without an entry, and
-#: NaN for a row whose label is not one of its columns. A divergence also has both statistics of the
-#: teacher's logits.
+#: Row statistics that the derivative needs, each ``(rows,)`` in the arithmetic dtype. The tuple is
+#: empty if ``spec.has_stats`` is False. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have
+#: one rstd each. A cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
+#: log(sum(exp(x - m))), whose sum is the log-sum-exp. log_s is -inf for a row without unmasked
+#: entries or whose position is masked, and NaN for a row whose label is not one of its columns. A
+#: divergence has the same two statistics of the student's logits and of the teacher's logits.
 Stats = tuple[jax.Array, ...]
 
-# The forward pass of an output-saving norm raises smaller scales to this magnitude, so that the
-# backward pass can recover x_hat from y. It is small enough to vanish in any sum with ordinary
-# numbers, and large enough that 1 / floor**2, which second derivatives need, is finite. float16's
-# range has no such number.
+# The forward pass of a norm that saves its output raises |scale + scale_offset| to at least this
+# number, so that the backward pass can recover x_hat from y. The number is small enough to vanish
+# in any sum with ordinary numbers, and large enough that 1 / floor**2, which second derivatives
+# need, is finite. float16's range has no such number.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -42,9 +42,9 @@ class Shared:
     """How rows of x map to rows of an operand that is broadcast to x: a mask, a bias or a table.
 
     Attributes:
-      segments: (size, has_axis) for each axis of x's rows, where has_axis is True if the operand
-        has that axis. Adjacent axes with equal has_axis are merged. The operand's row index runs
-        over the axes that the operand has.
+      segments: (size, has_axis) for each axis of x that is not normalised, where has_axis is True
+        if the operand is not broadcast along that axis. Adjacent axes with equal has_axis are
+        merged. The operand's rows are numbered over the axes that it has.
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
     """
 
@@ -63,7 +63,7 @@ class Shared:
 
     @property
     def run(self) -> int:
-        """Number of consecutive rows of x that use consecutive rows, or one row, of the operand."""
+        """Number of consecutive rows of x that use one row, or consecutive rows, of the operand."""
         return self.segments[-1][0] if self.segments else 1
 
 
@@ -75,26 +75,28 @@ class NormOptions:
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
       residual_dtype: dtype of the residual, and of the sum (h or y).
       next_scale_dtype: dtype of the second norm's scale.
-      branch_scale_dtype: dtype of the factor of x in a sum.
+      branch_scale_dtype: dtype of the factor of x in h = residual + branch_scale x.
       gate_dtype: dtype of the gate.
       table_dtype: dtype of the tables of a rotation.
-      epsilon: added to the variance (or mean square) under the root.
+      epsilon: the number that is added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
-      scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
-      saved: which array the backward pass starts from. With two norms, this applies to the second
-        one; the backward pass of the first norm starts from x.
-      activation: a function of `jax.nn`, with its defaults, applied to the gate or to a plain norm
-        that saves its input: y = activation(norm(x)). None for y = norm(x).
+      scale_offset: the number that is added to ``scale`` in the arithmetic dtype (1.0 for Gemma's
+        ``1 + w``).
+      saved: the array that the backward pass starts from: "output" or "input". With two norms, this
+        applies to the second norm; the backward pass of the first norm always starts from x.
+      activation: the name of a function of `jax.nn`, which is called with its default options. It
+        is applied to the gate or, in a plain norm that saves its input, to the result:
+        `y = activation(norm(x))`. None for no activation.
       norm_before_gate: True for y = norm(x) activation(gate), False for norm(x activation(gate)).
-      rotated: number of leading columns that are rotated.
+      rotated: number of columns that are rotated; these come first.
       interleaved: True if a pair is columns 2i and 2i + 1, False if it is columns i and
-        i + rotated / 2.
+        `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
-      wide: True if the arithmetic is float64 because another array of the call is, although no
-        array of this norm is.
-      scale_groups, bias_groups, branch_scale_groups: 1 for a parameter ``(cols,)`` that all rows
-        share; n for one of shape ``(n, cols)``, each row of which belongs to ``rows / n``
-        consecutive rows.
+      wide: True if the norm computes in float64 because of another array of the call, although none
+        of the norm's own arrays is float64.
+      scale_groups, bias_groups, branch_scale_groups: number of groups of rows that the parameter
+        distinguishes: 1 for a parameter ``(cols,)`` that all rows of x share, n for a parameter
+        ``(n, cols)``, each row of which belongs to ``rows / n`` consecutive rows of x.
       scattered: True if a parameter belongs to groups of rows that are not consecutive, or is
         broadcast along normalised axes.
       inner_params: True if scale and bias belong to the inner axis instead of columns. They are
@@ -127,13 +129,13 @@ class NormOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsOptions:
-    """Options of a function of logits.
+    """Options that softmaxes and losses share.
 
     Attributes:
       has_mask: True if the call has a mask of columns.
       mask_rows: how rows of x map to rows of the mask. None if there is no mask, or if it is
         broadcast along some of the normalised axes but not all.
-      logits_scale: the factor of x; 1 if the factor is an operand.
+      logits_scale: the factor of x, if it is a static number; 1 if the factor is an operand.
       has_scale: True if the factor of x is an operand, with a number for each row.
     """
 
@@ -152,13 +154,14 @@ class SoftmaxOptions(LogitsOptions):
         for no bias, and for a backward pass that does not return its gradient.
       logits_bias_shape: shape of the bias: x's shape, with 1 for the axes along which the bias is
         broadcast.
-      logits_bias_rows: as `LogitsOptions.mask_rows`, for the bias.
+      logits_bias_rows: how rows of x map to rows of the bias. None if there is no bias, or if it is
+        broadcast along some of the normalised axes but not all.
       masked_logit: the value that replaces a masked logit. -inf excludes the logit; the result of a
         row without unmasked logits is then 0. With a finite number, the logit takes part as a
         constant.
-      causal: True if column j of a matrix's row i is included only for j <= i.
-      queries: number of rows of each matrix, for ``causal``.
-      queries_over: mesh axes over which the axis before ``axes`` is sharded, for ``causal``.
+      causal: True if row i of each matrix includes only its columns j <= i.
+      queries: with ``causal``, the number of rows of each matrix.
+      queries_over: with ``causal``, the mesh axes over which the rows of each matrix are sharded.
     """
 
     logits_bias_dtype: np.dtype | None = None
@@ -176,14 +179,14 @@ class LossOptions(LogitsOptions):
 
     Attributes:
       has_positions: True if the call has a mask of rows. The loss is 0 where the mask is False.
-      label_smoothing, z_loss: as in the equation of a cross-entropy.
+      label_smoothing, z_loss: numbers in the equation of a cross-entropy; see `operations`.
       logit_softcap: c, if the logits are c tanh(logits_scale x / c); None for no cap.
       padding: number of trailing columns that are padding and not classes; their dx is 0.
-      gradient_dtype: dtype of dx, for a backward pass after which x is not needed. None for any
-        other backward pass, where dx has x_dtype.
+      gradient_dtype: dtype of dx in a backward pass after which x is not needed. None for any other
+        backward pass; dx then has x_dtype.
       teacher_dtype: dtype of a divergence's teacher logits; None for any other operation.
       teacher_softcap: `logit_softcap` of the teacher's logits.
-      reverse: True for the divergence of the student from the teacher.
+      reverse: True for KL(student || teacher), False for KL(teacher || student).
     """
 
     has_positions: bool = False
@@ -211,31 +214,32 @@ class Spec:
     """The static description of one pass of a call, for an implementation.
 
     Attributes:
-      op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
+      op: name of the operation. ``"norm"`` is LayerNorm or RMSNorm, depending on ``subtract_mean``.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
-      rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
-      x_dtype: dtype of the input; the backward pass returns dx in it.
+      rows, cols: shape of x as a two-dimensional array, in which each row is normalised.
+      x_dtype: dtype of x and, by default, of its gradient dx.
       y_dtype: dtype of the output, such as a cross-entropy's loss, and of its cotangent dy.
-      outputs: names of the forward's results and statistics that this pass includes. The forward
-        pass returns them, the tangent returns their tangents, and the backward pass takes their
-        cotangents. Without y, a forward pass is only a sum (the xla implementation skips the norm),
-        and a backward pass starts from the cotangent of h alone. A plain norm has no h: its
-        backward pass adds this cotangent to dx, and h's tangent is x's.
+      outputs: names of results and statistics. The forward pass returns them, the tangent returns
+        their tangents, and the backward pass takes their cotangents. If y is not among them, the
+        forward pass only computes the sum h (the xla implementation skips the norm), and the
+        backward pass takes only the cotangent of h. For a plain norm, which has no h, the backward
+        pass adds the cotangent named h to dx, and the tangent named h is the tangent of x.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
         may also return gradients of other operands.
-      axes: the normalised axes of the arrays. Only the xla implementation gets other axes than the
-        last one.
-      moved_axis: True if the two-dimensional view needs a transpose of operands and results.
-      inner: if above 1, arrays have the shape `strided`, normalised over the middle axis. Only an
-        implementation whose `takes_inner` is True gets such a spec.
-      inner_cols: the number of a row's `cols` elements that are adjacent on the inner axis, such as
-        the channels of a group in GroupNorm. Statistics then have the shape
+      axes: the normalised axes of the arrays. For all implementations but xla, this is the last
+        axis.
+      moved_axis: True if operands and results must be transposed to become two-dimensional arrays.
+      inner: if above 1, arrays have the shape ``(outer, cols, inner)`` (see `strided`) and are
+        normalised over the middle axis. Only an implementation whose `takes_inner` returns True
+        gets such a spec.
+      inner_cols: if above 1, a row also includes this many adjacent elements of the inner axis,
+        such as the channels of a group in GroupNorm. Statistics then have the shape
         ``(outer * inner / inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded; ``cols``
         counts all shards. Only the xla implementation takes it.
-      axes_over: for each of ``axes``, the mesh axes over which it is sharded, to locate a label's
-        column.
+      axes_over: for each of ``axes``, the mesh axes over which it is sharded. They are needed to
+        locate the column of a label.
     """
 
     op: Op
@@ -255,13 +259,13 @@ class Spec:
     axes_over: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise TypeError if `options` belong to another family of operations."""
+        """Raise TypeError if `options` belongs to another family of operations."""
         expected = OPTIONS[self.operation.family]
         if not isinstance(self.options, expected):
             raise TypeError(f"a {self.op} has {expected.__name__}: got {self.options!r}")
 
     def replaced(self, **changes: Any) -> "Spec":
-        """Return a spec in which these fields, of the spec or of its options, have other values."""
+        """Return a copy with other values of these fields, which are the spec's or its options'."""
         own = {name: changes.pop(name) for name in _FIELDS & changes.keys()}
         if changes:
             options = own.get("options", self.options)
@@ -322,7 +326,7 @@ class Spec:
 
     @functools.cached_property
     def dx_dtype(self) -> np.dtype:
-        """dtype of the gradient of x."""
+        """dtype of dx, the gradient of x."""
         return self.loss.gradient_dtype or self.x_dtype
 
     @functools.cached_property
@@ -332,18 +336,18 @@ class Spec:
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the arrays of x's shape that the forward pass reads; x comes first."""
+        """Dtypes of the operands of x's shape; x comes first."""
         return self._dtypes_of_arrays(self.operation.operands)
 
     @functools.cached_property
     def kept_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the arrays of x's shape, besides the saved one, that the derivative takes."""
+        """Dtypes of the arrays of x's shape that the derivative takes besides `Residuals.saved`."""
         x = ("x",) * (self.norm.branch_scale_dtype is not None)
         return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """True if the array beside x is needed only once the statistics of x are known."""
+        """True if the residual or the gate is needed only once the statistics of x are known."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -373,14 +377,14 @@ class Spec:
 
     @functools.cached_property
     def logit_factor(self) -> float:
-        """The outer factor f of a loss's logits z = f g(x): the scale of x, or a tanh's cap."""
+        """The factor f of a loss's logits z = f g(x): the cap if it exists, else the scale of x."""
         return (
             self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
         )
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """True if masked entries are excluded, False if they take part as a constant."""
+        """True if masked entries are excluded, False if they count as a constant logit."""
         return self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
@@ -399,13 +403,17 @@ class Spec:
 
     @functools.cached_property
     def reads_mask(self) -> bool:
-        """True if the pass reads the mask. Softmax's backward pass may infer it from y = 0."""
+        """True if the pass reads the mask.
+
+        A softmax's backward pass need not read it: excluded entries have y = 0, and entries with y
+        = 0 have a gradient of 0.
+        """
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.logits.has_mask and not shows
 
     @functools.cached_property
     def has_stats(self) -> bool:
-        """True if the pass returns the statistics, or takes their cotangents."""
+        """True if the forward pass returns the statistics, or if a derivative includes them."""
         return not set(self.statistics).isdisjoint(self.outputs)
 
     @functools.cached_property
@@ -451,17 +459,18 @@ class Spec:
 
     @functools.cached_property
     def scale_floor(self) -> float | None:
-        """Smallest magnitude of ``scale + scale_offset`` in the arithmetic; None for no floor."""
+        """The smallest |scale + scale_offset| that the norm computes with, or None for no limit."""
         if self.norm.saved == "input" or self.norm.scale_dtype is None:
             return None
         return _SCALE_FLOOR.get(self.y_dtype.name)
 
     @functools.cached_property
     def clips_x_hat(self) -> bool:
-        """True if a kernel must clip x_hat = z / G, recovered from the output, to its true bound.
+        """True if a kernel must clip x_hat = (y - bias) / G, recovered from y, to its true bound.
 
-        A bias adds a rounding error to z. Without a floor, G may be so small that y rounds to a few
-        units of its smallest number. Otherwise, z / G is x_hat up to the rounding of y.
+        G is scale + scale_offset. With a bias, y - bias has a rounding error that may be large
+        relative to G. Without a lower limit of |G|, y may round to small multiples of its smallest
+        number. In all other calls, x_hat is accurate up to the rounding of y.
         """
         vanishes = self.norm.scale_dtype is not None and self.scale_floor is None
         return self.norm.saved == "output" and (self.norm.bias_dtype is not None or vanishes)
@@ -474,10 +483,11 @@ class Spec:
 
     @functools.cached_property
     def y_limit(self) -> float | None:
-        """The limit to which the backward pass clips a y that may have overflowed; None for none.
+        """The limit to which the backward pass clips a y that may have overflowed, or None.
 
-        float16 ends at 65504, which x_hat G may exceed. A bounded function of y, such as a tanh,
-        has a cotangent of 0 there, and 0 * inf would make the mean of a whole row NaN.
+        The largest float16 is 65504, and x_hat G may exceed it. If y overflows, a bounded function
+        of y, such as a tanh, has a cotangent of 0. Then 0 * inf would make the mean of the whole
+        row NaN.
         """
         grows = self.norm.scale_dtype is not None or self.norm.bias_dtype is not None
         stored = self.norm.saved == "output" and self.y_dtype.name == "float16"
@@ -485,7 +495,7 @@ class Spec:
 
     @functools.cached_property
     def returns_mean(self) -> bool:
-        """True if the statistics include the row means, as for a LayerNorm that saves its input."""
+        """True if the statistics include the mean: in a LayerNorm that saves its input."""
         return self.norm.subtract_mean and self.norm.saved == "input"
 
     @functools.cached_property
@@ -503,17 +513,17 @@ class Spec:
 
     @functools.cached_property
     def first(self) -> "Spec":
-        """The spec of the norm of x before the addition of a residual. That norm saves x."""
+        """The spec of the norm whose result is added to a residual. That norm saves its input."""
         changes: dict[str, Any] = {}
         if self.norm.residual_dtype is not None:
-            changes["y_dtype"] = self.norm.residual_dtype  # the dtype of the first norm's cotangent
+            changes["y_dtype"] = self.norm.residual_dtype  # norm(x) has this dtype
         return self._one_norm(("y",), saved="input", **changes)
 
     @functools.cached_property
     def last(self) -> "Spec":
         """The spec of the norm of h, or of x if nothing is added before the norm.
 
-        If the call is no norm, it is the call itself.
+        If the operation is no norm, it is this spec itself.
         """
         if not self.is_norm:
             return self
@@ -532,7 +542,7 @@ class Spec:
         return [each[name]() for name in self.operation.norms]
 
     def _one_norm(self, outputs: tuple[str, ...], **changes: Any) -> "Spec":
-        """Return the spec of one of the call's norms, with the call's arithmetic."""
+        """Return the spec of one of the call's norms, with the call's arithmetic dtype."""
         norm = self.replaced(
             op="norm",
             outputs=outputs,

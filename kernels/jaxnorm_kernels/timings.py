@@ -1,8 +1,8 @@
 """Times of the Triton kernels relative to XLA's, which decide whether a kernel is the default.
 
-The kernels are the default on Ampere, Ada and RTX 50, on which nothing was timed. They were
-compiled and scheduled for an A100 and timed on an H100, which runs code for an A100.
-`python -m benchmarks.triton_defaults` makes the table from the committed results, and
+They apply to Ampere, Ada and RTX 50 GPUs, none of which was available for timing. Instead, kernels
+were compiled and scheduled for an A100, and timed on an H100, which can run code for an A100.
+`python -m benchmarks.triton_defaults` generates the table from the committed results, and
 `tests/test_triton_defaults.py` checks that they agree.
 """
 
@@ -14,13 +14,13 @@ from jaxnorm_kernels.specs import Spec
 #: Where and how the kernels were timed.
 TIMED_ON = "an H100, with kernels compiled for an A100"
 
-#: A kernel that takes at most this share of XLA's time is the default.
+#: The largest ratio of a kernel's time to XLA's with which the kernel is the default.
 LIMIT = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A kernel's time divided by the time of XLA's code, for forward and backward together.
+    """Ratios of a kernel's time to the time of XLA's code, for forward and backward pass together.
 
     Attributes:
       ratio: the median over the shapes and dtypes that were timed.
@@ -38,7 +38,7 @@ class Timing:
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
 
 
-#: The timings, by the names that `name_of` returns.
+#: The timings. Their keys are the names that `name_of` returns.
 TIMINGS: dict[str, Timing] = {
     "softmax": Timing(0.7, 0.51, 0.72),
     "log_softmax": Timing(0.82, 0.65, 0.84),
@@ -62,7 +62,7 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """Return the name of a call's public function, followed by an option that it uses, if any."""
+    """Return a call's key in `TIMINGS`: its public function, with an option that the call uses."""
     norm = spec.norm
     functions = {
         name: function
@@ -83,7 +83,7 @@ def name_of(spec: Spec) -> str:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why the default runs XLA for this call, or None if it runs the kernel."""
+    """Return the reason why XLA runs this call by default, or None if the kernel runs it."""
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:
@@ -94,7 +94,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence on the kernel's time relative to XLA's, or None if it was not timed."""
+    """Return a sentence that compares the kernel's time with XLA's, or None if it was not timed."""
     timing = TIMINGS.get(name_of(spec))
     if timing is None:
         return None

@@ -8,7 +8,7 @@ from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
-extra.check()  # Check this before the modules below import packages that may be missing.
+extra.check()  # run before the imports below, which need Triton and jax-triton
 
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa: E402
@@ -22,7 +22,7 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
     why_unsupported,
 )
 
-# The kernel of each family, and of the operations that do not use their family's kernel.
+# The functions that run each family of operations. Some operations have separate functions.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,
@@ -39,13 +39,13 @@ _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
-    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default."""
     kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
     return kernel(operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
-    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default."""
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
     return kernel(residuals, cotangents, spec, **schedule)
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a row x with the label l; or the label's log-probability, and the entropy.
+"""Cross-entropy of a row x with the label l; or log-probability of l and entropy of the row.
 
 With a = label_smoothing, b = z_loss, d = dloss::
 
@@ -12,33 +12,34 @@ With d = dlog_prob, e = dentropy and the entropy H::
     log_prob = -(D + log(s))      H = log(s) - T / s      T = sum(exp(x - m) (x - m))
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-r is x_l, or 0 if x_l is infinite. It is close to the mean, so the sum of x - r loses little
-accuracy. With a scale or a cap, the logits are z = f g(x): x then stands for g(x), its differences
-are multiplied by f, and dx is
+r is x_l, or 0 if x_l is infinite. Usually, r is close to the mean of the row, so that the sum of x
+- r loses little accuracy. With a scale k = logits_scale or a cap c = logit_softcap, the logits are
+z = f g(x). Then g(x) replaces x above, differences of g(x) are multiplied by f, and dx is
 
-    dx = dz (dz / dx)    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
-                         g = x                f = a    dz / dx = a              c = logit_softcap
+    dx = dz (dz / dx)    g = tanh(k x / c)    f = c    dz / dx = k (1 - g^2)    with a cap
+                         g = x                f = k    dz / dx = k              without
 
 The forward pass reads a row once, block after block, without exchange between threads. Each thread
-holds the maximum of what it has read so far, and the sums relative to it (Milakov, Gimelshein
-2018),
+holds the maximum m of the elements that it has read so far, and the sums s and T relative to it
+(Milakov, Gimelshein 2018):
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-which are merged at the end. The label's own term is not in the sum s_o of the others, because log(1
-+ s_o) of a small s_o is accurate, but the log of the rounded sum is not:
+The maxima and sums of the threads are merged at the end. s_o is the sum of all terms but the
+label's, because log1p(s_o) is accurate for a small s_o, but the logarithm of the rounded sum 1 +
+s_o is not:
 
     log(s) = log1p(s_o)                 where D = 0
              log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
 
-In the backward pass, elements do not depend on each other. A program reads each element of its
-block before it stores the result, which may overwrite x. A row without entries has log(s) = -inf
+In the backward pass, elements do not depend on each other. A program loads its block of x before it
+stores the block of dx, so dx may overwrite x. A row that ``positions`` excludes has log(s) = -inf
 and dx = 0. If the label of a row is not a class, both are NaN.
 
-Rows that are not a multiple of 16 bytes may begin between two multiples. The blocks of such a row
-begin at the multiple of 16 bytes before its first column. All blocks but the first and the last can
-then be loaded and stored 16 bytes at a time.
+If the length of rows is not a multiple of 16 bytes, most rows do not begin at a multiple of 16
+bytes. The first block of such a row begins at the last multiple before its first column. All blocks
+but the first and the last can then be loaded and stored 16 bytes at a time.
 """
 
 import dataclasses
@@ -54,9 +55,9 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# The lower bound of exponents that are used as factors. Its exponential is 0. A lower exponent,
-# such as -inf or float32's lowest number in masks, could become infinite when multiplied by a sum
-# or a cotangent, and 0 times infinity is NaN.
+# A lower bound of exponents that are also used as factors. Its exponential is 0. Lower exponents
+# occur if logits are -inf, or float32's lowest number to mask a class. Multiplied by a sum or a
+# cotangent, they could become infinite, and 0 times infinity is NaN.
 _FAR = tl.constexpr(-1e20)
 
 
@@ -66,9 +67,9 @@ class Options:
 
     Attributes:
       classes: the number of columns that are classes; these are the first columns.
-      label_smoothing, z_loss: a and b.
-      logits_scale, softcap: scale and cap of the logits; 0 for no cap.
-      factor: f.
+      label_smoothing, z_loss: the options of the public function with these names.
+      logits_scale, softcap: the factor k and the cap c of the logits; a cap of 0 means no cap.
+      factor: the outer factor f of the logits z = f g(x): the cap if there is one, else the scale.
       entropy: True to compute log-probability and entropy instead of a loss.
       blocks: the number of blocks in a row.
       vector: the number of elements that a thread loads at once.
@@ -197,7 +198,7 @@ def _cross_entropy_fwd(
         counts = exists & tl.load(positions_ptr + row, exists, 0)
     begin, lead = _start(row, tiling.cols, options.vector)
     at = label[:, None] + lead
-    # An invalid label must not cause loads outside the row.
+    # Do not load the logit of an invalid label: it would be outside the row.
     read = counts[:, None]
     x_l = _g(tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0), options)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
@@ -212,7 +213,7 @@ def _cross_entropy_fwd(
     sums = (m, zero, zero)
     if first_whole > 0:
         sums = _add(sums, of_rows, 0, options, tiling, False)
-    # If no row of a tile counts, no block is loaded.
+    # If `positions` excludes all rows of a tile, load no block.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
         sums = _add(sums, of_rows, first, options, tiling, True)
@@ -254,13 +255,15 @@ def _cross_entropy_fwd(
 
 @triton.jit
 def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
-    """Add a block to the sums of each thread.
+    """Add a block of logits to each thread's maximum and sums, and return the three.
 
     Args:
-      sums: m, s, and the sum of x - r, or T / f; `(tile_rows, lanes)` each.
-      of_rows: the start of the first block, its distance from the first column, the position of the
-        label's column, r, and whether the row is read; `(tile_rows, 1)` each.
-      first: the start of the block, relative to the first block.
+      sums: `(tile_rows, lanes)` each: m, s, and a third sum. With label smoothing, this is the sum
+        of x - r; for an entropy, it is T / f.
+      of_rows: `(tile_rows, 1)` each: a pointer to the row's first block, the number of elements in
+        it before the row's first column, the position of the label's column in the blocks, r, and
+        whether the row is read.
+      first: the offset of this block from the row's first block, in elements.
       is_whole: True if the block is entirely inside the row.
     """
     m, s, t = sums
@@ -269,7 +272,7 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     if not is_whole:
         read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
     x = _g(tl.load(begin + first + lane, read, float("-inf")), options)
-    if options.softcap > 0.0:  # The tanh of -inf is finite.
+    if options.softcap > 0.0:  # exclude again: tanh(-inf) is finite
         x = tl.where(read, x, float("-inf"))
     if options.label_smoothing > 0.0:
         rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)
@@ -286,9 +289,9 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
 
 @triton.jit
 def _rescaled(s, t, depth, options: tl.constexpr):
-    """Rescale sums from an old maximum to a new one. `depth` is the old one minus the new one."""
+    """Rescale the sums s and t if the maximum changes. `depth` is the old minus the new maximum."""
     exp = tl.exp(options.factor * depth)
-    # Bound `depth` from below: it must not be infinite where the other factor is 0.
+    # `depth` is bounded from below, because -inf times a sum of 0 would be NaN.
     if options.entropy:
         t = (t + s * tl.maximum(depth, _FAR)) * exp
     return s * exp, t
@@ -298,7 +301,8 @@ def _rescaled(s, t, depth, options: tl.constexpr):
 def _by_lanes(x, m, vector: tl.constexpr):
     """Reshape a block to `(tile_rows, n, lanes, vector)`.
 
-    A thread holds all elements along the second and the last axis.
+    A thread holds all elements along the second and the last axis, so sums over these axes need no
+    exchange between threads.
     """
     tile_rows: tl.constexpr = m.shape[0]
     lanes: tl.constexpr = m.shape[1]
@@ -337,7 +341,7 @@ def _cross_entropy_bwd(
 def _store_gradient(
     x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
 ):
-    """Store dx of block number `nth`. `is_whole` is True if the block is inside the row."""
+    """Store dx of each row's block number `nth`. `is_whole`: the block is inside the row."""
     m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, exists = of_rows
     begin, lead = _start(row, tiling.cols, options.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -345,8 +349,8 @@ def _store_gradient(
     if not is_whole:
         read = read & _is_column(lane, first, lead, tiling.cols, tiling.cols, options.vector)
     offset = begin + first + lane
-    # Load the logits first. The row's few other numbers (statistics, cotangents) then arrive at the
-    # same time.
+    # Load the logits first. The loads of the row's statistics and cotangents then overlap with this
+    # long load.
     x = _g(tl.load(x_ptr + offset, read, 0.0), options)
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
@@ -373,7 +377,7 @@ def _store_gradient(
 
 @triton.jit
 def _g(x, options: tl.constexpr):
-    """Return g(x), in float32."""
+    """Return g(x) in float32: x, or tanh(scale x / cap) if the logits have a cap."""
     x = x.to(tl.float32)
     if options.softcap > 0.0:
         x = _tanh(x * (options.logits_scale / options.softcap))
@@ -382,7 +386,7 @@ def _g(x, options: tl.constexpr):
 
 @triton.jit
 def _times_slope(dz, g, options: tl.constexpr):
-    """Return the gradient of x, given the gradient dz of the logits z."""
+    """Return the gradient of x, given the gradient dz of the logits z, and g(x)."""
     if options.softcap > 0.0:
         dz *= (1.0 - g) * (1.0 + g)
     if options.logits_scale != 1.0:
@@ -392,7 +396,7 @@ def _times_slope(dz, g, options: tl.constexpr):
 
 @triton.jit
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
-    """Return each row's label, or -1 if it is not a class. Also return whether it is a class."""
+    """Return each row's label, or -1 if it is not a class, and whether it is a class."""
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column
@@ -400,7 +404,7 @@ def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
 
 @triton.jit
 def _start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Return the start of each row's first block, and its distance from the first column."""
+    """Return where each row's first block begins, and how many elements before the row this is."""
     start = row.to(tl.int64)[:, None] * cols
     begin = start // vector * vector
     return begin, (start - begin).to(tl.int32)
@@ -408,9 +412,10 @@ def _start(row, cols: tl.constexpr, vector: tl.constexpr):
 
 @triton.jit
 def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
-    """Return True for the elements of a block that are columns before `end`.
+    """Return True for the elements of a block that are columns of the row and come before `end`.
 
-    `vector` neighbours have equal values if `vector` divides `cols` and `end`.
+    If `vector` divides `cols` and `end`, each `vector` consecutive elements have the same value, so
+    that they can be loaded at once.
     """
     if cols % vector == 0:
         is_column = lane + first < end
@@ -421,7 +426,7 @@ def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector:
 
 @triton.jit
 def _log1p(x):
-    """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
+    """Return log(1 + x) for x > -1, with an error of a few ulps even for small x.
 
     1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x.
     """
@@ -431,10 +436,9 @@ def _log1p(x):
 
 @triton.jit
 def _tanh(x):
-    """Compute the tanh, accurate to a few units in the last place even for small x.
+    """Return tanh(x), with an error of a few ulps even for small x.
 
-    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used wherever it is accurate
-    enough.
+    For small x, 1 - exp(-2 |x|) would lose digits, so a power series is used where it is accurate.
     """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))

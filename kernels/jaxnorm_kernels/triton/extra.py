@@ -1,7 +1,7 @@
-"""Checks that Triton and jax-triton are installed in versions that fit together.
+"""Checks that compatible versions of Triton and jax-triton are installed.
 
-Without these checks, versions that do not fit fail late and obscurely: with a Triton that is too
-old, jax-triton replaces its NVIDIA backend by an empty class, which raises when the first kernel is
+Without these checks, incompatible versions fail late and obscurely: if Triton is too old,
+jax-triton replaces Triton's NVIDIA backend by an empty class, which raises when the first kernel is
 compiled.
 """
 
@@ -19,13 +19,13 @@ _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 # The first version of jax-triton that accepts None for an absent array.
 _JAX_TRITON = (0, 4, 1)
 
-# Names that jax-triton imports from Triton 3.7. If they are missing, it assumes that Triton has no
-# NVIDIA backend.
+# Names that jax-triton imports from Triton, which has them since version 3.7. If they are missing,
+# jax-triton assumes that Triton has no NVIDIA backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 
 def check() -> None:
-    """Raise ImportError, with the fix, if Triton or jax-triton is missing or too old."""
+    """Raise ImportError, which says what to install, if a package is missing or too old."""
     try:
         driver = importlib.import_module("triton.backends.nvidia.driver")
     except ImportError as error:
@@ -49,7 +49,7 @@ def check() -> None:
 
 
 def check_cuda() -> None:
-    """Raise ImportError, with the fix, if JAX cannot lower Triton kernels for CUDA."""
+    """Raise ImportError, which says what to install, if JAX cannot lower Triton kernels."""
     if not support.can_lower():
         raise ImportError(
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
@@ -58,11 +58,11 @@ def check_cuda() -> None:
 
 
 def _mend_dead_code_elimination() -> None:
-    """Remove jax-triton's dead-code rule if JAX cannot call it.
+    """Remove jax-triton's rule for dead-code elimination if JAX cannot call it.
 
-    JAX 0.12 calls dead-code rules with three arguments, but jax-triton 0.4.1's rule takes two, so
-    that every traced kernel raises a TypeError. JAX's default rule drops calls whose results are
-    unused.
+    JAX 0.12 calls such rules with three arguments, but the rule of jax-triton 0.4.1 takes two, so
+    that every traced kernel raises a TypeError. Without the rule, JAX's default rule applies, which
+    removes calls whose results are unused.
     """
     from jax_triton.triton_lib import triton_kernel_call_p
 

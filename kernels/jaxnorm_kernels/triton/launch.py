@@ -13,9 +13,9 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.triton import extra
 
-# Emit PTX 8.7, which CUDA 12.8 accepts: by default, Triton emits PTX for the newest CUDA that it
-# supports. FP fusion (x * y + z with one rounding) is requested explicitly, because Triton's
-# default is about to change.
+# Emit PTX 8.7, which CUDA 12.8 accepts; by default, Triton emits PTX for the newest CUDA that it
+# supports. Request FP fusion (x * y + z with one rounding) explicitly, because Triton's default is
+# about to change.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 
 
@@ -34,17 +34,17 @@ class Gpu:
     smem: int
 
 
-# The GPU that code is lowered for if there is no local GPU.
+# If there is no local GPU, code is lowered for this GPU, an A100.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
 
-# The smallest shared memory of GPUs since Ampere (capability 8.6 and 8.9), for a GPU that does not
-# report its own.
+# Bytes of shared memory per program that are assumed if a GPU does not report them: the smallest
+# number of any GPU since Ampere (compute capability 8.6 and 8.9).
 _LEAST_SMEM = 99 * 1024
 
 
 @functools.cache
 def local_gpu() -> Gpu:
-    """Return the properties of the local GPU, or of an A100 without a GPU."""
+    """Return the properties of the local GPU, or of an A100 if there is no GPU."""
     device = jax.local_devices()[0]
     capability = local_capability()
     if capability is None:
@@ -66,14 +66,15 @@ def launch(
     registers: int,
     **arguments: Any,
 ) -> list[jax.Array]:
-    """Launch `kernel` on a grid of programs, and return the outputs that are not omitted.
+    """Launch `kernel` on a grid of programs, and return the outputs that are not None.
 
     Args:
-      outputs: maps the kernel's parameter names to output types; None to omit an output.
+      outputs: maps the kernel's parameters for outputs to the outputs' types. None means that the
+        kernel is compiled without this output.
       warps: the number of warps (of 32 threads) in a program.
       registers: the maximum number of registers of a thread.
-      arguments: arrays, sizes and compile-time constants, by the kernel's parameter names. If an
-        array is None, the kernel is compiled without it.
+      arguments: maps the kernel's other parameters to arrays, sizes and compile-time constants. If
+        an array is None, the kernel is compiled without it.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
     results = run(
@@ -91,7 +92,7 @@ def launch(
 
 
 def run(**call: Any) -> list[jax.Array]:
-    """Call jax-triton; all calls of it go through this function."""
+    """Call jax-triton's `triton_call` with JAX settings under which kernels can be traced."""
     extra.check_cuda()
     with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)

@@ -1,7 +1,8 @@
-"""Masks, biases and causal masks of a softmax, and the part of a row that it loads.
+"""The logits of a softmax's kernels: loading x, masks and biases, and excluding elements.
 
-A mask and a bias are broadcast over the rows (`broadcast`), and loaded without expanding them. A
-causal softmax loads nothing above the diagonal except the rest of a vector.
+A mask or a bias that is broadcast to x's rows is loaded as it is, without expanding it in memory
+(see `tiles.Operand`). A causal softmax loads no element above the diagonal, except the rest of a
+vector of 16 elements that begins on or below it.
 """
 
 import dataclasses
@@ -13,22 +14,24 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import tiles
 from jaxnorm_kernels.triton.tiles import Operand, renumbered, tile_at, zeros
 
-# If each element had its own predicate, each would be loaded separately. So this many elements
-# share a predicate: 16 bytes of the narrowest array, a mask.
+# Number of consecutive elements that share one predicate of a causal load. With separate
+# predicates, elements would be loaded one by one. 16 elements are 16 bytes of the narrowest array,
+# a mask.
 _VECTOR = tl.constexpr(16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """The compile-time parameters of a kernel, besides the tile sizes.
+    """The compile-time parameters of a softmax's kernel, besides the tile sizes.
 
     Attributes:
       log: True for log_softmax, False for softmax.
-      scale: the scale of x.
-      queries: the number of rows of a matrix; 0 without `causal`.
-      mask, bias: how the array is broadcast, or None if the kernel does not take it.
-      drops: True if elements may be excluded by the mask or by `queries`.
-      drops_zeros: True if elements whose output is 0 count as excluded too.
+      scale: the factor of x in the logits z = scale x + bias.
+      queries: for a causal softmax, the number of rows of each matrix; 0 for other softmaxes.
+      mask, bias: how rows of x map to rows of the array, or None if the kernel does not take it.
+      drops: True if the mask or the causal diagonal may exclude elements.
+      drops_zeros: True if the kernel does not read the mask, and treats elements with y = 0 as
+        excluded instead.
       renormalises: True if the backward pass divides by sum(y).
     """
 
@@ -43,7 +46,7 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """True if the logits are x itself."""
+        """True if the logits are x itself, without scale, bias, mask or causal diagonal."""
         return self == Logits(log=self.log, renormalises=self.renormalises)
 
 
@@ -63,7 +66,7 @@ def of(spec: Spec) -> Logits:
 
 
 def sums_columns(spec: Spec) -> bool:
-    """Return True if a backward pass computes the gradient of a bias that has columns."""
+    """Return True for a backward pass that returns the gradient of a bias `(n, cols)`."""
     shared = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
     return spec.direction == "bwd" and shared is not None and shared.has_columns
 
@@ -78,7 +81,10 @@ def load_logits(
     cols: tl.constexpr,
     eviction: tl.constexpr = "",
 ):
-    """Return scale x + bias of a tile in float32 (-inf if excluded), and which are included."""
+    """Return z = scale x + bias of a tile in float32, and a mask of the included elements.
+
+    Excluded elements have z = -inf.
+    """
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     z = tl.load(x_ptr + start + col, read, float("-inf"), eviction_policy=eviction).to(tl.float32)
@@ -95,7 +101,7 @@ def load_logits(
 
 @triton.jit
 def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
-    """Load y of a tile in float32. Excluded elements that are not loaded become 0, or -inf."""
+    """Load y of a tile in float32. Elements that are not loaded become 0 (-inf for log_softmax)."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     nothing: tl.constexpr = float("-inf") if logits.log and not logits.is_plain else 0.0
@@ -106,7 +112,7 @@ def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
 def load_cotangent(
     dy_ptr, mask_ptr, tile, logits: tl.constexpr, cols: tl.constexpr, eviction: tl.constexpr = ""
 ):
-    """Load d of a tile in float32. Excluded elements become 0."""
+    """Load the cotangent d = dy of a tile in float32. Excluded elements become 0."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     d = tl.load(dy_ptr + start + col, read, 0.0, eviction_policy=eviction).to(tl.float32)
@@ -117,7 +123,7 @@ def load_cotangent(
 
 @triton.jit
 def drop_zeros(d, y, logits: tl.constexpr):
-    """Return d, with 0 where y is 0 if `drops_zeros` is set."""
+    """Return the cotangent d; if `drops_zeros` is set, with 0 in elements whose y is 0."""
     if logits.drops_zeros:
         d = tl.where(y == 0.0, 0.0, d)
     return d
@@ -125,7 +131,7 @@ def drop_zeros(d, y, logits: tl.constexpr):
 
 @triton.jit
 def masked(y, takes_part, logits: tl.constexpr):
-    """Return y with excluded elements replaced by 0 (or -inf), even in a row of NaN."""
+    """Return y with excluded elements set to 0 (-inf for log_softmax), even in a row of NaN."""
     if logits.drops:
         y = tl.where(takes_part, y, float("-inf") if logits.log else 0.0)
     return y
@@ -133,7 +139,7 @@ def masked(y, takes_part, logits: tl.constexpr):
 
 @triton.jit
 def scaled(dz, logits: tl.constexpr):
-    """Return dx, given dz."""
+    """Return the gradient of x, given the gradient dz of the logits z = scale x + bias."""
     if logits.scale != 1.0:
         dz *= logits.scale
     return dz
@@ -141,7 +147,10 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the number of columns that the tile's rows have up to the diagonal, at most."""
+    """Return the maximum number of columns up to the diagonal, over the rows of a tile.
+
+    For a softmax that is not causal, this is the number of all columns.
+    """
     end = tiling.cols
     if logits.queries > 0:
         row = tl.minimum(first_row + tl.arange(0, tiling.tile_rows), rows - 1)
@@ -151,16 +160,21 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def term_of_total(y, d, logits: tl.constexpr):
-    """Return the terms whose sum over a row is the *total*, before a division by sum(y).
+    """Return the terms of a row's *total*: d y for softmax, d for log_softmax.
 
-    The total is sum(d y) / sum(y) for softmax, and sum(d) for log_softmax.
+    The total is sum(d y) / sum(y) for softmax (without the division if sum(y) counts as 1), and
+    sum(d) for log_softmax.
     """
     return d if logits.log else d * y
 
 
 @triton.jit
 def total_of(terms, weights, logits: tl.constexpr):
-    """Return each row's total, ``(tile_rows, 1)``, from the terms and y added up over blocks."""
+    """Return each row's total, ``(tile_rows, 1)`` (see `term_of_total`).
+
+    `terms` and `weights` are tiles: the terms of the total and y, each added up over the row's
+    blocks.
+    """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:
         weight = tl.sum(weights, axis=1)[:, None]
@@ -172,7 +186,8 @@ def total_of(terms, weights, logits: tl.constexpr):
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
     """Return dz = y (d - total), or d - exp(y) total for log_softmax.
 
-    A total of NaN must not reach excluded elements, whose y or exp(y) is 0.
+    Excluded elements, whose y or exp(y) is 0, get no part of the total, because 0 times a total of
+    NaN would be NaN.
     """
     multiple = tl.exp(y) * total if logits.log else y * (d - total)
     if logits.drops or logits.drops_zeros:
@@ -184,7 +199,7 @@ def cotangent_of_logits(y, d, total, logits: tl.constexpr):
 def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Return each row's total, `(tile_rows, 1)`, by loading the rows block after block."""
+    """Load the rows block after block, and return each row's total, `(tile_rows, 1)`."""
     terms, weights = zeros(tiling), zeros(tiling)
     for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
@@ -201,7 +216,11 @@ def looped_total(
 
 @triton.jit
 def _read(row, col, exists, logits: tl.constexpr):
-    """Return True for existing elements that are loaded: vectors that begin up to the diagonal."""
+    """Return True for the elements of a tile that are loaded.
+
+    They are inside the array. In a causal softmax, their vector of 16 elements begins on or below
+    the diagonal.
+    """
     if logits.queries > 0:
         exists = exists & (col // _VECTOR * _VECTOR <= (row % logits.queries)[:, None])
     return exists
@@ -209,7 +228,7 @@ def _read(row, col, exists, logits: tl.constexpr):
 
 @triton.jit
 def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
-    """Return True for elements that the softmax includes."""
+    """Return True for the elements of a tile that the mask and the causal diagonal include."""
     takes_part = read
     if logits.queries > 0:
         takes_part = takes_part & (col <= (row % logits.queries)[:, None])
@@ -220,7 +239,7 @@ def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constex
 
 @triton.jit
 def _load_shared(ptr, row, col, read, cols: tl.constexpr, operand: tl.constexpr):
-    """Load an operand that is broadcast over the rows: a value for each element, or each row."""
+    """Load a mask or bias that is broadcast to x: a value for each element, or for each row."""
     start = renumbered(row, operand.row).to(tl.int64)[:, None]
     if operand.has_columns:
         value = tl.load(ptr + (start * cols + col), read, 0)

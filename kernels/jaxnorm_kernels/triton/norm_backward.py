@@ -1,6 +1,6 @@
 """Backward passes of LayerNorm and RMSNorm from the output or from the input.
 
-For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (only LayerNorm has c1):
+For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (RMSNorm has c1 = 0):
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
@@ -21,14 +21,14 @@ multiplies the norm's input, x a is normalised instead of x, and dt denotes the 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a
 
-As in the forward pass, G is floored and the bias is rounded to y's dtype. If a bias or a vanishing
-G may have removed information about xh from y, |xh| is clipped to sqrt(N), its true bound. |y| is
-clipped to the largest finite number (`Spec.y_limit`).
+As in the forward pass, |G| is raised to a lower limit and the bias is rounded to y's dtype. If y
+may have lost information about xh, because of a bias or a very small G, |xh| is clipped to its true
+bound sqrt(N). |y| is clipped to the largest finite number (`Spec.y_limit`).
 
-A program loops over its share of the rows and sums dscale and dbias in registers. The sums of the
-programs are added outside the kernel in a fixed order. If rows are too wide for this, they are
-split into blocks with separate programs, and an earlier kernel computes c1 and c2. If groups of
-rows have their own parameters, a program processes rows of one group only.
+Each program loops over some of the rows and adds up their dscale and dbias in registers. The sums
+of the programs are added outside the kernel in a fixed order. If rows are too wide for this,
+separate programs process blocks of a row's columns, and an earlier kernel computes c1 and c2. If
+groups of rows have their own parameters, a program processes rows of one group only.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ from jaxnorm_kernels.triton.tiles import (
 def norm_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default."""
     if spec.op == "add_norm":
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
@@ -136,18 +136,18 @@ def norm_bwd(
 
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Backward pass of norm_add_norm, with one kernel for each norm."""
+    """Run the backward pass of norm_add_norm with one kernel for each of its norms."""
     return gradients.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
 
 
 def parameter_gradients(
     partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
 ) -> list[jax.Array | None]:
-    """Add up the programs' partial sums, and return the gradients of `parameters`."""
+    """Return the gradients of `parameters`: the sums of the programs' partial gradients."""
     dtypes = [None if p is None else p.dtype for p in parameters]
     if spec.groups == 1:
         return add_partials(partials, dtypes)
-    # Each array of partial sums has a row for each group of each program.
+    # Each array of partial gradients has a row for each program and each group of rows.
     sums: list[jax.Array | None] = []
     for parameter, dtype in zip(parameters, dtypes):
         of_programs = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
@@ -157,18 +157,22 @@ def parameter_gradients(
 
 @triton.jit
 def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return G, 1 / G and the bias for the columns of a tile."""
+    """Return (G, 1 / G, bias) for the columns of a tile, where G = scale + scale_offset."""
     g, inverse = gain_and_inverse(scale, col, cols, norm)
     return g, inverse, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
-    """For the elements of a tile, return d (from dy), d G, the terms of c2, and xh."""
+    """Return (d, d G, terms of c2, xh) for the elements of a tile; see the module docstring.
+
+    The argument `d` is dy; with an activation, the returned d is dy times the activation's
+    derivative.
+    """
     g, inverse, b = params
     if norm.activation is not None:
         _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
-        d = zero_beyond(d * slope, first_col, tiling)  # The slope is arbitrary there.
+        d = zero_beyond(d * slope, first_col, tiling)  # beyond the row, the slope is arbitrary
     dg = d * g
     if norm.from_output:
         z = clipped(saved, norm.y_limit) - b
@@ -216,10 +220,11 @@ def _norm_bwd(
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx = r (d G - c1 - xh c2) + dh, and a program's sums of d xh and of d over its rows.
+    """Store dx = r (d G - c1 - xh c2) + dh, and the sums of d xh and d over the program's rows.
 
-    If the pieces of a tile are whole rows, the pointers to c1 and c2 are None. `scale_rows` and
-    similar arguments are the number of rows in a group, or None if all rows share the parameter.
+    If a program holds whole rows, it computes c1 and c2, and the pointers to them are None.
+    `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
+    parameter, or None if all rows share the parameter.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
@@ -286,7 +291,7 @@ def _norm_bwd(
         dscale, dbias = dscales, dbiases
         if c2_ptr is not None:
             c2, c1 = of_rows(c2_ptr, row, rows), of_rows(c1_ptr, row, rows)
-        elif norm.subtract_mean:  # A single exchange between the warps serves both sums.
+        elif norm.subtract_mean:  # Reduce both sums at once, so that warps exchange data only once.
             c2, c1 = tl.reduce((terms, sums), 1, _add_pairs)
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
         else:
@@ -346,7 +351,7 @@ def _norm_bwd_row_means(
     gate: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Compute c2, and for LayerNorm also c1, of rows that are too wide for registers."""
+    """Compute c2 (and c1 of LayerNorm) of rows that are too wide for registers."""
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)

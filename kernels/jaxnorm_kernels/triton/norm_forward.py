@@ -3,21 +3,22 @@
 LayerNorm subtracts the mean; RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias       or the activation of that
+    y = (x - mean) r G + bias       or the activation of this sum
 
 If a residual is added to x, or to the normalised x before a second norm, the sum h is rounded to
-its stored dtype before it is normalised. x may be scaled before the addition. The activation of a
-gate is a factor of x or of its norm, and the result is rounded once.
+its stored dtype before it is normalised. x may be scaled before the addition. A gate's activation
+multiplies x or the norm's result, and the product is not rounded before the final store.
 
-Rows that fit are held in registers, as adjacent pieces, and reduced twice. For short rows,
-persistent programs may loop over the rows and prefetch the next ones. Wider rows are loaded twice,
-block after block; the second pass over h reads what the program has stored. A block of n columns
-has its own mean m and sum of squares about it, M. Both are merged with the statistics of the k
-columns before the block (Chan, Golub, LeVeque 1979):
+Rows that fit are held in registers, as adjacent tiles, and reduced twice: for the mean and for the
+variance. For short rows, persistent programs may loop over the rows and prefetch the next ones.
+Wider rows are loaded twice, block after block; if the norm is of a sum h, the second pass reads the
+h that the program has stored. A block of n columns has its own mean m and its sum of squared
+deviations from m, called M. Both are merged with the statistics of the k columns before the block
+(Chan, Golub, LeVeque 1979):
 
     mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
 
-E[x^2] - E[x]^2 would cancel.
+The formula E[x^2] - E[x]^2 would need less arithmetic, but its terms may cancel.
 """
 
 from typing import Any
@@ -53,7 +54,7 @@ from jaxnorm_kernels.triton.tiles import (
 
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default."""
     x, scale, bias, next_scale = operands.x, operands.scale, operands.bias, operands.next_scale
     residual, branch_scale = operands.residual, operands.branch_scale
     schedule = schedule or schedules.choose(spec)
@@ -65,8 +66,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
-    # The first of two norms saves x, and has neither mean, floor nor bias. So the parameters are
-    # those of the second norm.
+    # Both norms use the parameters of the last norm. If there are two, the first norm saves x and
+    # has neither mean, bias nor lower limit of |G|.
     norm = spec.norms[-1]
     y_dtype = spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.norm.residual_dtype) if spec.normalises_h else None
@@ -98,7 +99,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     )
     if h is None:
         return Results(y, stats=tuple(results))
-    # The kernels always store h, because rows that are too wide for registers are read back.
+    # The kernels store h even if the call does not return it, because rows that are too wide for
+    # registers are read back.
     return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
@@ -133,8 +135,8 @@ def norm_fwd_in_registers(
 ):
     """Normalise whole rows in registers.
 
-    `scale_rows` and similar arguments are the number of rows in a group, or None if all rows share
-    the parameter.
+    `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
+    parameter, or None if all rows share the parameter.
     """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
@@ -201,8 +203,8 @@ def norm_fwd_persistent(
 ):
     """Normalise rows with persistent programs that prefetch the next rows.
 
-    This kernel supports a single norm without a gate. All rows must share the parameters, which a
-    program holds.
+    This kernel supports a single norm without a gate. All rows must share the parameters, because a
+    program loads them once.
     """
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -230,10 +232,11 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """Return x - mean (a tuple with an array for each piece), r and the mean.
+    """Return (x - mean, r, mean), where x - mean is a tuple with an array for each tile.
 
-    The division is rounded correctly. Triton's `/` has an error of up to 2 ulp. The mean of a row
-    of equal numbers could then differ from them, and results could be 1 instead of 0.
+    The mean is computed with a correctly rounded division. Triton's `/` has an error of up to 2
+    ulps: the mean of a row of equal numbers could then differ from these numbers, and results could
+    be 1 instead of 0.
     """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:
@@ -275,7 +278,7 @@ def norm_fwd_looped(
     tiling: tl.constexpr,
     gate: tl.constexpr,
 ):
-    """Normalise rows that are loaded block after block, once for the statistics and once for y."""
+    """Normalise rows that are loaded twice, block after block: for the statistics and for y."""
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
     scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
@@ -314,7 +317,8 @@ def norm_fwd_looped(
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
-        # A thread may read what another has stored, so wait until the whole program has stored h.
+        # A thread may read elements of h that another thread stores, so wait until all have stored
+        # h.
         tl.debug_barrier()
         x_ptr = h_ptr
     for first_col in tl.range(0, tiling.cols, tiling.block):
@@ -339,7 +343,7 @@ def _after_norm(n, norm: tl.constexpr):
 
 @triton.jit
 def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
-    """Store h = residual + x. Return the stored h, in float32, as an array for each piece."""
+    """Store h = residual + x for whole rows, and return h as a tuple of float32 tiles."""
     sums = ()
     for i in tl.static_range(len(x)):
         tile = tile_at(first_row, i * tiling.block, rows, tiling)

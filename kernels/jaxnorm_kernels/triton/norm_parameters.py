@@ -1,6 +1,7 @@
-"""The compile-time parameters of a norm and its gate, G and the bias of columns, and activations.
+"""Shared code of the norms' kernels: compile-time parameters, scale and bias, and activations.
 
-The functions of `jax.nn`, and their derivatives, with one sigmoid:
+The activations are functions of `jax.nn`. Each is computed together with its derivative, from a
+single sigmoid s(t) = 1 / (1 + exp(-t)):
 
     sigmoid       s(g)              s (1 - s)
     silu          g s(g)            s + g s (1 - s)
@@ -8,7 +9,7 @@ The functions of `jax.nn`, and their derivatives, with one sigmoid:
     relu          max(g, 0)         1 for g > 0, else 0
     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 
-gelu is the approximation by tanh, since (1 + tanh(v)) / 2 = s(2 v).
+gelu is the default approximation of jax.nn: g (1 + tanh(v)) / 2 = g s(2 v), with z = 2 v.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ class Norm:
 
     Attributes:
       subtract_mean: True for LayerNorm, False for RMSNorm.
-      epsilon: added to the mean square.
-      scale_offset: G = scale + scale_offset.
-      scale_floor: the minimum magnitude of G; 0 for none.
+      epsilon: the number that is added to the mean square (or variance) under the root.
+      scale_offset: the number that is added to scale: G = scale + scale_offset.
+      scale_floor: the lower limit to which |G| is raised; 0 for no limit.
       from_output: True if the backward pass starts from y, False if it starts from x.
       x_hat_limit, y_limit: the limits to which a backward pass from y clips x_hat and y; 0 for
         none.
@@ -62,7 +63,7 @@ def of(spec: Spec) -> Norm:
 
 
 def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Return how many rows of x share a row of a parameter `(n, cols)`; None if all rows do."""
+    """Return how many rows of x share a row of the parameter; None if all rows share `(cols,)`."""
     if parameter is None or parameter.ndim == 1:
         return None
     return spec.rows // parameter.shape[0]
@@ -70,7 +71,7 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 
 @triton.jit
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
-    """Return (pointer, offsets), where the offsets locate each row's part of a parameter.
+    """Return (pointer, offsets), where the offsets locate the row of a parameter for each row of x.
 
     Each of the n rows of a parameter `(n, cols)` is shared by `group_rows` rows of x. Rows beyond
     the last row of x use the last row of the parameter. If all rows share `(cols,)`, the offsets
@@ -86,7 +87,7 @@ def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
 
 @triton.jit
 def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
-    """Return G = scale + offset for a tile's columns, with a magnitude of at least `floor`."""
+    """Return G = scale + offset for a tile's columns, with |G| raised to at least `floor`."""
     if scale[0] is None:
         g = 1.0
     else:
@@ -98,13 +99,13 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return G and 1 / G for a tile's columns."""
+    """Return (G, 1 / G) for a tile's columns, where G = scale + scale_offset."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
-    else:  # float16: y has no information about xh where G is 0
+    else:  # float16: if G is 0, y has no information about xh
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 
@@ -123,7 +124,7 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return G and the bias for a tile's columns. An absent scale gives 1, an absent bias 0."""
+    """Return (G, bias) for a tile's columns. An absent scale counts as 1, an absent bias as 0."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
@@ -158,7 +159,7 @@ class Gate:
 
 
 def gate_of(spec: Spec) -> Gate | None:
-    """Return the gate of a call, or None."""
+    """Return the compile-time parameters of a call's gate, or None if the call has no gate."""
     if spec.norm.gate_dtype is None or spec.norm.activation is None:
         return None
     return Gate(spec.norm.activation, not spec.norm.norm_before_gate)
@@ -190,7 +191,10 @@ def activated(g, activation: tl.constexpr):
 
 @triton.jit
 def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
-    """Multiply `x` by the activation of the gate, if a gate exists and is applied at this point."""
+    """Multiply `x` by the gate's activation if the call has a gate with this `comes_first`.
+
+    A kernel calls this before the norm with `comes_first` True, and after the norm with False.
+    """
     if gate is not None and gate.comes_first == comes_first:
         a, _ = activated(load_tile(gate_ptr, tile), gate.activation)
         x *= a

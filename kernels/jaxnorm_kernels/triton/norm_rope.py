@@ -1,4 +1,4 @@
-"""RMSNorm of heads and the rotation of their pairs of columns (RoPE), forward and backward.
+"""RMSNorm of attention heads, and the rotation of their pairs of columns (RoPE).
 
 For a row of N elements, G = scale + scale_offset and r = 1 / sqrt(mean(x^2) + epsilon). The first R
 columns are rotated. Their pairs (a, b) are columns i and i + R / 2, or 2i and 2i + 1. The other
@@ -6,21 +6,23 @@ columns are not rotated:
 
     n = x r G           y = (a cos - b sin, b cos + a sin) of n's pairs
 
-With d = dy rotated back, (a cos + b sin, b cos - a sin) of dy's pairs:
+In the backward pass, "rotated back" means the transpose of the rotation: (a cos + b sin, b cos - a
+sin) of each pair. With d = dy rotated back:
 
     from the output     n = y rotated back / (cos^2 + sin^2),  xh = n / G,   c2 = mean(d n)
     from the input      xh = x r,                                            c2 = mean(d G xh)
     both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
-If cos^2 + sin^2 of a pair is 0, n cannot be recovered and is taken as 0. G is floored as in the
-norm. |xh| is always clipped to sqrt(N), its true bound, because the error of a column in y may be
-the rounding error of its partner, which can be far larger than a small G. |y| is clipped to the
-largest finite number (`Spec.y_limit`).
+If cos^2 + sin^2 of a pair is 0, n cannot be recovered and is taken as 0. |G| is raised to a lower
+limit as in the norm. |xh| is always clipped to its true bound sqrt(N): rotating y back adds the
+rounding errors of the two columns of a pair, and one of them may be far larger than the other
+column's G. |y| is clipped to the largest finite number (`Spec.y_limit`).
 
-Heads are short, so a program holds several whole rows. A row is held as parts: the first and the
-second columns of the pairs, and the other columns. Each column of a part is then in the same thread
-as its partner, cosine and sine. In the backward pass, programs loop over the rows and sum dscale in
-registers; the sums of the programs are added outside the kernel in a fixed order.
+A row is a head. Heads are short, so a program holds several whole rows. It holds a row as up to
+three arrays, called *parts*: the first columns of all pairs, the second columns of all pairs, and
+the columns that are not rotated. The two columns of a pair, and their cosine and sine, are then in
+the same thread. In the backward pass, programs loop over the rows and add up dscale in registers;
+the sums of the programs are added outside the kernel in a fixed order.
 """
 
 import dataclasses
@@ -55,7 +57,8 @@ class Rotation:
       cols: the number of columns of a row.
       pairs: the number of pairs that are rotated; these columns come first.
       interleaved: True if a pair is two neighbours, False if it is one column of each half.
-      table_row: how to convert a row of x to a row of the tables (`tiles.renumbered`).
+      table_row: the conversion of a row index of x to a row index of the tables
+        (`tiles.renumbered`).
       tile_shares: True if all rows of a tile use the same row of the tables.
     """
 
@@ -70,8 +73,8 @@ class Rotation:
         """Return the compile-time parameters of a call."""
         table = spec.norm.table_rows
         assert table is not None
-        # Neighbouring rows, usually heads of one position, share a row of the tables. Tiles start
-        # at the first row of each group that has its own scale.
+        # Neighbouring rows, usually the heads of one position, share a row of the tables. If groups
+        # of rows have their own scale, a tile never spans two groups.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0
@@ -85,12 +88,15 @@ class Rotation:
 
     @functools.cached_property
     def block(self) -> int:
-        """The number of pairs in a tile: a power of two."""
+        """The number of pairs of a row, rounded up to a power of two."""
         return triton.next_power_of_2(self.pairs)
 
     @functools.cached_property
     def spans(self) -> tuple[int, ...]:
-        """First column, size and block of each span of columns that is loaded at once."""
+        """Three numbers for each range of columns that is loaded at once (a *span*).
+
+        These are its first column, its size, and its size rounded up to a power of two.
+        """
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)
         if self.interleaved:
@@ -99,7 +105,7 @@ class Rotation:
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default."""
     schedule = schedule or schedules.choose(spec)
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     y, *stats = schedule.launch(
@@ -124,7 +130,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None =
 def norm_rope_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default."""
     saved, scale = residuals.saved, residuals.scale
     (rstd,) = residuals.stats
     schedule = schedule or schedules.choose(spec)
@@ -174,7 +180,8 @@ def _norm_rope_fwd(
 ):
     """Normalise and rotate a tile of rows.
 
-    `scale_rows` is the number of rows in a group that shares a scale, or None if all rows do.
+    `scale_rows` is the number of consecutive rows that share a row of scale, or None if all rows
+    share scale.
     """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
@@ -212,7 +219,10 @@ def _norm_rope_bwd(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx, and a program's sum of d xh over its rows, all of which are in one group."""
+    """Store dx, and the sum of d xh over the program's rows.
+
+    A program processes rows of one group only, since each group of rows may have its own scale.
+    """
     cols: tl.constexpr = tiling.cols
     tile_rows: tl.constexpr = tiling.tile_rows
     group, groups = tl.program_id(0), tl.num_programs(0)
@@ -262,7 +272,7 @@ def _norm_rope_bwd(
 
 @triton.jit
 def _rotated(parts, cos, sin):
-    """Rotate rows. If called with -sin for sin, apply the transpose of the rotation."""
+    """Return the rotation of rows, given as parts. With -sin for sin, this is its transpose."""
     a, b = parts[0], parts[1]
     rotated = (a * cos - b * sin, b * cos + a * sin)
     rotated += parts[2:]
@@ -271,9 +281,9 @@ def _rotated(parts, cos, sin):
 
 @triton.jit
 def _turned_back(y, cos, sin, norm: tl.constexpr):
-    """Recover n from y: apply the transpose of the rotation, and divide by cos^2 + sin^2.
+    """Recover the norm's result n from y: rotate y back, and divide by cos^2 + sin^2.
 
-    Where that is 0, the result is 0.
+    If cos^2 + sin^2 of a pair is 0, n is 0.
     """
     parts = ()
     for i in tl.static_range(len(y)):
@@ -291,7 +301,7 @@ def _turned_back(y, cos, sin, norm: tl.constexpr):
 
 @triton.jit
 def _row_sums(parts):
-    """Return the sum over all columns of each row."""
+    """Return each row's sum over all of its parts (see the module docstring)."""
     sums = tl.sum(parts[0] + parts[1], axis=1)
     if len(parts) > 2:
         sums += tl.sum(parts[2], axis=1)
@@ -300,7 +310,7 @@ def _row_sums(parts):
 
 @triton.jit
 def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return rows of zeros, as a tuple of parts."""
+    """Return rows of zeros, as a tuple of parts (see the module docstring)."""
     zeros = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         zeros += (tl.full([tile_rows, rotation.spans[3 * i + 2]], 0.0, tl.float32),)
@@ -309,7 +319,7 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return (G of each part, 1 / G of each part). With `tile_rows`, each row has a copy."""
+    """Return two tuples: G and 1 / G of each part. With `tile_rows`, each row has a copy."""
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:
         g, inverse = (), ()
@@ -326,8 +336,8 @@ def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.cons
 def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
     """Load cos and sin of the pairs, in float32, for each row of a tile, or once for all rows."""
     rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
-    # Rows beyond the last row of x also give valid indices into the tables, because each digit of
-    # the index is less than its axis.
+    # Rows beyond the last row of x also have valid indices into the tables, because `renumbered`
+    # reduces each digit modulo the size of its axis.
     row = renumbered(first_row + tl.arange(0, rows), rotation.table_row)
     pair = tl.arange(0, rotation.block)[None, :]
     at = row.to(tl.int64)[:, None] * rotation.pairs + pair
@@ -338,7 +348,7 @@ def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl
 
 @triton.jit
 def _load_row(ptr, start, exists, rotation: tl.constexpr):
-    """Load rows in float32, as a tuple of parts, with 0 for elements that do not exist."""
+    """Load rows as a tuple of float32 parts, with 0 in elements that are outside the array."""
     spans = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         col, is_there = _span(i, exists, rotation)
@@ -348,7 +358,7 @@ def _load_row(ptr, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
-    """Store the columns of rows that exist."""
+    """Store rows, given as parts, except for elements that are outside the array."""
     spans = parts
     if rotation.interleaved:
         a, b = parts[0], parts[1]
@@ -361,7 +371,7 @@ def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _parts(spans, rotation: tl.constexpr):
-    """Split spans into parts: the first and second columns of the pairs, and the other columns."""
+    """Convert spans, as they are loaded, to parts (see the module docstring)."""
     if rotation.interleaved:
         head = spans[0]
         a, b = tl.split(tl.reshape(head, [head.shape[0], head.shape[1] // 2, 2]))
@@ -374,7 +384,7 @@ def _parts(spans, rotation: tl.constexpr):
 
 @triton.jit
 def _span(i: tl.constexpr, exists, rotation: tl.constexpr):
-    """Return the columns of span number `i`, and which of its elements exist."""
+    """Return the columns of span number `i`, and a mask of its elements that are in the array."""
     first: tl.constexpr = rotation.spans[3 * i]
     size: tl.constexpr = rotation.spans[3 * i + 1]
     block: tl.constexpr = rotation.spans[3 * i + 2]

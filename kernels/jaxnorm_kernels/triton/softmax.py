@@ -1,4 +1,4 @@
-"""softmax and log_softmax of z = scale x + bias.
+"""Kernels of softmax and log_softmax of z = scale x + bias.
 
 With m = max(z), d = dy, and all sums over a row:
 
@@ -6,10 +6,10 @@ With m = max(z), d = dy, and all sums over a row:
     log_softmax  y = z - m - log(sum(exp(z - m)))          dz = d - exp(y) sum(d)
     both         dx = scale dz,  dbias = sum(dz) over the elements that share a value of the bias
 
-sum(y) is 1 and not computed, unless y is rounded to 16 bits (`Spec.renormalises`). Excluded
-elements have z = -inf and y = 0 or -inf, and their d counts as 0 even if it is infinite. The
-backward pass of softmax with a mask looks only at y, so cotangents of values that were rounded to 0
-are dropped too.
+sum(y) counts as 1, unless y is rounded to 16 bits (`Spec.renormalises`). Excluded elements have z =
+-inf and y = 0 (-inf for log_softmax), and their cotangent d counts as 0 even if it is infinite. The
+backward pass of softmax with a mask does not read the mask and treats elements with y = 0 as
+excluded. So it also drops cotangents of elements whose y was rounded to 0.
 
 Rows that fit are held in registers. Wider rows are loaded twice, block after block, the second time
 mostly from the L2 cache. The sums of the blocks so far are relative to the largest element so far
@@ -49,7 +49,7 @@ from jaxnorm_kernels.triton.tiles import LOWEST, columns_at, renumbered, store_t
 
 
 def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
-    """Return softmax or log_softmax. `schedule` replaces the default schedule."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default."""
     x = operands.x
     schedule = schedule or schedules.choose(spec)
     (y,) = schedule.launch(
@@ -68,7 +68,7 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
 def softmax_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
-    """Return the gradients of x and of the bias. `schedule` replaces the default schedule."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default."""
     y, dy = residuals.saved, cotangents.y
     schedule = schedule or schedules.choose(spec)
     mask = residuals.mask if spec.reads_mask else None
@@ -97,7 +97,10 @@ def softmax_bwd(
 
 
 def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
-    """Add up `sums`, one number per row, over the rows that share a value of the bias: `(n, 1)`."""
+    """Add up `sums`, one number per row of x, over the rows that share a row of the bias.
+
+    The bias has one value in each of its n rows, and the result has its shape, `(n, 1)`.
+    """
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
 
@@ -106,7 +109,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 def _softmax_fwd_in_registers(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """For whole rows, store y = exp(z - m) / s, with s = sum(exp(z - m)), or the log of y."""
+    """Hold whole rows in registers, and store y = exp(z - m) / s, or log(y) for log_softmax."""
     first_row = tl.program_id(0) * tiling.tile_rows
     z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]
@@ -126,7 +129,7 @@ def _softmax_fwd_in_registers(
 def _load_rows(
     x_ptr, mask_ptr, bias_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load z of whole rows. Also return which elements are included. Both are tuples of tiles."""
+    """Return z of whole rows, and masks of the included elements, as two tuples of tiles."""
     pieces: tl.constexpr = tiling.pieces
     zs, take_part = (), ()
     for i in tl.static_range(pieces):
@@ -141,7 +144,7 @@ def _load_rows(
 def _softmax_fwd_looped(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load rows block after block, once to compute m and s, and again to store y.
+    """Load rows twice, block after block: to compute m and s, and to store y.
 
     m' = max(m, max(z))     s' = s exp(m - m') + exp(z - m')
     """
@@ -166,7 +169,7 @@ def _softmax_fwd_looped(
 
 @triton.jit
 def _output(z, m, s, logits: tl.constexpr):
-    """Return y = exp(z - m) / s, or its logarithm."""
+    """Return y = exp(z - m) / s, or log(y) for log_softmax."""
     return z - m - tl.log(s) if logits.log else tl.exp(z - m) * (1.0 / s)
 
 
@@ -174,7 +177,7 @@ def _output(z, m, s, logits: tl.constexpr):
 def _softmax_bwd_in_registers(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale dz and, if `sum_ptr` is not None, sum(dz) of each row."""
+    """Hold whole rows, and store dx = scale dz. If `sum_ptr` is set, store each row's sum(dz)."""
     pieces: tl.constexpr = tiling.pieces
     first_row = tl.program_id(0) * tiling.tile_rows
     y, d = (), ()
@@ -205,7 +208,7 @@ def _softmax_bwd_in_registers(
 def _softmax_bwd_looped(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale dz and, if `sum_ptr` is not None, sum(dz) of each row."""
+    """Load rows twice, and store dx = scale dz. If `sum_ptr` is set, store each row's sum(dz)."""
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
@@ -225,23 +228,27 @@ def _softmax_bwd_looped(
 
 
 # -------------------------------------------------------------------------------------------------
-# The gradient of a bias that has columns: the sum of dz over the rows that share it.
+# The gradient of a bias that has columns: the sum of dz over the rows of x that share a row of the
+# bias.
 #
 # A program loops over the rows of x that share a row of the bias, or over some of them, and sums dz
-# in registers. If many rows of x share few rows of the bias, several programs share the work. Their
-# sums are added outside the kernel in a fixed order. If rows are too wide for this, they are split
-# into blocks with separate programs, and an earlier kernel computes the rows' totals.
+# in registers. If many rows of x share a row of the bias, several programs divide them. The sums of
+# these programs are added outside the kernel in a fixed order. If rows are too wide for this,
+# separate programs process blocks of their columns, and an earlier kernel computes the rows'
+# totals.
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """How programs share the rows of x.
+    """How the work on the gradient of a bias is divided among programs.
+
+    A program processes a block of columns, a tile of the bias's rows, and some of the rows of x
+    that share these rows of the bias.
 
     Attributes:
-      col_blocks: the number of blocks into which a row is split, with separate programs.
-      bias_tiles: the number of parts of the bias's rows, with separate programs.
-      splits: the number of parts, with separate programs, of the rows of x that share a row of the
-        bias.
+      col_blocks: the number of blocks into which the columns are divided.
+      bias_tiles: the number of tiles into which the rows of the bias are divided.
+      splits: the number of parts into which the rows of x that share a row of the bias are divided.
       each: the number of rows of x in such a part.
       tile_shares: True if the rows of a tile share one row of the bias, False if each has its own.
     """
@@ -254,9 +261,9 @@ class Programs:
 
     @classmethod
     def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
-        """Divide the rows among the programs of `schedule`, or fewer if there are too few rows."""
+        """Divide the work among the programs of `schedule`, or fewer if there are few rows."""
         size = schedule.tile_rows
-        # The rows of a tile are neighbours in x.
+        # A tile has consecutive rows of x. They all share a row of the bias, or each has its own.
         has_axis = bool(shared.segments) and shared.segments[-1][1]
         tile_shares = size > 1 and not (has_axis and shared.rows >= size)
         bias_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
@@ -283,7 +290,7 @@ def softmax_bwd_bias(
       mask: `(n, cols)` or `(n, 1)`; None if the mask is not read.
     """
     shared = spec.softmax.logits_bias_rows
-    assert shared is not None  # `why_unsupported` refuses other calls.
+    assert shared is not None  # otherwise, `why_unsupported` refuses the call
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,
@@ -329,7 +336,7 @@ def softmax_bwd_bias(
 def _softmax_bwd_totals(
     y_ptr, dy_ptr, mask_ptr, total_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store each row's total (see `logits.term_of_total`)."""
+    """Store each row's total: sum(d y) / sum(y), or sum(d) for log_softmax."""
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
     row = (first_row + tl.arange(0, tiling.tile_rows))[:, None]
@@ -354,10 +361,11 @@ def _softmax_bwd_bias(
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx = scale dz, and a program's sums of dz over rows that share a row of the bias.
+    """Store dx = scale dz, and the program's sums of dz over rows that share a row of the bias.
 
-    If the pieces of a tile are whole rows, the pointer to the totals is None. A program processes
-    `each` of the `sharing` rows of x that share a row of the bias.
+    If a program holds whole rows, it computes their totals, and the pointer to the totals is None.
+    `sharing` is the number of rows of x that share a row of the bias. A program processes `each` of
+    them.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block

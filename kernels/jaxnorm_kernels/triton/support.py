@@ -1,4 +1,4 @@
-"""Why Triton kernels cannot run a call, or why the default leaves it to XLA: two tables."""
+"""Reasons why Triton kernels cannot run a call, and why XLA runs it by default: two tables."""
 
 import functools
 import importlib
@@ -9,20 +9,25 @@ from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Rows and columns have int32 indices. The last step of a loop goes at most 2**21 past the end.
+# The maximum number of rows or columns. Indices are int32, and the last step of a loop may exceed
+# the number of rows or columns by up to 2**21.
 _MOST = 2**31 - 2**21
 
-# A norm with a rotation has heads as rows. No schedule exists for wider heads.
+# The maximum number of columns of a norm with a rotation. Its rows are attention heads, and no
+# schedule exists for wider heads.
 _MOST_ROTATED = 1024
 
-#: Minimum columns of a block in a cross-entropy's backward pass, except for the first and the last
-#: block of a row.
+#: The minimum number of columns of a block in a cross-entropy's backward pass. The first and the
+#: last block of a row may have fewer.
 LOSS_BLOCK = 2048
 
 
 @functools.cache
 def can_lower() -> bool:
-    """Return True if JAX's CUDA plugin is installed, which lowers Triton kernels without a GPU."""
+    """Return True if JAX's CUDA plugin is installed, so that JAX can lower Triton kernels.
+
+    This needs no GPU.
+    """
     return hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel")
 
 
@@ -61,10 +66,10 @@ _CANNOT: Table = (
     ),
 )
 
-# Measured on one H200 with jax 0.11.2 and Triton 3.9: kernel time against XLA's (`python -m
-# benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200). Norms with a
-# residual were not timed; they use the results of plain norms, which distribute their rows in the
-# same way.
+# Reasons why XLA runs a call by default although a kernel supports it. Kernels were timed against
+# XLA on one H200 with jax 0.11.2 and Triton 3.9 (`python -m benchmarks.run`; the committed results
+# are in benchmarks/results/nvidia_h200). Norms with a residual were not timed. They are treated
+# like plain norms, which distribute rows over programs in the same way.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
@@ -110,7 +115,7 @@ _LEFT_TO_XLA: Table = (
 
 
 def platforms() -> tuple[str, ...]:
-    """Return the platforms of the kernels, which include the CPU if Triton interprets them."""
+    """Return the supported platforms, which include the CPU if Triton interprets kernels."""
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
@@ -120,12 +125,12 @@ def why_unsupported(spec: Spec) -> str | None:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why the default runs XLA for this call, or None if it runs the kernels."""
+    """Return the reason why XLA runs this call by default, or None if the kernels run it."""
     return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence on where the kernel was timed, or None if it was not timed."""
+    """Return a sentence on the kernel's time on another GPU, or None if it was not timed."""
     return timings.caveat(spec)
 
 
@@ -134,9 +139,9 @@ def _is_too_old() -> bool:
 
 
 def _few_rows(spec: Spec) -> int:
-    """Return the number of rows from which the kernels of norms are faster than XLA.
+    """Return the smallest number of rows with which the kernels of norms are faster than XLA.
 
-    It was measured at 1, 128 and 2048 rows.
+    Only 1, 128 and 2048 rows were timed.
     """
     float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
@@ -163,5 +168,5 @@ def _has_unaligned_rows(spec: Spec) -> bool:
 
 
 def _narrowest(spec: Spec) -> int:
-    """Return the smallest element size, in bytes, of the row arrays that are loaded or stored."""
+    """Return the smallest element size, in bytes, of y and the operands that have x's shape."""
     return min(dtype.itemsize for dtype in (*spec.operand_dtypes, spec.y_dtype))

@@ -1,8 +1,9 @@
-"""The tiles of all kernels: how rows are split into tiles, and loads and stores of a tile.
+"""Tiles of two-dimensional arrays: their indices, and loads and stores.
 
-A tile is (tile_rows, block) elements of an array (rows, cols). Tile sizes are powers of two, so a
-tile may extend beyond the last row and the last column. Elements outside are neither loaded nor
-stored. An array may have more than 2^31 elements, so a row's offset has 64 bits.
+A tile is a part of an array (rows, cols) with tile_rows rows and block columns. Both numbers are
+powers of two, so a tile may extend beyond the last row and the last column. Elements outside the
+array are neither loaded nor stored. An array may have more than 2^31 elements, so the offset of a
+row in its array has 64 bits.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# A block may contain only -inf, so its maximum is raised to this lower limit. Relative to this
-# limit, the exponentials of such a block are 0. Relative to -inf, they would be NaN.
+# The lower limit to which the maximum of a block is raised. A block may contain only -inf: its
+# exponentials relative to this limit are 0, but relative to -inf, they would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -25,7 +26,7 @@ class Tiling:
       cols: the number of columns of a row.
       tile_rows: the number of rows of a tile, a power of two.
       block: the number of columns of a tile, a power of two.
-      pieces: the number of adjacent tiles that a program holds at once.
+      pieces: the number of adjacent tiles of a row that a program holds at once.
     """
 
     cols: int
@@ -36,16 +37,16 @@ class Tiling:
 
 @triton.jit
 def zeros(tiling: tl.constexpr):
-    """Return a tile of zeros."""
+    """Return a float32 tile of zeros."""
     return tl.full([tiling.tile_rows, tiling.block], 0.0, tl.float32)
 
 
 @triton.jit
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
-    """Return a tile's column indices: one row for all of its rows, or `tile_rows` rows.
+    """Return a tile's column indices, as an array with one row or with `tile_rows` equal rows.
 
-    If loaded values are held for many tiles, use `tile_rows`. The values are then in the threads
-    that hold those rows, and need not be exchanged for every tile.
+    Use `tile_rows` to load a parameter that is held for many tiles. Each thread then has the values
+    for the rows that it holds, and no values are exchanged between threads for every tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:
@@ -55,9 +56,10 @@ def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
 
 @triton.jit
 def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
-    """Return a tile's rows, the offsets at which they start, its columns, and which elements exist.
+    """Return a tile's row indices, the offsets of its rows, its column indices, and a mask.
 
-    The element at `row` and `col` has the offset `start + col`.
+    The element in column `col` of a row with the offset `start` has the offset `start + col` in its
+    array. The mask is True for elements that are inside the array.
     """
     row = first_row + tl.arange(0, tiling.tile_rows)
     start = row.to(tl.int64)[:, None] * tiling.cols
@@ -70,21 +72,21 @@ def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
 
 @triton.jit
 def load_tile(ptr, tile, eviction: tl.constexpr = ""):
-    """Load a tile in float32, with 0 for elements that do not exist."""
+    """Load a tile in float32, with 0 for elements outside the array."""
     _, start, col, exists = tile
     return tl.load(ptr + start + col, exists, 0.0, eviction_policy=eviction).to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, x, tile):
-    """Store the elements of a tile that exist."""
+    """Store a tile, except for elements outside the array."""
     _, start, col, exists = tile
     tl.store(ptr + start + col, x, mask=exists)
 
 
 @triton.jit
 def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
-    """Load whole rows in float32, as a tuple of adjacent tiles, with 0 beyond the rows."""
+    """Load whole rows as a tuple of adjacent float32 tiles, with 0 outside the array."""
     pieces: tl.constexpr = tiling.pieces
     tiles = ()
     for i in tl.static_range(pieces):
@@ -94,7 +96,7 @@ def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
 
 @triton.jit
 def zero_beyond(x, first_col, tiling: tl.constexpr):
-    """Return `x` with 0 in those columns of a tile that are beyond the end of the rows."""
+    """Return the tile `x` with 0 in columns beyond the last column of the array."""
     if tiling.cols % tiling.block != 0:
         x = tl.where(columns_at(first_col, tiling.block) < tiling.cols, x, 0.0)
     return x
@@ -102,7 +104,7 @@ def zero_beyond(x, first_col, tiling: tl.constexpr):
 
 @triton.jit
 def of_rows(stat_ptr, row, rows):
-    """Load a statistic for each row of a tile. If the pointer is None, return 0."""
+    """Load a statistic, one number for each row of a tile. If the pointer is None, return 0."""
     return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
 
 
@@ -123,20 +125,21 @@ def rounded_like(x, ptr):
 # ------------------------------------------------------------- operands that are broadcast to rows
 
 
-#: How to convert an index by its digits. For each axis, three numbers: the divisor that extracts
-#: its digit from the index, the size of the axis, and the factor of the digit in the result.
+#: A rule that converts an index over some axes to an index over other axes. It has three numbers
+#: for each axis: the index divided by the first, modulo the second (the size of the axis), is the
+#: position on the axis. The third is the factor of this position in the result.
 Digits = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """How to find the row of a broadcast operand that belongs to a row of x.
+    """How rows of x map to rows of an operand that is broadcast to x.
 
     Attributes:
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
-      row: converts a row of x to the operand's row.
-      of_row, of_nth: the inverse, for the n-th row of x that uses a row of the operand. The row of
-        x is the sum of the operand's row, converted by `of_row`, and n, converted by `of_nth`.
+      row: the conversion of a row index of x to the row index of the operand.
+      of_row, of_nth: the conversions back. The n-th row of x that uses row r of the operand has the
+        index r converted by `of_row`, plus n converted by `of_nth`.
     """
 
     has_columns: bool
@@ -146,8 +149,8 @@ class Operand:
 
 
 def operand_of(shared: Shared | None) -> Operand:
-    """Return how the operand of a call is broadcast."""
-    assert shared is not None  # `why_unsupported` refuses other calls.
+    """Convert a mapping of rows to a form that kernels take as a compile-time constant."""
+    assert shared is not None  # otherwise, `why_unsupported` refuses the call
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}
@@ -160,7 +163,7 @@ def operand_of(shared: Shared | None) -> Operand:
 
 @triton.jit
 def renumbered(number, digits: tl.constexpr):
-    """Convert an index by its `digits`; see `Digits`."""
+    """Convert an index by the rule `digits`; see `Digits`."""
     result = number * 0
     for i in tl.static_range(len(digits) // 3):
         result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]

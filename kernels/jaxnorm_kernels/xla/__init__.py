@@ -1,4 +1,4 @@
-"""All operations in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
+"""All operations in plain ``jax.numpy``: the reference, and the code for CPUs and TPUs."""
 
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
@@ -6,7 +6,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import cross_entropy, kl_divergence, log_probs, norm, norm_rope, softmax
 from jaxnorm_kernels.xla.formulas import Formulas
 
-#: The formulas of each operation in `operations.OPERATIONS`.
+#: The formulas of each operation that `operations.OPERATIONS` lists.
 FORMULAS: dict[Op, Formulas] = {
     **softmax.FORMULAS,
     **cross_entropy.FORMULAS,

@@ -1,11 +1,12 @@
-"""Functions of logits and integer labels over ``spec.axes``; all passes start from the logits.
+"""Cross-entropy, and the log-probability of a label with the row's entropy, over ``spec.axes``.
 
 Cross-entropy
 -------------
 
-For a row of V logits x with label l, a = label_smoothing and b = z_loss. Sums are over the unmasked
-columns, except that sums with targets are over all columns. With a scale or a cap, differences of x
-are computed by `f_times` from those of g(x), and `times_slope` applies dz / dx:
+For a row of V logits x with label l, let a = label_smoothing and b = z_loss. Sums with targets are
+over all columns, other sums over the unmasked columns. With a scale or a cap, the logits are z = f
+g(x) instead of x (see `label_sums`): `f_times` computes differences of z from differences of g(x),
+and `times_slope` applies dz / dx:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
@@ -13,27 +14,29 @@ are computed by `f_times` from those of g(x), and `times_slope` applies dz / dx:
 
 With p = exp(x - m - log(s)) and d = dloss:
 
-    dx = d (p - targets + 2 b lse p), and p times lse's cotangent
+    dx = d (p - targets + 2 b lse p) + e p        e = the cotangent of lse
 
 m and log(s) are saved separately, because their sum lse would round log(s) away if logits are
-large. Nothing depends on one of them alone, so log(s) carries the whole cotangent of lse.
+large. Results depend only on the sum of both, so the cotangent of lse is passed as the cotangent of
+log(s).
 
-If the label is nearly certain, lse - x_l is nearly 0 and would cancel. So the label's own term is
-left out of the sum. D = m - x_l is 0 if the label's logit is the largest:
+If the label is nearly certain, lse - x_l is the small difference of two large numbers. To keep it
+accurate, the label's own term is left out of the sum s. D = m - x_l is 0 if the label's logit is
+the largest:
 
     lse - x_l = D + log(s)      log(s) = log1p(sum(exp(x - m), j != l) + exp(-D) - 1)
 
     loss = (1 - a) (lse - x_l) + a (log(s) - mean(x - m)) + b lse^2
 
-A row has no entry if its ``positions`` is False or all of it is masked. Its loss and gradient are
-0, and log(s) = -inf marks it for the other passes. A row whose label is not one of its columns has
-NaN for log(s), loss and gradient. Columns of padding are not read.
+A row *has no entry* if ``positions`` is False for it, or if all its columns are masked. Its loss
+and gradient are 0, and log(s) = -inf marks it for the other passes. For a row whose label is not
+one of its columns, log(s), loss and gradient are NaN. Columns of padding are not read.
 
 Log-probability of the label, and entropy
 -----------------------------------------
 
-For a row of logits x with label l; sums are over unmasked columns. m, s and log(s) are as in the
-cross-entropy, whose loss is -y:
+For a row of logits x with label l, y is minus the cross-entropy. Sums are over unmasked columns,
+and m, s and log(s) are defined as above:
 
     y        = log(p_l)            p = exp(x - m - log(s))
     entropy  = log(s) - T / s      T = sum(exp(x - m) (x - m))
@@ -42,7 +45,8 @@ Neither term of the entropy is negative. With a and b the cotangents of y and of
 
     dx = a ([j = l] - p) - b p (log(p) + H)
 
-With t the tangent of x, the tangent of y is t_l - sum(p t), that of H is -sum(p (log(p) + H) t).
+With t the tangent of x, the tangent of y is t_l - sum(p t), and the tangent of H is -sum(p (log(p)
++ H) t).
 
 Both results are 0 in a row without an entry, and NaN if the label is not one of its columns.
 """
@@ -73,13 +77,13 @@ _INT32_MAX = 2**31 - 1
 
 
 def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the loss, and the statistics if the spec requests them: one number for each row."""
+    """Return the loss of each row and, if the spec requests them, the statistics of each row."""
     loss, *stats = loss_and_statistics(operands, spec)
     return Results(loss, stats=tuple(stats) if spec.has_stats else ())
 
 
 def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the loss, m and log(s)."""
+    """Return the loss, m and log(s) of each row; see the module docstring."""
     mask, positions = operands.mask, operands.positions
     (x,), spec = without_padding([operands.x], spec)
     scale = scale_of(operands.logits_scale, spec)
@@ -87,7 +91,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     at_label = columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-    # The maximum is exact in the dtype of x, so it is not converted first.
+    # The maximum is exact in the dtype of x, so x need not be converted first.
     m = row_max(kept, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
@@ -95,10 +99,10 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
         has_entry = positions if has_entry is None else positions & has_entry
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
-    # In a row of -inf, -inf - -inf makes the loss NaN.
+    # If all unmasked logits of a row are -inf, the loss is NaN, because m - m is.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
-    # `own` is -1 if the label's column is masked.
+    # `own` is the label's term of s, minus 1. It is -1 if the label's column is masked.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -115,7 +119,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
 
 
 def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradient of x."""
+    """Return the gradient of the logits x of a cross-entropy."""
     dloss, dstats, padding = cotangents.y, cotangents.stats, spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     x, p, lse, takes_part, at_label = probabilities(residuals._replace(saved=x), spec)
@@ -136,7 +140,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
-    """Remove the padding columns from arrays of x's shape, and from the spec."""
+    """Return arrays of x's shape and the spec without the padding columns."""
     if not spec.loss.padding:
         return list(arrays), spec
     arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
@@ -146,9 +150,10 @@ def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.A
 def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, lse, which entries take part, and True at the label's column.
+    """Return g(x), p, lse, and masks of the entries that affect the results and of the labels.
 
-    lse is 0 in rows without an entry.
+    Entries that affect the results are unmasked, or in the label's column. lse is 0 in rows without
+    an entry.
     """
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = columns(x.shape, spec) == label
@@ -157,14 +162,16 @@ def probabilities(
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
     if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
-        # Entries that do not take part may be NaN, but tanh's derivative must be 0 there.
+        # Entries that do not affect the results may be NaN, but tanh's derivative must not be NaN
+        # there.
         x = jnp.where(takes_part, x, 0)
     scale = scale_of(residuals.logits_scale, spec)
     x = g(x, scale, spec)
 
     def made_again() -> jax.Array:
         kept = has_entry if mask is None else has_entry & mask
-        # Mask before the exponential, so that the derivative of masked entries is 0, not NaN.
+        # Mask the argument of the exponential, so that second derivatives are 0 in masked entries,
+        # not NaN.
         depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
         return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
 
@@ -192,7 +199,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
-    """Return the column index of each element, counted over all shards of a row."""
+    """Return the column index of each element, in the row as a whole if the row is sharded."""
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
     for axis, names in zip(spec.axes, over):
@@ -206,12 +213,12 @@ def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
     return column
 
 
-#: An exponent whose exponential is 0 even in float64.
+#: An exponent so low that its exponential is 0 even in float64.
 _NO_TERM = -1e4
 
 
 def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return both results, and the statistics if the spec requests them: a number for each row."""
+    """Return log-probability and entropy of each row, and statistics if the spec requests them."""
     loss, m, log_s = loss_and_statistics(operands, spec)
     (x,), spec = without_padding([operands.x], spec)
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
@@ -223,7 +230,7 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
-    """Return T, given g(x) and m."""
+    """Return T = sum(exp(x - m) (x - m)), given g(x) for x, and m."""
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     scale = scale_of(operands.logits_scale, spec)
 
@@ -231,7 +238,11 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return f_times(x.astype(spec.compute_dtype) - m, scale, spec)
 
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
-        """Avoid 0 * inf, without a comparison, whose result a CPU would store (`label_sums`)."""
+        """Return e * depth, or 0 for an infinite depth.
+
+        The maximum avoids 0 * inf without a comparison, whose result XLA would store on a CPU (see
+        `label_sums`).
+        """
         return e * jnp.maximum(depth, _NO_TERM)
 
     def in_one() -> jax.Array:
@@ -239,9 +250,9 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return T as it is computed on a CPU.
+        """Return the sum T, computed as is fastest on a CPU.
 
-        XLA on a CPU would otherwise store x - m, because the backward pass computes it too.
+        The barrier keeps XLA from storing x - m to use it in the backward pass too.
         """
         of_all = depth(*lax.optimization_barrier((kept, m)))
         if not (spec.has_stats and shares_exponentials(spec)):
@@ -261,7 +272,7 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     residuals, mask = residuals._replace(saved=x), residuals.mask
     x, p, _, takes_part, at_label = probabilities(residuals, spec)
     scale = scale_of(residuals.logits_scale, spec)
-    # Mask before any multiplication, because 0 * inf would make the row NaN.
+    # Mask the tangent before it is multiplied, because 0 * inf would make the row NaN.
     t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, scale, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
     of_entropy = weighted * above_mean(x, p, residuals, spec)
@@ -272,7 +283,7 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
 
 
 def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradient of x."""
+    """Return the gradient of the logits x, given the cotangents of log-probability and entropy."""
     padding = spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     residuals = residuals._replace(saved=x)
@@ -291,7 +302,10 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 
 
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Return log(p) + H, which is log(p) minus its mean, or 0 where p is 0; `x` is g(x)."""
+    """Return log(p) + H, which is log(p) minus its mean, or 0 where p is 0.
+
+    The argument `x` is g(x), as in `probabilities`.
+    """
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)
     )

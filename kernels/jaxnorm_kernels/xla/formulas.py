@@ -1,4 +1,4 @@
-"""`Formulas`: an operation in plain JAX. The tangent is derived from the backward pass."""
+"""`Formulas`, an operation in plain JAX. Its tangent is derived from its backward pass."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ _ANOTHER_S: Any = None
 
 
 class Formulas(NamedTuple):
-    """The passes of an operation; see `Implementation`.
+    """The forward pass, backward pass and tangent of an operation; see `Implementation`.
 
     An operation that uses another operation's derivative has a forward pass only. The tangent is
-    the transpose of the backward pass, which is linear in the cotangents. `own_tangent` replaces
-    that transpose if XLA fuses it badly on a CPU. For float32 arrays of 2048 x 1024, jax.jvp of
-    softmax then moves 8 arrays instead of 12, and jax.jvp of log_prob takes 0.3 of the time.
+    the transpose of the backward pass, which is linear in the cotangents. `own_tangent`, if given,
+    is used instead of this transpose, which XLA may fuse badly on a CPU. For a float32 array of
+    2048 x 1024, jax.jvp of softmax with an own tangent loads and stores 8 arrays of that size
+    instead of 12, and jax.jvp of log_prob takes 0.3 of the time.
     """
 
     forward: Callable[[Operands, Spec], Results]
@@ -35,8 +36,8 @@ class Formulas(NamedTuple):
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = spec.replaced(direction="bwd")
         if spec.norm.residual_dtype is not None:
-            # Do not round h's gradient to the residual's dtype: it would not be linear in the
-            # cotangents.
+            # Do not round the gradient of h to the residual's dtype, because rounding is not
+            # linear.
             of_backward = of_backward.replaced(residual_dtype=spec.compute_dtype)
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:
@@ -48,7 +49,10 @@ class Formulas(NamedTuple):
 
 
 def _results_like(saved: jax.Array, spec: Spec) -> Results:
-    """Return arrays of the results' types, which vary over the same mesh axes as `saved`."""
+    """Return arrays with the types of the results.
+
+    Inside `jax.shard_map`, they vary over the same mesh axes as `saved`.
+    """
     of_row, is_array = jnp.sum(saved, spec.axes), spec.operation.results["y"] == "array"
     stat = of_row.astype(spec.compute_dtype)
     results = Results(stats=(stat,) * len(spec.statistics) if spec.has_stats else ())
@@ -60,7 +64,10 @@ def _results_like(saved: jax.Array, spec: Spec) -> Results:
 
 
 def _over_shards(results: Results, spec: Spec) -> Results:
-    """All-reduce results with one number for each row: each shard has a partial sum of them."""
+    """All-reduce the tangents of results with one number per row.
+
+    If the columns are sharded, each shard has only a partial sum.
+    """
     y, stats = results.y, lax.psum(results.stats, spec.cols_over)
     if spec.operation.results["y"] == "stat":
         y = lax.psum(y, spec.cols_over)

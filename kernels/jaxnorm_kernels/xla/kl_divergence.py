@@ -1,32 +1,34 @@
-"""The Kullback-Leibler divergence of a teacher's distribution and a student's, over ``spec.axes``.
+"""The Kullback-Leibler divergence between a teacher and a student, over ``spec.axes``.
 
 p is the softmax of the teacher's logits, and q is the softmax of the student's logits x. Each is
-computed from depths d = z - max(z), which are f (g(x) - max(g(x))) with a scale or a cap (see
-`label_sums`):
+computed from the *depths* of its logits z, d = z - max(z). With a scale or a cap, z = f g(x) and
+the depths are f (g(x) - max(g(x))) (see `label_sums`):
 
     e = exp(d)      s = sum(e)      log(p) = d - log(s)
 
-With P the first distribution of KL(P || Q) (p, or q for ``reverse``), and Q the other one:
+The divergence is KL(P || Q), where P is p and Q is q, or the other way round for ``reverse``:
 
     u      = d_P - d_Q
     KL     = sum(e_P u) / s_P + log(s_Q / s_P)
     s_Q    = s_P + sum(e_Q - e_P)           e_Q - e_P = e_P expm1(-u)
 
-If both distributions are close, u is small, and so are the rounding errors of both terms: neither
-is a difference of large numbers. A class with P = 0 adds nothing, and one with P > 0 and Q = 0
-makes the divergence infinite.
+If both distributions are close, u is small, and so are the rounding errors of both terms of KL,
+because neither is a difference of large numbers. A class with P = 0 adds nothing. A class with P >
+0 and Q = 0 makes the divergence infinite.
 
 With c the cotangent of the divergence, the gradient of the student's z is
 
     c (q - p)                           of KL(p || q)       q - p = -q expm1(log(p) - log(q))
     c q (log(q) - log(p) - KL)          of KL(q || p)
 
-Equal logits have a divergence and a gradient of exactly 0, whatever a compiler fuses or folds. If
-both logits have one f, u is f times a difference of differences of g; log(s_Q) is computed as
-log(s_P) plus the logarithm of their ratio; and log(p) - log(q) is computed from u.
+If teacher and student have equal logits, divergence and gradient are exactly 0, whatever the
+compiler fuses or folds. For this, u is computed as f times the difference of both g(x) - max(g(x)),
+if both have the same f; log(s_Q) is computed as log(s_P) + log(s_Q / s_P); and log(p) - log(q) is
+computed from u.
 
-The teacher's logits are constants. A row has no entry if its ``positions`` is False or all of its
-classes are masked. Its results are 0, and -inf for the student's log(s) marks it.
+The teacher's logits are constants: they get no gradient. A row *has no entry* if ``positions`` is
+False for it, or if all its classes are masked. Its results are 0, and -inf for the student's log(s)
+marks it for the other passes.
 """
 
 from typing import NamedTuple
@@ -49,16 +51,16 @@ from jaxnorm_kernels.xla.reductions import (
     row_sums,
 )
 
-# If |u| is larger, e_Q - e_P is as accurate as e_P expm1(-u), whose factors may underflow or
-# overflow.
+# The largest |u| with which e_Q - e_P is computed as e_P expm1(-u). If |u| is larger, the
+# difference is as accurate, and the factors of the product may underflow or overflow.
 _SMALL = 1.0
 
 
 class _Logits(NamedTuple):
-    """Logits z = factor g, where g is tanh(scale x / cap), or x without a cap.
+    """Logits z = factor g, where g is x or, if the logits have a cap, tanh(scale x / cap).
 
     Attributes:
-      slope: dz / dx.
+      slope: the derivative dz / dx.
     """
 
     g: jax.Array
@@ -66,13 +68,19 @@ class _Logits(NamedTuple):
     slope: Scale
 
     def below(self, largest: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Return g - max(g), or -inf where masked, in the dtype of `largest`, which is max(g)."""
+        """Return g - `largest` in the dtype of `largest`, with -inf in masked entries.
+
+        `largest` is the maximum of g in each row.
+        """
         difference = self.g.astype(largest.dtype) - largest
         return difference if mask is None else jnp.where(mask, difference, -jnp.inf)
 
 
 def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
-    """Return the logits of x. `scale` has a number for each row; None means the spec's scale."""
+    """Return the logits of x. `scale` is an array with a number for each row, or None.
+
+    None means that the scale is `LogitsOptions.logits_scale`.
+    """
     factor = scale_of(scale, spec)
     if cap is None:
         return _Logits(x, factor, factor)
@@ -81,7 +89,7 @@ def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec
 
 
 def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the divergence and, if the spec requests them, statistics: a number for each row."""
+    """Return the divergence of each row and, if the spec requests them, its statistics."""
     mask, positions = operands.mask, operands.positions
     (student, teacher), spec = without_padding([operands.x, operands.teacher_logits], spec)
     has_entry = _has_entry(operands, spec)
@@ -89,7 +97,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
         kept = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
-        # The maximum is exact in the dtype of g, so it is not converted first.
+        # The maximum is exact in the dtype of g, so g need not be converted first.
         m = row_max(kept, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
@@ -98,7 +106,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     first, second = (d_q, d_p) if spec.loss.reverse else (d_p, d_q)
     log_ratio, difference, s_first, s_second = _sums(first, second, spec)
     share = difference / s_first
-    is_close = jnp.abs(share) < 0.5  # Otherwise, log1p of a number near -1 would lose digits.
+    is_close = jnp.abs(share) < 0.5  # log1p of a number near -1 would lose digits
     near = jnp.log1p(jnp.where(is_close, share, 0))
     log_share = jnp.where(is_close, near, jnp.log(s_second / s_first))
     y = jnp.where(has_entry, jnp.maximum(log_ratio / s_first + log_share, 0), 0)
@@ -113,16 +121,19 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
 def _inputs(
     x: jax.Array, teacher: jax.Array, spec: Spec
 ) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
-    """Return (x, softcap) of the student's logits, and of the teacher's."""
+    """Return (logits, cap) of the student, and (logits, cap) of the teacher."""
     if spec.loss.teacher_softcap is not None:
-        # If the teacher's logits are constants, a compiler would fold their tanh, and round it
-        # differently.
+        # If the teacher's logits are constants of the program, XLA would evaluate their tanh at
+        # compile time, where it is rounded differently than the student's.
         teacher = lax.optimization_barrier(teacher)
     return (x, spec.loss.logit_softcap), (teacher, spec.loss.teacher_softcap)
 
 
 def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
-    """Return True for each row with an entry. The normalised axes have size 1."""
+    """Return True for each row that has an entry (see the module docstring).
+
+    The normalised axes of the result have size 1.
+    """
     is_empty = isinstance(spec.cols, int) and spec.cols == 0
     some = jnp.asarray(not is_empty)
     if operands.mask is not None:
@@ -133,26 +144,29 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """The depths of logits, z - max(z), as the product of `factor` and below = g - max(g)."""
+    """The depths z - max(z) of logits z, as the product of `factor` and `below`, g - max(g)."""
 
     below: jax.Array
     factor: Scale
 
     @property
     def of_z(self) -> jax.Array:
-        """Return z - max(z)."""
+        """Return the depths z - max(z), multiplied out."""
         return times(self.below, self.factor)
 
 
 def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
-    """Return the difference of two depths: exactly 0 for equal logits with equal caps."""
+    """Return the differences of two arrays of depths.
+
+    They are exactly 0 for equal logits with equal caps.
+    """
     if spec.loss.logit_softcap == spec.loss.teacher_softcap:
         return times(first.below - second.below, first.factor)
     return first.of_z - second.of_z
 
 
 def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
-    """Return sum(e_P u), sum(e_Q - e_P), s_P and s_Q, given the depths of P and Q."""
+    """Return sum(e_P u), sum(e_Q - e_P), s_P and s_Q; the arguments are the depths of P and Q."""
 
     def terms() -> list[jax.Array]:
         e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
@@ -173,13 +187,13 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
 
 
 class _Distributions(NamedTuple):
-    """The student's distribution, and the derivative of the divergence, for each entry.
+    """The student's distribution, and derivatives of the divergence; arrays of x's shape.
 
     Attributes:
-      q: the student's distribution.
-      weight: the derivative of the divergence with respect to the student's z.
-      slope: dz / dx.
-      takes_part: True for entries that take part.
+      q: the probabilities of the student.
+      weight: the derivative of the divergence with respect to the student's logits z.
+      slope: the derivative dz / dx; a number if the logits have no cap.
+      takes_part: True for unmasked entries of rows that have an entry.
     """
 
     q: jax.Array
@@ -199,14 +213,14 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     statistics = [(m_q, log_s_q), (m_p, log_s_p)]
     inputs = _inputs(residuals.saved, residuals.teacher_logits, spec)
     for (x, cap), (m, _) in zip(inputs, statistics):
-        # Entries that do not take part may be NaN, but derivatives must be 0 there.
+        # Masked entries may be NaN, but their derivatives must be 0.
         kept = jnp.where(takes_part, x, 0) if is_masked else x
         z = _logits(kept, cap, residuals.logits_scale, spec)
         depths.append(_Depths(z.below(m, takes_part), z.factor))
         slopes.append(z.slope)
     of_q, of_p = depths
     q = jnp.exp(of_q.of_z - log_s_q)
-    # The ratio is computed only where both probabilities are nonzero.
+    # Compute the log of the ratio q / p only where both probabilities are nonzero.
     is_there = of_q.below != -jnp.inf
     are_there = is_there & (of_p.below != -jnp.inf)
     safe_q, safe_p = (_Depths(jnp.where(are_there, d.below, 0), d.factor) for d in depths)

@@ -1,23 +1,23 @@
-"""Row sums in a cross-entropy's forward pass, for logits x (-inf where masked) and label l.
+"""Sums over rows in the forward pass of a cross-entropy with logits x (-inf if masked) and label l.
 
     others   sum(exp(x - m), j != l)
 
 On a GPU, XLA fuses the comparison with the label and the exponential into one reduction. On a CPU,
-it gives each sum to a library that adds many terms in parallel, and fuses arithmetic into it, but
-not comparisons: their result would be stored, in an array of x's size. So on a CPU a row is
-reshaped to a matrix, if its length has a suitable divisor. The matrix's columns are called *lanes*,
-and m is replaced by inf in the label's lane:
+XLA calls a library for each sum, which adds many terms in parallel. XLA fuses arithmetic into the
+sum, but not comparisons: it would store their results in an array of x's size. To avoid this, a row
+is reshaped to a matrix on a CPU, if its length has a suitable divisor. The columns of the matrix
+are called *lanes*. In the label's lane, m is replaced by inf, so that all exponentials are 0:
 
     others   sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
-The label's lane is gathered from each row, and only its columns are compared with the label. Lanes
-are short, since gathers are slow. Both formulas add the same terms in a different order, and no
-term is negative.
+For the second sum, the label's lane is gathered from each row, and only its elements are compared
+with the label. Lanes are short, since gathers are slow. Both formulas add the same terms in a
+different order, and no term is negative.
 
-Exponentials take two thirds of a CPU's time for the loss and its gradient. If exponentials have the
-dtype of the logits, a forward pass and the backward pass after it compute the same array of
-exponentials. In a program with both passes, XLA computes that array once. For 16-bit logits, that
-array would be twice as large as x.
+On a CPU, exponentials take two thirds of the time of the loss and its gradient. So forward and
+backward pass compute the same array e of exponentials, and XLA computes it once in a program with
+both passes. This is done only if the logits have the dtype of the arithmetic: for 16-bit logits,
+the array would be twice as large as x.
 
     e = exp(x - m), but 0 at the label      others = sum(e)      p = e / s, but exp(x_l - m) / s
 
@@ -27,9 +27,10 @@ replaces x above, and its differences are multiplied by f before the exponential
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
     g = x                f = a    dz / dx = a                else
 
-Maxima and differences are computed of g. f (g - m) has a small rounding error. In z - m, a large z
-would be rounded by more than 1. If a compiler fuses f g - m into one instruction, z is not rounded
-but m is, and the largest exponent is not 0.
+m is the maximum of g, and differences are computed from g, not from z, for two reasons. A large z
+may have a rounding error of more than 1, which z - max(z) would inherit; f (g - m) has a small
+error. And if the compiler fused f g - max(z) into one instruction, f g would not be rounded but
+max(z) would be, so that the largest exponent would not be 0.
 """
 
 import functools
@@ -42,43 +43,49 @@ from jax import lax
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
-#: The scale a: a number, or an array with a number for each row.
+#: The scale a of logits: a number, or an array with a number for each row.
 Scale = float | jax.Array
 
 
 def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
-    """Return the scale of a call: a number, or its operand, with size 1 for the normalised axes."""
+    """Return the scale of a call's logits: a static number, or the operand `logits_scale`.
+
+    The operand has a number for each row, and gets size 1 for the normalised axes.
+    """
     if operand is None:
         return spec.logits.logits_scale
     return jnp.expand_dims(operand.astype(spec.compute_dtype), spec.axes)
 
 
 def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return tanh(a x / c) in the arithmetic dtype; without a cap, x in its own dtype."""
+    """Return g: tanh(a x / c) in the arithmetic dtype or, without a cap, x in its own dtype."""
     if spec.loss.logit_softcap is None:
         return x
     return jnp.tanh(x.astype(spec.compute_dtype) * (scale / spec.loss.logit_softcap))
 
 
 def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return the difference of two z, given the difference of their g: f times the latter."""
+    """Return f times a difference of g(x), which is a difference of the logits z = f g(x)."""
     return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
 
 
 def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Multiply d by dz / dx: convert a tangent of x to z's, or a cotangent of z to x's."""
+    """Multiply d by dz / dx.
+
+    This converts a tangent of x to a tangent of z, or a cotangent of z to a cotangent of x.
+    """
     d = times(d, scale)
     return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
 
 
 def times(v: jax.Array, factor: Scale) -> jax.Array:
-    """Multiply by a factor: one number for all rows, or one for each row."""
+    """Multiply v by a factor: a number, or an array with a number for each row."""
     return v if isinstance(factor, float) and factor == 1 else factor * v
 
 
-# The number of elements in a lane: preferably cols ** _EXPONENT. With fewer, there are more lanes
-# whose m must be stored; with more, the gather is slow. Measured optima (x86, 2 cores): 8 elements
-# for 1024 columns, 16 for 8192, 32 for 128256. _LANES is the minimum number of lanes.
+# Limits for the number of elements of a lane, the exponent of its preferred size, and the smallest
+# number of lanes. Shorter lanes need more copies of m; longer ones make the gather slow. Measured
+# optima on x86 with 2 cores: 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
 _SHORTEST, _EXPONENT, _LONGEST, _LANES = 8, 0.3, 2048, 32
 
 
@@ -91,18 +98,18 @@ def label_sums(
     spec: Spec,
     scale: Scale | None = None,
 ) -> list[jax.Array]:
-    """For each row, return `others` of `kept`, x and `kept` at the label, and maybe sum(x - m).
+    """Return sums for each row: `others` (see the module docstring), and x and `kept` at the label.
 
-    The last sum is returned only with label smoothing.
+    With label smoothing, sum(x - m) is returned too.
 
     Args:
       x: logits, of any dtype. Each sum converts them separately, because XLA on a CPU would store a
         conversion that several sums share.
       kept: x, with -inf where masked.
       m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
-      label: the label's column, or -1 if there is none; the results of such a row are arbitrary.
+      label: the column of the row's label. For a label of -1, the results are arbitrary.
       at_label: True at that column.
-      scale: a; None for the spec's scale.
+      scale: the scale a of the logits; None for `LogitsOptions.logits_scale`.
     """
     scale = spec.logits.logits_scale if scale is None else scale
     masked, wide = kept is not x, spec.compute_dtype
@@ -112,7 +119,7 @@ def label_sums(
         return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
-        """Return the elements to add up for each sum."""
+        """Return an array of x's shape for each sum, whose elements are added up."""
         terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, scale, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
@@ -131,7 +138,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # The barrier keeps XLA from storing x - m, which the backward pass also computes.
+            # The barrier keeps XLA from storing x - m to use it in the backward pass too.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 
@@ -140,10 +147,10 @@ def label_sums(
 
 
 def shares_exponentials(spec: Spec) -> bool:
-    """Return True if, on a CPU, forward and backward share one array of exponentials.
+    """Return True if forward and backward pass share one array of exponentials on a CPU.
 
-    They do not if positions are masked, because the derivatives of masked positions must be 0 even
-    if logits are NaN.
+    They do not if the call has ``positions``, because derivatives must be 0 in rows that are
+    excluded, even if their logits are NaN.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
@@ -152,7 +159,7 @@ def shares_exponentials(spec: Spec) -> bool:
 def exponentials_but_label(
     x: jax.Array, m: jax.Array, label: jax.Array, scale: Scale, spec: Spec
 ) -> jax.Array:
-    """Return exp(x - m), with 0 in column `label` of each row."""
+    """Return the exponentials exp(f (x - m)), with 0 in column `label` of each row."""
     e = jnp.exp(f_times(x - m, scale, spec))
     # jnp.put_along_axis does not support a symbolic number of rows.
     rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
@@ -160,7 +167,7 @@ def exponentials_but_label(
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """Return each row's element of x in column `column`."""
+    """Return, for each row of x, its element in the column that `column` has for the row."""
     return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
 
 
@@ -188,9 +195,10 @@ def _others(
 
 @functools.cache
 def lane_size(cols: int) -> int | None:
-    """Return the divisor of `cols` nearest to `cols ** _EXPONENT`, as a ratio, within the limits.
+    """Return the number of elements of a lane: the divisor of `cols` nearest to cols ** 0.3.
 
-    Return None if no divisor is, or if `cols` is symbolic.
+    "Nearest" refers to the ratio. Return None if no divisor is within the limits, or if `cols` is
+    symbolic.
     """
     if not isinstance(cols, int):
         return None

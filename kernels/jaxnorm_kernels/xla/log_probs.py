@@ -1,13 +1,14 @@
-"""Log-probabilities of several labels of each row, and the entropy: the formulas in plain JAX.
+"""Log-probabilities of several labels of each row, and the row's entropy.
 
-The formulas are those of one label (see `cross_entropy`), for labels l_1 to l_k of a row:
+`cross_entropy` has the formulas for a single label. For labels l_1 to l_k of a row, they are
 
     y_i      = -(m - x_{l_i}) - log(s)
     dx       = sum_i a_i [j = l_i] - sum(a) p - b p (log(p) + H)
 
-log(s) is computed as if the label were the class of the largest logit, so that the log-probability
-of a nearly certain label is as accurate as another one. A label that is not a column makes its own
-y NaN, and the gradient if its cotangent a_i is not 0.
+a_i and b are the cotangents of y_i and of the entropy H. To compute log(s), the class of the
+largest logit takes the role of the label, so that the log-probability of a nearly certain label is
+as accurate as others. If a label is not a column, its y_i is NaN, and the gradient is NaN if its
+cotangent a_i is not 0.
 """
 
 import functools
@@ -25,13 +26,14 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# With more labels than this, the gradient scatters the labels' cotangents, if rows are whole. With
-# fewer, it compares every column with every label.
+# The largest number of labels with which every column is compared with every label to add the
+# labels' cotangents to the gradient. With more labels, a scatter adds them, unless rows are
+# sharded.
 _COMPARED = 32
 
 
 def log_probs_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the results and, if the spec requests them, the statistics."""
+    """Return the log-probabilities, the entropy and, if the spec requests them, the statistics."""
     largest = _largest_column(operands, spec)
     of_one = cross_entropy.log_prob_and_entropy_fwd(
         operands._replace(labels=largest), spec.replaced(outputs=(*spec.outputs, "max", "log_sum"))
@@ -69,7 +71,7 @@ def log_probs_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Sp
 
 
 def log_probs_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradient of x."""
+    """Return the gradient of the logits x."""
     padding, mask = spec.loss.padding, residuals.mask
     (x,), spec = cross_entropy.without_padding([residuals.saved], spec)
     residuals, labels = residuals._replace(saved=x), _labels(residuals.candidates, spec)
@@ -92,22 +94,27 @@ def log_probs_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: S
 def _probabilities(
     residuals: Residuals, labels: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, which rows have an entry, and which entries have a nonzero derivative."""
+    """Return g(x), p, a mask of the rows that have an entry, and a mask of the relevant entries.
+
+    Entries are relevant if they are unmasked, or in the column of a label, in a row that has an
+    entry. Only their derivatives may be nonzero.
+    """
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     mask, scale = residuals.mask, scale_of(residuals.logits_scale, spec)
     x, takes_part = residuals.saved, has_entry
     if mask is not None:
-        # The logit of a label takes part even if its class is masked.
+        # The logit of a label affects the results even if its class is masked.
         counts = jnp.ones(labels.shape, spec.compute_dtype)
         takes_part = has_entry & (mask | (_spread(counts, labels, x.shape, spec) > 0))
     if mask is not None or spec.loss.has_positions:
-        # Logits that do not take part may be NaN, but derivatives must be 0 there.
+        # Logits that do not affect the results may be NaN, but their derivatives must be 0.
         x = jnp.where(takes_part, x, 0)
     x = g(x, scale, spec)
     depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
     kept = has_entry if mask is None else has_entry & mask
-    # Mask before the exponential, so that the derivative of masked entries is 0, not NaN.
+    # Mask the argument of the exponential, so that second derivatives are 0 in masked entries, not
+    # NaN.
     log_p = jnp.where(kept, depth - jnp.where(has_entry, log_s, 0), -jnp.inf)
     return x, jnp.exp(log_p), has_entry, takes_part
 
@@ -129,7 +136,10 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
 
 
 def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
-    """Return each row's elements of v in the columns `labels`; for -1, the value is arbitrary."""
+    """Return, for each row of v, its elements in the columns that `labels` has for the row.
+
+    For a label of -1, the value is arbitrary.
+    """
     if spec.axes == (-1,) and not spec.cols_over:
         return at_column(v, jnp.maximum(labels, 0))
     columns = cross_entropy.columns(v.shape, spec)
@@ -143,11 +153,14 @@ def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Return an array of `shape` in which each column has the sum of `a` over its labels."""
+    """Return an array of `shape` with the values `a` of the labels, each in its label's column.
+
+    If several labels have the same column, it has the sum of their values.
+    """
     count = labels.shape[-1]
     if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:
         rows = [lax.broadcasted_iota(jnp.int32, a.shape, axis) for axis in range(a.ndim - 1)]
-        # A label of -1 gets an index beyond the columns, which the scatter drops.
+        # Replace a label of -1 by an index beyond the columns, which the scatter drops.
         index = (*rows, jnp.where(labels < 0, shape[-1], labels))
         return jnp.zeros(shape, a.dtype).at[index].add(a, mode="drop")
     columns = cross_entropy.columns(shape, spec)

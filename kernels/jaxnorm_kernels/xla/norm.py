@@ -11,28 +11,31 @@ The backward pass, with d = dy; RMSNorm has c1 = 0:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation, let n = xh G + bias: y = activation(n), and d = dy activation'(n).
+With an activation, let n = xh G + bias. Then y = activation(n), and d = dy activation'(n).
 
-With a residual, three forms exist: the norm of h = x + residual, the residual plus the norm of x,
-or both in sequence. h may have a separate cotangent dh, which is added to the norm's dx. With
-h = residual + branch_scale x, let t be that sum of cotangents:
+With a residual, three forms exist: y = norm(h) with h = x + residual, y = residual + norm(x), or y
+= norm(h) with h = residual + norm(x). h may have a separate cotangent dh, which is added to the dx
+of norm(h). With h = residual + branch_scale x, let t be the sum of this dx and dh:
 
     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
 With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
-multiplies the norm's input, t = x a is normalised to th instead, and dt denotes the dx above:
+multiplies the norm's input, t = x a is normalised instead of x. Let th be the normalised t, and dt
+the dx above:
 
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
 
-The backward pass from the output needs no mean, and c2 needs no division, because G cancels. Three
-measures keep it accurate:
+The backward pass from the output does not need the mean, and c2 needs no division by G, because G
+cancels. Three measures keep the backward pass accurate:
 
-* The forward pass floors |G| (``Spec.scale_floor``), so that y carries xh even where scale is 0.
+* The forward pass raises |G| to a lower limit (``Spec.scale_floor``), so that xh can be recovered
+  from y even if scale is 0.
 * Forward and backward use the same bias, rounded to y's dtype.
-* |xh| is clipped to its true bound sqrt(N), and |y| to the largest number (``Spec.y_limit``).
+* |xh| is clipped to its true bound sqrt(N), and |y| to the largest finite number
+  (``Spec.y_limit``).
 
-The variance is computed in two passes, because E[x^2] - E[x]^2 cancels.
+The variance is computed in two passes, because the two terms of E[x^2] - E[x]^2 may cancel.
 """
 
 import dataclasses
@@ -65,7 +68,10 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
 
 
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
-    """Return z / g, or 0 where g is 0. Only without a floor (float16) can g be 0."""
+    """Return z / g, or 0 where g is 0.
+
+    G can be 0 only if it has no lower limit, as for float16.
+    """
     zero = g == 0
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
 
@@ -79,11 +85,11 @@ def _floor(g: jax.Array, floor: float) -> jax.Array:
 def _floor_jvp(
     floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a tangent of NaN where |g| is below the floor: y gives no second derivatives there.
+    """Return NaN as the tangent where |g| is below the floor: second derivatives are unknown there.
 
     Only second derivatives use this rule. Below the floor, the cotangent of the saved y is the sum
-    of an ordinary term and a term of size x_hat / floor, in which the ordinary term is lost. NaN is
-    better than noise of any size.
+    of an ordinary term and a term of size x_hat / floor, whose rounding error exceeds the ordinary
+    term. NaN is better than noise of any size.
     """
     (g,), (t,) = primals, tangents
     return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
@@ -92,9 +98,10 @@ def _floor_jvp(
 def _straight_through[T](
     f: Callable[[jax.Array, T], jax.Array],
 ) -> Callable[[jax.Array, T], jax.Array]:
-    """Return `f` with the derivative of the identity, because `f` only corrects rounding errors.
+    """Return `f` with the derivative of the identity. `f` is a function that only rounds or clips.
 
-    Second derivatives need this: one-hot rows reach the clip's bound, and must have a derivative.
+    Second derivatives need this. For example, x_hat of a one-hot row is at the bound to which it is
+    clipped, and must have a derivative there.
     """
     wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
     wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
@@ -103,12 +110,12 @@ def _straight_through[T](
 
 @_straight_through
 def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
-    """Clip v to +-bound. An x_hat recovered from a rounded y may exceed its true bound."""
+    """Clip |v| to `bound`. If x_hat is recovered from a rounded y, it may exceed its true bound."""
     return jnp.clip(v, -bound, bound)
 
 
 def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast v to `dtype`, so that XLA cannot elide the rounding if the result is widened again."""
+    """Cast v to `dtype` in a way that XLA does not elide if the result is widened again."""
     if dtype.itemsize < v.dtype.itemsize:
         v = _rounded_where_casts_are_dropped(v, dtype.name)
     return v.astype(dtype)
@@ -116,17 +123,21 @@ def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @_straight_through
 def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
-    """Round v, except on a CPU: XLA keeps casts there, and rounding doubles the time in float16."""
+    """Round v, except on a CPU.
+
+    There, XLA does not elide the cast that follows, and rounding would double the time in float16.
+    """
     return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
 
 
 @_straight_through
 def _rounded(v: jax.Array, dtype: str) -> jax.Array:
-    """Round v to the values of `dtype`, without changing its own dtype.
+    """Round v to values that `dtype` can represent, without changing v's dtype.
 
-    A pair of casts will not do: XLA may drop it (`xla_allow_excess_precision`) in the forward pass
-    but not in the backward pass. XLA never drops `reduce_precision`, but it flushes subnormals,
-    which are common in float16. Those are rounded to multiples of the smallest subnormal instead.
+    Casting v to `dtype` and back is not reliable: XLA may remove both casts
+    (`xla_allow_excess_precision`) in the forward pass but not in the backward pass. XLA never
+    removes `reduce_precision`, but this operation flushes subnormal numbers to 0, which are common
+    in float16. They are rounded to multiples of the smallest subnormal number instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -248,7 +259,10 @@ FORMULAS: dict[Op, Formulas] = {
 def _with_norm_of(
     h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
 ) -> Results:
-    """Return the results in ``spec.outputs``: h, y = norm(h), and `stats` with its statistics."""
+    """Return the results in ``spec.outputs``: h, y = norm(h), and statistics.
+
+    `stats` are the statistics of an earlier norm, to which those of norm(h) are appended.
+    """
     if "y" not in spec.outputs:
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
@@ -256,7 +270,7 @@ def _with_norm_of(
 
 
 def _unrounded(norm: Spec) -> Spec:
-    """Return the spec of the norm with dx in the arithmetic dtype, so that dx is not rounded."""
+    """Return the spec of a norm, changed so that dx has the arithmetic dtype and is not rounded."""
     return dataclasses.replace(norm, x_dtype=norm.compute_dtype)
 
 
@@ -268,13 +282,13 @@ def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
 
 
 def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
-    """Return branch_scale x in the arithmetic dtype."""
+    """Return the product branch_scale x in the arithmetic dtype."""
     scale = of.branch_scale.astype(spec.compute_dtype)
     return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, scale and bias of one norm."""
+    """Return the gradients of x, scale and bias of a norm without activation or gate."""
     dh, dstats = cotangents.h, cotangents.stats
     scale, bias = residuals.scale, residuals.bias
     d = cotangents.y.astype(spec.compute_dtype)
@@ -316,7 +330,7 @@ def normalised(
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
-    """Return residual + y, rounded once to the residual's dtype. A norm of h reads these values."""
+    """Return residual + y, rounded once to the residual's dtype, before any norm of the sum."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
     assert spec.norm.residual_dtype is not None
     return round_to(total, spec.norm.residual_dtype)
@@ -338,7 +352,7 @@ def _recovered(
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - along_rows(effective_bias(bias, spec), z, spec)
-    is_number = isinstance(spec.cols, int)  # This is False in an export with symbolic shapes.
+    is_number = isinstance(spec.cols, int)  # False if an export has symbolic shapes
     bound = math.sqrt(spec.cols) if is_number else jnp.sqrt(jnp.asarray(spec.cols, z.dtype))
     xh = clip(z if g is None else safe_divide(z, g), bound)
     return g, xh, along, z
@@ -352,14 +366,14 @@ def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
 
 
 def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute the norm's result, before an activation, in the arithmetic dtype."""
+    """Recompute the norm's result in the arithmetic dtype. An activation is not applied."""
     bias, (g, xh, _, _) = residuals.bias, _recovered(residuals, spec)
     n = xh if g is None else xh * g
     return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
-    """Return the statistics that the spec requests, without the normalised axes."""
+    """Return the statistics that the spec requests, with the normalised axes removed."""
     if not spec.has_stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)

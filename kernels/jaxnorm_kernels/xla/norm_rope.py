@@ -1,7 +1,7 @@
 """RMSNorm over the last axis, and the rotation of pairs of columns after it (RoPE).
 
-A pair (a, b) is columns i and i + rotated / 2, or 2i and 2i + 1, of the first
-`NormOptions.rotated` columns. With n = norm(x), as in `norm`:
+A pair (a, b) is columns i and i + rotated / 2, or 2i and 2i + 1, of the first `NormOptions.rotated`
+columns. With n = norm(x):
 
     y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
 
@@ -10,7 +10,7 @@ The backward pass, with d = dy, the rotation R, and its transpose R',
 
     from the output    n = R' y / (cos^2 + sin^2)
     from the input     n = norm(x)
-    both               the norm's backward, of the cotangent R' d
+    both               the backward pass of n = norm(x), with the cotangent R' d of n
                        dcos = sum(da na + db nb),  dsin = sum(db na - da nb)
 
 If cos^2 + sin^2 of a pair is 0, n cannot be recovered from y, and is taken to be 0.
@@ -52,17 +52,18 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Return the rotation of n, in the arithmetic dtype."""
+    """Return n with rotated pairs of columns, in the arithmetic dtype."""
     cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
     a, b = _pairs(n, spec)
     return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
 
 
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Return `rotated`. On a CPU, compute it by swapping the elements of each pair.
+    """Return `rotated(v, cos, sin)`. On a CPU, compute it by swapping the elements of each pair.
 
-    On a CPU, XLA does not fuse concatenations, so that the backward pass would store each rotation.
-    The forward pass has only one rotation, for which concatenating two halves is faster.
+    On a CPU, XLA does not fuse concatenations, so that the backward pass would store the result of
+    each of its rotations. The forward pass has only one rotation, for which concatenating two
+    halves is faster.
     """
 
     def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -80,16 +81,19 @@ def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spe
 
 
 def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Undo the rotation: return n, given y."""
+    """Undo the rotation: return n, given y = rotation(n)."""
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
-    # Divide the tables, not y: they are smaller, so this takes less time.
+    # Divide the tables instead of y, because they are smaller.
     tables = safe_divide(cos, square), safe_divide(-sin, square)
     return _rotated_in_backward(y, *tables, spec)
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
-    """Return the array from which the norm's derivative starts, unrounded, and the norm's spec."""
+    """Return the array from which the norm's derivative starts, and the norm's spec.
+
+    The array is x or, if the output is saved, n recovered from y and not rounded.
+    """
     saved = residuals.saved.astype(spec.compute_dtype)
     if spec.norm.saved == "input":
         return saved, spec.last
@@ -98,7 +102,7 @@ def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
 
 
 def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute n. `saved` is the array from which the norm's derivative starts."""
+    """Recompute n = norm(x). `saved` is the array from which the norm's derivative starts."""
     if spec.norm.saved == "output":
         return saved
     (rstd,) = residuals.stats
@@ -107,7 +111,7 @@ def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax
 
 
 def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Return the first elements of all pairs, and the second elements."""
+    """Return two arrays: the first elements of all pairs of columns, and the second elements."""
     head = v[..., : spec.norm.rotated]
     if spec.norm.interleaved:
         return head[..., ::2], head[..., 1::2]
@@ -116,14 +120,17 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
-    """Return the rotated columns, given the first and second elements: the inverse of `_pairs`."""
+    """Return the columns that the first and the second elements of pairs make up.
+
+    This is the inverse of `_pairs`.
+    """
     if spec.norm.interleaved:
         return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.norm.rotated)
     return jnp.concatenate([a, b], axis=-1)
 
 
 def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """Concatenate `head`, the rotated columns, with the columns of `rest` that are not rotated."""
+    """Concatenate the rotated columns `head` with those columns of `rest` that are not rotated."""
     return jnp.concatenate([head, rest[..., spec.norm.rotated :]], axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""Reductions over rows (``spec.axes``, and shards of a row), and parameters broadcast to rows."""
+"""Reductions over rows, which may be sharded, and broadcasts of parameters to rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,26 +10,28 @@ from jaxnorm_kernels.specs import Spec
 
 
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum over the normalised axes and all their shards; the axes keep size 1."""
+    """Return the sum over the normalised axes, with all their shards. These axes keep size 1."""
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
 
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the `row_sum` of each array. A single all-reduce adds up the shards of all of them."""
+    """Return `row_sum` of each array, with a single all-reduce for all of them."""
     return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
 
 
 def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Add up the partial sums of a row's shards, with one all-reduce for all `values`."""
+    """Add up the shards' partial sums of rows, with a single all-reduce for all arrays."""
     return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 
 
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the sums of each array over this shard, in one reduction that has no derivative.
+    """Return the sums of each array over this shard's part of rows, by a single reduction.
 
-    On a GPU, XLA fuses the computation of the values into the reduction. On a CPU, the reduction is
-    a slow scalar loop.
+    JAX cannot differentiate this reduction.
+
+    On a GPU, XLA fuses the computation of the values into the reduction. On a CPU, XLA compiles the
+    reduction to a slow scalar loop.
     """
     axes = [axis % values[0].ndim for axis in spec.axes]
     zeros = tuple(jnp.zeros((), v.dtype) for v in values)
@@ -38,29 +40,30 @@ def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the mean over the normalised axes and all their shards; the axes keep size 1."""
+    """Return the mean over the normalised axes, with all their shards. These axes keep size 1."""
     if spec.cols_over:
         return row_sum(v, spec) / spec.cols
     return jnp.mean(v, axis=spec.axes, keepdims=True)
 
 
 def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_sum`. On a CPU, XLA does not fuse it with the computation that follows.
+    """Return `row_sum`, but keep XLA from fusing it with the computation that follows on a CPU.
 
-    On a CPU, XLA has a library compute sums and elementwise functions of them. For elementwise
-    functions, XLA's own loops need two thirds of the library's time, and reuse an operand's buffer.
+    If sums are fused with elementwise functions of them, XLA on a CPU calls a library for both. For
+    elementwise functions, XLA's own loops take two thirds of the library's time, and can reuse an
+    operand's buffer.
     """
     return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 
 
 def mean_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_mean`. On a CPU, XLA does not fuse it with what follows (see `sum_apart`)."""
+    """Return `row_mean`, but keep XLA from fusing it on a CPU; see `sum_apart`."""
     return on_cpu(lax.optimization_barrier, row_mean(v, spec))
 
 
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the maximum over the normalised axes and all their shards; -inf for empty rows."""
-    # `initial` gives rows of length 0 a maximum of -inf.
+    """Return the maximum over the normalised axes, with all their shards; -inf for empty rows."""
+    # With `initial`, the maximum of a row of length 0 is -inf.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
@@ -68,8 +71,8 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
     """Return True for each row with an unmasked entry; `like` has the shape and type of x.
 
-    A mask that is broadcast along an axis does not vary over the mesh axes that split the axis. A
-    sum over several mesh axes requires an array that varies over all of them.
+    A mask that is broadcast along an axis does not vary over the mesh axes that shard the axis. It
+    is cast to vary over them, because a sum over several mesh axes requires this.
     """
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
@@ -77,7 +80,7 @@ def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 
 def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
-    """Cast `a` to vary over the mesh axes of `jax.shard_map` over which `like` varies."""
+    """Cast `a` inside `jax.shard_map` to vary over all mesh axes over which `like` varies."""
     over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
     return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a
 
@@ -115,10 +118,10 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _axes_of_parameter(
     parameter: jax.Array, like: jax.Array, spec: Spec
 ) -> tuple[list[int], list[int]]:
-    """Return the axes of `like` that the parameter has, in its order, and the other axes.
+    """Return the axes of `like` that the parameter has, in the parameter's order, and the others.
 
-    The parameter's last axes are the normalised ones. Leading axes, for groups of rows, are
-    right-aligned to the other axes, as numpy broadcasts.
+    The last axes of the parameter are the normalised axes. Its leading axes, if any, distinguish
+    groups of rows. They are aligned to the last of the other axes, as in numpy's broadcasting.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]
@@ -127,6 +130,6 @@ def _axes_of_parameter(
 
 
 def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Return True if `like` is 2D and each group of consecutive rows has a row of the parameter."""
+    """Return True if `like` is 2D and the parameter has a row for each group of its rows."""
     in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
     return in_rows and parameter.shape[0] not in (1, spec.rows)

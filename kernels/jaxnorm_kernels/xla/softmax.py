@@ -6,13 +6,14 @@ For z = scale x + bias, m = max(z) and d = dy, with all sums over a row:
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
     both         dx = scale dz,  dbias = sum(dz) where the bias is broadcast
 
-softmax's Jacobian is symmetric: if t is the tangent of z, that of y is y (t - sum(t y) / sum(y)).
-sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
+softmax's Jacobian is symmetric: if t is the tangent of z, the tangent of y is y (t - sum(t y) /
+sum(y)). sum(y) counts as 1, unless y is rounded to 16 bits (`Spec.renormalises`).
 
-``mask`` masks the entries where it is False; ``causal`` masks those beyond the diagonal. The row is
-the softmax of its unmasked entries. Masked entries are 0 (softmax) or -inf (log_softmax), with a
-gradient of 0, also in a row whose entries are all masked. If ``SoftmaxOptions.masked_logit`` is
-finite, masked logits are that constant instead.
+An entry is masked if ``mask`` is False for it, or if ``causal`` is set and it is beyond the
+diagonal. The result is the softmax of a row's unmasked entries. For masked entries, y is 0
+(softmax) or -inf (log_softmax) and the gradient is 0, even if all entries of the row are masked. If
+``SoftmaxOptions.masked_logit`` is finite, it replaces masked logits, which then count like other
+logits.
 """
 
 import jax
@@ -35,7 +36,7 @@ from jaxnorm_kernels.xla.reductions import (
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return y in ``spec.y_dtype``; masked entries are 0."""
+    """Return the softmax y in ``spec.y_dtype``. Masked entries are 0."""
     kept, has_entry, z = _logits(operands, spec)
     e = jnp.exp(z - _largest(z, has_entry, spec))
     total = row_sum(e, spec)
@@ -46,7 +47,7 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Return the tangent of y, computed from y."""
+    """Return the tangent of the softmax y, computed from y and the operands' tangents."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     t = _masked(_tangent(residuals, tangents, spec), kept, spec)
     along = _jacobian(y, t, spec)
@@ -56,7 +57,7 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x and, if the spec requests it, of the bias, computed from y."""
+    """Return the gradients of x and, if the spec requests it, of the bias, from the softmax y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
     if kept is not None and spec.drops_masked:
@@ -67,11 +68,11 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return y in ``spec.y_dtype``; masked entries are -inf."""
+    """Return the log_softmax y in ``spec.y_dtype``. Masked entries are -inf."""
     kept, has_entry, z = _logits(operands, spec)
     m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
     total = sum_apart(jnp.exp(z - m), spec)
-    # On a CPU, two loops over x are faster than a first loop that stores z - m for a second one.
+    # On a CPU, computing z - m twice is faster than storing it.
     x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
     shifted = _logits(operands._replace(x=x), spec)[-1] - m
     if kept is None:
@@ -82,7 +83,7 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x and, if the spec requests it, of the bias, computed from y."""
+    """Return the gradients of x and, if the spec requests it, of the bias, from log_softmax y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
     dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
@@ -96,7 +97,7 @@ FORMULAS: dict[Op, Formulas] = {
 
 
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the product of softmax's Jacobian, which is its own transpose, and v."""
+    """Return the product of softmax's Jacobian (which is symmetric) and v."""
     y = y.astype(spec.compute_dtype)
     if not spec.renormalises:
         return y * (v - sum_apart(v * y, spec))
@@ -105,17 +106,17 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """Return the product of softmax's Jacobian and v, with v's masked entries set to 0.
+    """Set masked entries of v to 0, and return the product of softmax's Jacobian and v.
 
-    The barrier is for CPUs, where XLA would compute the masked v before the forward pass, and store
-    both. Allocating memory takes longer there than the arithmetic.
+    The barrier is for CPUs. Without it, XLA would compute the masked v before the forward pass, and
+    store it. On a CPU, allocating memory for an array takes longer than this arithmetic.
     """
     v, y = on_cpu(lax.optimization_barrier, (v, y))
     return _jacobian(y, _masked(v, kept, spec), spec)
 
 
 def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
-    """Return the tangent of z = scale x + bias."""
+    """Return the tangent of the logits z = scale x + bias."""
     y, scale = residuals.saved, scale_of(residuals.logits_scale, spec)
     dx, dbias = tangents.x, tangents.logits_bias
     terms = [] if dx is None else [times(dx.astype(spec.compute_dtype), scale)]
@@ -125,7 +126,7 @@ def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
 
 
 def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
-    """Return the gradients of x and of the bias, given dz.
+    """Return the gradients of x and of the bias, given the gradient dz of z = scale x + bias.
 
     The bias's gradient is summed over the axes along which the bias is broadcast.
     """
@@ -138,10 +139,10 @@ def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
 
 
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """Return which entries are unmasked, which rows have an unmasked entry, and z.
+    """Return a mask of unmasked entries, a mask of rows with an unmasked entry, and the logits z.
 
-    The first two are None if all entries are unmasked. Where masked, z is
-    `SoftmaxOptions.masked_logit`.
+    Both masks are None if all entries are unmasked, and the second one if every row has an unmasked
+    entry. Masked entries of z are `SoftmaxOptions.masked_logit`.
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
     kept = _kept(mask, x.shape, spec)
@@ -150,17 +151,18 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
         z = z + bias.astype(spec.compute_dtype)
     if kept is None:
         return None, None, z
-    # With a causal mask alone, each row has at least its first column.
+    # If only a causal mask exists, the first entry of every row is unmasked.
     has_entry = None if mask is None else row_any(kept, z, spec)
     return kept, has_entry, jnp.where(kept, z, spec.softmax.masked_logit)
 
 
 def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array:
-    """Return max(z) over the unmasked entries."""
+    """Return each row's maximum of z over its unmasked entries."""
     m = row_max(z, spec)
     if has_entry is None or not spec.drops_masked:
         return m
-    # An empty row would give -inf - -inf = NaN. A row of unmasked -inf stays NaN.
+    # A row whose entries are all masked would give -inf - -inf = NaN, so its maximum is replaced. A
+    # row whose unmasked entries are all -inf remains NaN.
     return jnp.where(has_entry, m, 0)
 
 
@@ -177,24 +179,23 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
         return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
 
     row = index(-2, spec.softmax.queries_over)
-    if (
-        spec.softmax.queries
-    ):  # In the two-dimensional view, the rows of each matrix follow those of the one before.
+    if spec.softmax.queries:  # the rows of several matrices follow each other
         row = row % spec.softmax.queries
     reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
 
 
 def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
-    """Return the sums over rows, or 1 for a row without an unmasked entry."""
+    """Return the rows' sums `total`, with 1 for rows without an unmasked entry."""
     return total if has_entry is None else jnp.where(has_entry, total, 1)
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
-    """Return v with masked entries set to 0 by a select.
+    """Return v with masked entries set to 0, even if they are infinite or NaN.
 
-    This is applied before any multiplication, because 0 * inf would make the row NaN. It is also
-    applied after multiplying by a sum over the row, which a NaN in one entry makes NaN.
+    Cotangents are masked before any multiplication, because 0 * inf would make the row NaN. Results
+    are masked after a multiplication by a sum over the row, because one NaN in the row makes the
+    sum NaN.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)
