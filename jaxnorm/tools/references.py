@@ -64,7 +64,7 @@ def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = Fals
 
 
 def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
-    """Return the gradient of the logits, from y (the softmax or its logarithm) and its cotangent."""
+    """Return the gradient of the logits, given y (the softmax or its logarithm) and dL/dy."""
     return d - exp(y) * total(d, axes) if log else y * (d - total(d * y, axes))
 
 
