@@ -311,7 +311,7 @@ def converted(
         yield
         return
     seen = Seen(replaced)
-    running: list[nn.Module] = []  # the modules of `calls` whose replacement functions are running
+    running: list[nn.Module] = []  # The modules whose functions in `calls` are running now.
 
     def call(
         call: Callable[..., Any],

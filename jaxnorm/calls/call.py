@@ -203,9 +203,9 @@ class Call:
 
     @_once
     def on(self, view: RowView) -> "Call":
-        """Return the call for an x with another shape, such as a shard of x or a batch of arrays.
+        """Return the call for an x with another shape, which is `view.shape`.
 
-        `view` is the view of that x.
+        Such an x is a shard, or has a batch axis.
         """
         changes: dict[str, Any] = {}
         if self.spec.is_norm:
@@ -260,12 +260,12 @@ class Call:
 
     @functools.cached_property
     def _in_place(self) -> frozenset[str]:
-        """Names of the operands and results that need no copy to a buffer of their own.
+        """Names of the operands and results that a kernel can use without a copy.
 
         A kernel requires aligned arrays. An array that is a slice of another array may be
         unaligned, so it is copied. No copy is needed for results of the forward pass that only the
-        backward pass reads: even if a loop stacks them, XLA makes a kernel use slices of the stack
-        only if they are aligned. The linear losses align all arrays that they pass to calls.
+        backward pass reads: if a loop stacks them, XLA passes slices of the stack to a kernel only
+        if they are aligned. The linear losses align all arrays that they pass to calls.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.takes, *self.returns))
@@ -320,7 +320,10 @@ class Call:
 
     @functools.cached_property
     def dtypes_returned(self) -> list[np.dtype]:
-        """Dtypes of the arrays that the pass returns. A parameter's gradient has its dtype."""
+        """Dtypes of the arrays that the pass returns.
+
+        The gradient of a parameter has the parameter's dtype.
+        """
         return [*map(self._dtype, self.returns)]
 
     def _dtype(self, name: str) -> np.dtype:
@@ -411,7 +414,7 @@ class Call:
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # xla needs a mask of x's shape; XLA fuses this
+            if name == "xla" and "mask" in kinds:  # xla needs x's shape; the broadcast is fused
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
@@ -447,7 +450,7 @@ class Call:
         linear = arrays[self.residuals :]
         if spec.direction == "tan":
             tangents = Operands(**dict(zip(spec.wrt, linear)))
-            assert implementation.tangent is not None  # `Spec.plain` selects xla for tangents
+            assert implementation.tangent is not None  # By `Spec.plain`, only xla runs tangents.
             return self._picked(implementation.tangent(residuals, tangents, spec))
         cotangents = Results(**self._record(spec.outputs, linear))
         gradients = implementation.backward(residuals, cotangents, spec)

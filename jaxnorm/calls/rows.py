@@ -287,11 +287,11 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return how many values a parameter has along some axes, if it has one per consecutive group.
+    """Return the number of values of a parameter along some axes, or None.
 
     `sizes` are x's sizes along these axes. `parameter` are the parameter's sizes along them: the
-    same, or 1 where the parameter is broadcast. The elements along these axes, in row-major order,
-    then form groups that share one value. If the parameter is broadcast along one axis and varies
+    same, or 1 where the parameter is broadcast. The elements of x along these axes, in row-major
+    order, form groups that share one value. If the parameter is broadcast along one axis and varies
     along a later one, the elements of a group are not consecutive, and the result is None.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)

@@ -66,7 +66,7 @@ def partitioned(
 
     Args:
       call: the static description of the call. Its `repr` must be the same in every process, and
-        different calls must have different ones.
+        must differ between different calls.
       whole: the function.
       shards: function of the operands' types and the mesh. It returns the sharding of the arrays
         and the function that each device runs.

@@ -26,7 +26,8 @@ class Shards(NamedTuple):
 
     Attributes:
       operands, results: the `PartitionSpec` of each array.
-      run: takes the shards of the operands and returns the shards of the results.
+      run: function that takes one device's shards of the operands, and returns those of the
+        results.
     """
 
     operands: tuple[PartitionSpec, ...]

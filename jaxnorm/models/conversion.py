@@ -28,7 +28,7 @@ _PATIENCE = 2.0
 
 
 def check(function: str, save: Save, implementation: Name | None) -> None:
-    """Raise ValueError if ``save`` or ``implementation`` is wrong. `function` is for errors."""
+    """Raise ValueError if ``save`` or ``implementation`` of a conversion is wrong."""
     checks.one_of(function, "save", save, checks.SAVE_MODES)
     checks.implementation(function, implementation)
 
@@ -142,10 +142,10 @@ def subclass(module: Any, base: type, package: str) -> str:
 
 
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
-    """Return the class in `bases` like which `kind` is converted, or None.
+    """Return the class in `bases` whose conversion applies to the class `kind`, or None.
 
-    It is `kind` itself, or the base class of `kind` if all classes in between have an empty body.
-    The result is None if `kind` overrides code.
+    It is `kind` itself, or a base class of `kind` if the bodies of `kind` and of all classes in
+    between are empty. The result is None if `kind` overrides code.
     """
     bases = set(bases)
     while kind not in bases:
@@ -175,9 +175,9 @@ _OF_STATEMENTS = {
 
 
 def _contents(kind: type) -> dict[str, Any]:
-    """Return the attributes that a class itself defines, in a form that two classes can compare.
+    """Return the attributes that a class itself defines, for a comparison with another class.
 
-    A function is replaced by its source file, any other value by the name of its type.
+    A function is represented by its source file, any other value by the name of its type.
     """
     contents: dict[str, Any] = {"annotations": bool(vars(kind).get("__annotations__"))}
     for name, value in vars(kind).items():
@@ -314,7 +314,7 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
 
 
 # The classes that `with_call` has made. A key is the original class and the id() of the function.
-# A class has a reference to its function, so no other function can get the same id meanwhile.
+# A class refers to its function, so no other function can have the same id while the class exists.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 

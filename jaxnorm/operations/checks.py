@@ -394,7 +394,7 @@ def number(
     try:
         if _is_boolean(value):
             raise TypeError("a boolean is no number")
-        given = math.ldexp(value, 0)  # unlike float(), it refuses strings
+        given = math.ldexp(value, 0)  # Unlike float(), this raises an error for strings.
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"

@@ -266,7 +266,7 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """Return an error's description of a function's result that is not an array of real numbers."""
+    """Describe, for an error, a function's result that is not an array of real numbers."""
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 

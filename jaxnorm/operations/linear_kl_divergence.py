@@ -64,8 +64,8 @@ def linear_kl_divergence(
         its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, where the float32
-        logits of both student and teacher count.
+        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, counting the float32
+        logits of both student and teacher.
       logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits with bias, as in
         :func:`kl_divergence`. logits_scale may be an array.
       dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For

@@ -425,7 +425,7 @@ def chunk_rows(
     factors: np.dtype,
     shards: int = 1,
 ) -> int:
-    """Return the number of rows of a chunk. All chunks have it, so the first two may overlap.
+    """Return the number of rows of a chunk. All chunks have the same, so the first two may overlap.
 
     Args:
       chunk: the number of rows that the user requested, or None.

@@ -80,7 +80,7 @@ def run(
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # Its result has one row, or as many rows as x.
+        if kind == "mask":  # It becomes one row for all rows of x, or one row for each of them.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
@@ -194,8 +194,8 @@ class _Chunks:
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = head.result_dtype(by_name)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
-        # If the classes are sharded, padding would be in the middle of each row. With a mask of
-        # classes, the mask would need padding as well.
+        # There is no padding in two cases. If the classes are sharded, it would be in the middle of
+        # each row. A mask of classes would need padding as well.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # Cast and pad once, before the loop.

@@ -331,8 +331,8 @@ def log_prob_and_entropy(
 
     A position is an index into the axes of logits other than ``axis``. The forward pass reads the
     logits once and writes no array of their size. The residuals are the logits and three numbers
-    for each position. The backward pass reads the logits once and writes their gradient, the sum
-    over both results. A log-probability near 0 is as accurate as a large one, and the
+    for each position. The backward pass reads the logits once and writes their gradient, to which
+    both results contribute. A log-probability near 0 is as accurate as a large one, and the
     entropy is never negative. The arithmetic is float32 (float64 for float64 logits).
 
     Args:

@@ -163,10 +163,10 @@ def layer_norm(
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
-      scale: array that ends with the normalised axes, in the order of x, of the same size or of
-        size 1; any of x's dtypes. It may have axes before these, which broadcast, right-aligned as
-        in NumPy, to the other axes of x: each group of rows then has its own scale (adaLN). None
-        for no scale (``scale_offset`` is then unused).
+      scale: array whose last axes are the normalised axes, in the order of x, each of the same size
+        as in x or of size 1; any of x's dtypes. It may have axes before these, which broadcast,
+        right-aligned as in NumPy, to the other axes of x: each group of rows then has its own scale
+        (adaLN). None for no scale (``scale_offset`` is then unused).
       bias: like ``scale``, but its shape may differ from scale's. None for no bias.
       axis: axis or axes to normalise; negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.

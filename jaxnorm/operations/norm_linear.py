@@ -44,7 +44,7 @@ class _Linear(NamedTuple):
 
     Attributes:
       dtype: dtype of the matmul's operands.
-      wide: dtype of the sums, and in which bias is added and the activation computed.
+      wide: dtype in which sums, bias and activation are computed.
       y_dtype: dtype of y, to which the result is rounded once.
       activation: name of a function of `jax.nn`, used with its defaults; None for no activation.
       precision: value of ``jax.default_matmul_precision`` when the user called the function.
@@ -377,7 +377,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:
-        # Lower both branches conditionally, because the platform is unknown until lowering.
+        # The platform is unknown until the call is lowered. Then one of the branches is chosen.
         branches = dict.fromkeys(platforms, kernel)
         y: jax.Array = lax.platform_dependent(*arrays, **branches, default=refused)
         return y

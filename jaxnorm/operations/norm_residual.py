@@ -28,7 +28,7 @@ def add_layer_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
-    The backward pass is also one pass: it adds the cotangent of h to the gradient, and computes the
+    The derivative is also computed in one pass, which adds the cotangent of h and computes the
     gradient of gate. Without a gate, x and residual have the same gradient. If their dtypes agree,
     it is written once, as one array.
 
@@ -36,7 +36,7 @@ def add_layer_norm(
       x: array of any shape; bfloat16, float16, float32 or float64.
       residual: array of x's shape; any of these dtypes.
       scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
-      dtype: dtype of y; x's by default.
+      dtype: dtype of y; by default, x's dtype.
       save: the array that is saved for the norm's backward pass: ``"output"`` saves y, ``"input"``
         saves h and the row means. With a bias, scales of 0 need ``"input"``; see
         :func:`jaxnorm.layer_norm`.
@@ -195,7 +195,7 @@ def rms_norm_add_rms_norm(
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
       scale, next_scale: scales of the first and the second norm, as in :func:`jaxnorm.rms_norm`.
       axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`, for both norms.
-      dtype: dtype of y; x's by default.
+      dtype: dtype of y; by default, x's dtype.
       save: the array that is saved for the second norm's backward pass: ``"output"`` saves y,
         ``"input"`` saves h. The first norm always saves x.
       implementation: name of the implementation to use; None lets jaxnorm choose. See

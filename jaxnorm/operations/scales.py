@@ -46,7 +46,7 @@ def of_logits(
       value: the argument that the user passed.
       positions: shape of the logits without the axis of classes.
       dtype: dtype of the arithmetic, to which an array is cast.
-      of: what has the shape `positions`, for errors.
+      of: the owner of the shape `positions` in errors, such as "labels'".
     """
     if not is_array(value):
         return Scale(checks.positive(function, "logits_scale", value))

@@ -268,7 +268,7 @@ def attention_weights(
       precision: precision of the matmuls, as in `jax.numpy.einsum`.
 
     Returns:
-      ``(batch..., heads, q_length, kv_length)``.
+      Array ``(batch..., heads, q_length, kv_length)``.
     """
     logits = jax.eval_shape(functools.partial(logits_of, precision), query, key)
     call, mask, bias = softmax_call(
@@ -307,7 +307,7 @@ def _with_narrow_derivative(
     mask: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Return the given attention weights y, with a derivative whose logits' cotangent is narrow.
+    """Return the given attention weights y, with a derivative that needs less memory.
 
     The caller computes y from the other arguments outside this function, so that rematerialisation
     policies see its name. The JVP rule below computes y's tangent from those of query, key and

@@ -41,7 +41,7 @@ def compiled[**P, T](
             del types
             return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
-        named.__name__ = named.__qualname__ = function.__name__  # for profiles
+        named.__name__ = named.__qualname__ = function.__name__  # Profiles show this name.
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
@@ -101,7 +101,7 @@ def alone(
         def run(*arrays: jax.Array) -> Any:
             return primitive.bind(*arrays, **static)
 
-        run.__name__ = run.__qualname__ = primitive.name  # for profiles
+        run.__name__ = run.__qualname__ = primitive.name  # Profiles show this name.
         return jax.jit(run)
 
     def run(*arrays: jax.Array, **static: Any) -> Any:

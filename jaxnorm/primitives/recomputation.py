@@ -128,7 +128,7 @@ def _lower_recomputed(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # The barrier must also include the cotangents. A barrier around the bools only does not
+        # The barrier must also include the cotangents. A barrier around only the bools would not
         # wait for the backward pass: XLA would compute f's derivative early and save it.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)

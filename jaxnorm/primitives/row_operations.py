@@ -41,7 +41,7 @@ from jaxnorm_kernels.specs import Direction
 
 
 def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """Return the function whose code is the lowering of a call: a kernel, or plain JAX.
+    """Return the function to which a call is lowered: a kernel, or plain JAX.
 
     Args:
       ctx: the context of the lowering rule.
@@ -221,10 +221,10 @@ class _RowRules(Rules[Call]):
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the cotangents of the tangents that a tangent pass takes.
+        """Transpose a tangent pass: return the cotangents of its tangent operands by name.
 
-        `cotangents` are the cotangents of the pass's results. `names` are the names of the operands
-        whose tangents' cotangents are wanted. A cotangent of None is zero.
+        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
+        cotangents are needed. A returned cotangent of None stands for zero.
         """
         by_name, statistics = dict(zip(call.returns, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
@@ -317,7 +317,7 @@ class _RowRules(Rules[Call]):
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):
-                if dim is None and name in call.parameters:  # The other scale is batched.
+                if dim is None and name in call.parameters:  # Only the other scale is batched.
                     call, by_name[name] = call.widened(name, by_name[name])
             arrays = list(by_name.values())
 

@@ -86,7 +86,7 @@ class Rules[P: Pass](abc.ABC):
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
 
-    # ------------------------------------------------------------------------ what a family says
+    # --------------------------------------------------------------------- defined by each family
 
     @abc.abstractmethod
     def types(self, call: P, *avals: Any) -> list[Any]:
@@ -113,9 +113,9 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def names(self, call: P) -> Sequence[str | None]:
-        """Return a forward pass's names of its outputs for rematerialisation policies.
+        """Return the names of a forward pass's outputs for rematerialisation policies.
 
-        An output whose name is None cannot be saved by a policy.
+        The name is None for an output that policies cannot save.
         """
 
     @abc.abstractmethod
@@ -156,7 +156,7 @@ class Rules[P: Pass](abc.ABC):
         return self.anywhere(self.on_shard, call, *arrays)
 
     def lowered(self, call: P, ctx: Any) -> Run:
-        """Return the function whose code is the lowering of a pass, without Explicit mesh axes."""
+        """Return the function to which a pass is lowered if the mesh has no Explicit axes."""
         axes = ctx.module_context.axis_context
         if auto_axes.can_partition(axes) and not auto_axes.are_whole(axes):
             return self.partitioned(call)
@@ -245,10 +245,10 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the cotangents of the tangents that a tangent pass takes.
+        """Transpose a tangent pass: return the cotangents of its tangent operands by name.
 
-        `cotangents` are the cotangents of the pass's results. `names` are the names of the operands
-        whose tangents' cotangents are wanted.
+        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
+        cotangents are needed.
         """
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
@@ -346,7 +346,7 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule to JAX's interface, and enable 64-bit types if an array has one."""
+    """Adapt a rule like `as_jax_calls`; if an array has a 64-bit dtype, also enable such types."""
     return as_jax_calls(with_wide_types(rule))
 
 
@@ -420,7 +420,7 @@ def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[A
 
 
 def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a rule so that it runs with 64-bit types enabled if one of its arrays has one."""
+    """Wrap a rule so that 64-bit types are enabled in it if one of its arrays has such a dtype."""
 
     @functools.wraps(rule)
     def run(*arguments: P.args, **options: P.kwargs) -> T:

@@ -216,7 +216,8 @@ def check_params(
     of_norms = {path for path, module in modules.items() if _is_norm(module)}
     norms, found = [], set[str]()
     for path, scale in leaves.items():
-        # In nnx, a parameter is an object, and its array an attribute: the name is last but one.
+        # In nnx, a parameter is an object with its array as an attribute, so that the parameter's
+        # name is the last but one part of the path.
         at = next((i for i in (-1, -2) if len(path) >= -i and path[i] in scales), None)
         if at is None:
             continue
@@ -347,7 +348,7 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
 
 def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return |scale| as the forward pass uses it: at least the floor of `_floor_of`."""
+    """Return |scale| as the forward pass uses it: raised to `_floor_of(y_dtype)` if smaller."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 

@@ -34,8 +34,8 @@ _HIGH_LEVEL = {
     "RematTraced": "checkpoint",
 }
 
-#: The name, in place of a primitive's, of the operation by which a scan stacks the arrays of its
-#: iterations. It is not "stack", because JAX has a primitive of that name.
+#: The value of `Value.made_by` for an array that a scan stacks from its iterations. (It is not
+#: "stack", because JAX has a primitive of that name.)
 STACKED = "stacked layers"
 
 #: Primitives that return their operand unchanged. `origin` skips them.
@@ -99,7 +99,7 @@ def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Graph:
-    """The graph of a program that returns, first of all, the arrays that a derivative saves.
+    """The graph of a traced program whose first results are the arrays that a derivative saves.
 
     Attributes:
       values: all arrays that equations compute, in that order.
@@ -110,8 +110,8 @@ class Graph:
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
         """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
-        For each other result, the graph has a user of it with the name ``"result"``. `is_active`
-        has a bool for each argument: True if it is differentiated.
+        In the graph, each other result has a user whose `made_by` is ``"result"``. `is_active` has
+        a bool for each argument: True if it is differentiated.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
@@ -436,9 +436,9 @@ def is_zeros(value: Value, like: Value) -> bool:
 
 
 def is_reduced(value: Value, limit: int) -> bool:
-    """Return True if an array is computed by a sum or another reduction, or a matmul.
+    """Return True if the computation of a value includes a reduction, such as a sum, or a matmul.
 
-    `limit` is the argument of `ancestors`, which says how far back this is searched.
+    `limit` is the argument of `ancestors`, which determines how many steps are searched.
     """
     return any(
         v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)

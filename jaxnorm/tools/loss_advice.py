@@ -140,7 +140,7 @@ def _plain(value: Value) -> Loss | None:
 
 
 def _uncapped(loss: Loss) -> Loss:
-    """Return the loss together with the softcap before it, ``cap * tanh(logits / cap)``.
+    """Extend a loss by the softcap before it, ``cap * tanh(logits / cap)``, and return it.
 
     If there is no softcap, or if its result has other users than the loss, the loss is returned
     unchanged.
@@ -342,7 +342,10 @@ def _is_saved(operand: Value, program: Program) -> bool:
 
 
 def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
-    """Return the saved array of a matmul's operand if only this matmul needs it, otherwise None."""
+    """Return the array that is saved only for an operand of a matmul, or None.
+
+    The result is None if the operand is not saved, or if other computations need it as well.
+    """
     value, user = origin(operand), matmul
     while True:
         others = [t for t in value.users if t is not user and t.made_by != STACKED]

@@ -82,9 +82,9 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return the advice for each saved array, and the number of bytes of it that the advice saves.
+    """Return, for each saved array that has advice, the advice and the number of bytes it saves.
 
-    The keys are identities of arrays. Arrays without advice are left out.
+    The keys are identities of arrays. The bytes are at most the size of the array.
     """
     program = Program(graph)
     found: dict[int, tuple[Advice, int]] = {}
@@ -100,9 +100,10 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return, for each array that an advice removes, the advice and the number of bytes it saves.
+    """Return, for each array that is no longer saved, the advice and the number of bytes it saves.
 
-    If other bytes are saved instead, they are subtracted from the largest arrays first.
+    If the advice makes the program save other bytes instead, these are subtracted from the largest
+    arrays first.
     """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)

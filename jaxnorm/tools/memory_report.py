@@ -18,8 +18,8 @@ from jaxnorm.tools import kept_arrays, memory_advice
 from jaxnorm.tools.kept_arrays import Advice
 from jaxnorm.tools.text import table
 
-# Limits of the printed table: its width in characters, its number of rows, and the fraction of the
-# total bytes below which a row is not shown.
+# Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
+# of the total bytes below which a row is not shown.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
 # The fields of `KeptArray` that are equal for all arrays of a row: shape, dtype, source, made_by,
 # layers and advice.

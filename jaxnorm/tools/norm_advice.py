@@ -149,8 +149,8 @@ def _root(value: Value) -> Value:
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # Go back beyond a cast of a matmul's result to more bits: several users may each have such
-        # a cast.
+        # Also skip a cast of a matmul's result to more bits, because each user may have such a
+        # cast.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -166,10 +166,11 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return the name of the activation in a region if jaxnorm's norms support it, otherwise None.
+    """Return the name of an activation that jaxnorm's norms support, or None.
 
-    `results` are the values of the region with other users. The activation must have made all of
-    them: the norm without the activation must not be among them.
+    `region` are the arrays that are computed elementwise from one array, and `results` those of
+    them that are used outside of the region. The activation must compute all results: the norm
+    before the activation must not be among them.
     """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
@@ -216,7 +217,7 @@ def _region(root: Value) -> list[Value]:
 
 
 def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
-    """Return the values of a region that have users outside of it, other than sums."""
+    """Return the arrays in `region` that are used outside of it, other than by sums."""
     inside = {id(root), *map(id, region)}
 
     def leaves(value: Value) -> bool:
@@ -271,7 +272,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         freed.append(root)
     members = program.saved_of(freed)
     if activation == "relu":
-        members += program.zeros_like(results[0])[:1]  # One layer saves one array of zeros.
+        members += program.zeros_like(results[0])[:1]  # relu's derivative saves it in each layer.
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
     # jaxnorm's norm saves its result, or its operand if it has an activation. A GroupNorm always
     # saves an additional, reshaped array.
@@ -355,9 +356,9 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return those results that repeat another result's cast, of the same array to the same dtype.
+    """Return the results that repeat the cast of an earlier result: same array, same dtype.
 
-    A norm returns a single array, so it needs only one of them.
+    They are not needed, because a norm returns a single array.
     """
     seen: set[tuple[int, str]] = set()
     again = []

@@ -128,7 +128,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # The kernel of norm and matmul has no `Call`; its function checks it.
+        if first is None:  # One kernel computes norm and matmul. Its function has checked the name.
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 

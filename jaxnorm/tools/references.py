@@ -33,7 +33,10 @@ def softmax(
     scale: float = 1.0,
     causal: bool = False,
 ) -> Results:
-    """Return ``y = exp(z) / sum exp(z)`` with ``z = scale x + bias``, or log(y), and gradients."""
+    """Return ``y = exp(z) / sum exp(z)`` for ``z = scale x + bias``, or log(y), and the gradients.
+
+    The operands x, bias and where are in `given`.
+    """
     x, (d,) = given["x"], cotangents
     mask = np.broadcast_to(given.get("where", True), x.shape)
     if causal:
@@ -64,7 +67,7 @@ def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = Fals
 
 
 def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
-    """Return the gradient of the logits, given y (the softmax or its logarithm) and dL/dy."""
+    """Return the logits' gradient, given y, the softmax or its logarithm, and d, y's cotangent."""
     return d - exp(y) * total(d, axes) if log else y * (d - total(d * y, axes))
 
 
@@ -104,7 +107,7 @@ class Norm:
             self.y = self.y + bias
 
     def means(self, dg: Any, x_hat: Any) -> tuple[Any, Any]:
-        """Return the two means in the formula of dx: the mean of dg, and that of dg times x_hat."""
+        """Return the two means in the formula of dx: those of dg = dy scale, and of dg x_hat."""
         return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
 
     def backward(self, dy: Any, saved: Any = None) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class Norm:
 
 
 def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None = None) -> Results:
-    """Return a norm, or the silu of a norm, and gradients."""
+    """Return a norm, or the silu of a norm, and the gradients."""
     of = Norm(given["x"], given["scale"], given.get("bias"))
     if activation is not None:
         a, slope = _silu(of.y)
@@ -133,7 +136,7 @@ def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None 
 
 
 def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``y = norm(h)`` and ``h = x + residual``, and gradients.
+    """Return ``y = norm(h)`` and ``h = x + residual``, and the gradients.
 
     y is the norm of the rounded h.
     """
@@ -146,7 +149,7 @@ def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``y = norm(h)`` and ``h = residual + gate x``, and gradients.
+    """Return ``y = norm(h)`` and ``h = residual + gate x``, and the gradients.
 
     y is the norm of the rounded h.
     """
@@ -162,7 +165,7 @@ def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``y = residual + norm(x)`` and gradients. norm(x) is not rounded before the sum."""
+    """Return ``y = residual + norm(x)`` and the gradients. norm(x) is not rounded."""
     of = Norm(given["x"], given["scale"], None)
     gradients = of.backward(d[0])
     return [(given["residual"] + of.y).stored(dtype)], _stored(
@@ -171,7 +174,7 @@ def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``y = norm(h)`` and ``h = residual + norm(x)``, and gradients.
+    """Return ``y = norm(h)`` and ``h = residual + norm(x)``, and the gradients.
 
     y is the norm of the rounded h.
     """
@@ -224,7 +227,7 @@ class Rotation:
 
 
 def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool = False) -> Results:
-    """Return ``y = rotation(norm(x), cos, sin)`` and gradients. norm(x) is not rounded."""
+    """Return ``y = rotation(norm(x), cos, sin)`` and the gradients. norm(x) is not rounded."""
     cols = given["x"].value.shape[-1]
     rotation = Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
     of = Norm(given["x"], given["scale"], None)
@@ -235,7 +238,7 @@ def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool 
 def norm_gated(
     given: Arrays, d: list[Bounded], dtype: str, *, norm_before_gate: bool = True
 ) -> Results:
-    """Return ``norm(x) silu(gate)`` or ``norm(x silu(gate))``, and gradients.
+    """Return ``norm(x) silu(gate)`` or ``norm(x silu(gate))``, and the gradients.
 
     The gradients are computed from x and gate, not from y.
     """
@@ -259,7 +262,7 @@ def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
 
 
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``rms_norm(x) @ weight + bias`` and gradients.
+    """Return ``rms_norm(x) @ weight + bias`` and the gradients.
 
     The norm is rounded before the matmul. The gradients are computed from x.
     """
@@ -271,7 +274,7 @@ def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``h @ weight`` with ``h = silu(gate) up``, and gradients.
+    """Return ``h @ weight`` with ``h = silu(gate) up``, and the gradients.
 
     h and its gradient are rounded to `dtype`.
     """
@@ -283,7 +286,7 @@ def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation: str) -> Results:
-    """Return ``h @ weight`` with ``h = silu(x)``, and gradients.
+    """Return ``h @ weight`` with ``h = silu(x)``, and the gradients.
 
     h and its gradient are rounded to `dtype`.
     """
@@ -295,20 +298,20 @@ def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation
 
 
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the loss ``log sum exp(x) - x[label]`` of each row, and gradients."""
+    """Return the loss ``log sum exp(x) - x[label]`` of each row, and the gradients."""
     loss, slope = _losses(given["logits"], given["labels"])
     of_rows = d[0].reshape(loss.value.shape)
     return [loss], {"logits": (of_rows * slope).stored(dtype)}
 
 
 def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` and ``-sum p log p`` of each row, and gradients."""
+    """Return ``log p[label]`` and ``-sum p log p`` of each row, and the gradients."""
     results, gradient = _log_probs(given["logits"], given["labels"], d)
     return results, {"logits": gradient.stored(dtype)}
 
 
 def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool = False) -> Results:
-    """Return ``sum p log(p / q)`` of each row, and gradients.
+    """Return ``sum p log(p / q)`` of each row, and the gradients.
 
     p is the teacher's softmax, and q the student's; `reverse` swaps them.
     """
@@ -335,7 +338,7 @@ def _log_softmax(x: Bounded) -> Bounded:
 
 
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the mean cross-entropy of the logits ``x @ weight + bias``, and gradients.
+    """Return the mean cross-entropy of the logits ``x @ weight + bias``, and the gradients.
 
     The logits, and the operands of all matmuls, are rounded to `dtype`.
     """
@@ -355,7 +358,7 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
 
 
 def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` for several labels of each row, ``-sum p log p``, and gradients.
+    """Return ``log p[label]`` for several labels of each row, ``-sum p log p``, and the gradients.
 
     The last axis of labels has the labels of a row.
     """
@@ -376,7 +379,7 @@ def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Result
 
 
 def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the mean divergence of two linear layers' logits, and gradients.
+    """Return the mean divergence of two linear layers' logits, and the gradients.
 
     The logits are not rounded.
     """
@@ -398,7 +401,7 @@ def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, and gradients.
+    """Return ``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, and the gradients.
 
     The logits are not rounded.
     """

@@ -99,7 +99,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def sum(self, axes: Axes = -1) -> "Bounded":
-        """Return the sum over some axes, with size 1 in the result."""
+        """Return the sum over some axes, which have size 1 in the result."""
         axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
         walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
@@ -131,9 +131,9 @@ class Bounded:
         )
 
     def at(self, indices: np.ndarray) -> "Bounded":
-        """Return one element of each row, with size 1 along the last axis.
+        """Return one element of each row, an array whose last axis has size 1.
 
-        `indices` has the index along the last axis for each row.
+        `indices` has, for each row, the index of the element along the last axis.
         """
         value, error = (
             np.take_along_axis(a, indices[..., None], -1) for a in (self.value, self.error)
@@ -171,14 +171,14 @@ def rsqrt(x: Any) -> Any:
 
 
 def total(x: Any, axes: Axes = -1) -> Any:
-    """Return the sum over some axes, with size 1 in the result."""
+    """Return the sum over some axes, which have size 1 in the result."""
     if isinstance(x, Bounded):
         return x.sum(axes)
     return x.sum(_axes(axes), keepdims=True)
 
 
 def mean(x: Any, axes: Axes = -1) -> Any:
-    """Return the mean over some axes, with size 1 in the result."""
+    """Return the mean over some axes, which have size 1 in the result."""
     if isinstance(x, Bounded):
         return x.mean(axes)
     return x.mean(_axes(axes), keepdims=True)
@@ -190,7 +190,7 @@ def kept(x: Any, mask: np.ndarray, fill: float = 0) -> Any:
 
 
 def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
-    """Return the maximum over some axes, with size 1 in the result.
+    """Return the maximum over some axes, which have size 1 in the result.
 
     Elements where the mask is False are ignored. If all elements are, the result is 0.
     """

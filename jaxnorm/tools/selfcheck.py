@@ -70,7 +70,7 @@ class Case:
 
 
 def _norm(function: str) -> tuple[Case, ...]:
-    """Return the cases of a norm. They have all operands, except for an RMSNorm's rare bias."""
+    """Return the cases of a norm, with all operands except an RMSNorm's bias, which is rare."""
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
         return _rotated_norm(function)
@@ -138,7 +138,7 @@ def _loss(function: str) -> tuple[Case, ...]:
 
 
 def _reference(function: str) -> Callable[..., Results]:
-    """Return the function in `references` with the name of a public function's operation."""
+    """Return a public function's reference, which has the name of its operation."""
     reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
     return reference
 
@@ -340,7 +340,7 @@ def check(
 
 
 def _is_differentiated(name: str, array: jax.Array) -> bool:
-    """Return True for float operands, except for rotary tables, whose gradients need no kernel."""
+    """Return True for float operands except rotary tables, whose gradients no kernel computes."""
     return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 

@@ -41,7 +41,7 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
         options.append(f"dtype={path[-1].dtype.name}")
     mask, option = _mask(exponential.operands[0], program)
     if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
-        option = option and "where="  # causal=True would apply to other axes after the move.
+        option = option and "where="  # On moved logits, causal=True would apply to other axes.
     options += [option] * bool(option)
     members = program.saved_of([exponential, *mask])
     how = "replace the softmax {at} with jaxnorm.softmax"
@@ -64,7 +64,10 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Return the softmax: these exponentials divided by their sum. Return None if there is none."""
+    """Return the softmax of which these are the exponentials, or None.
+
+    It is the result of the division of the exponentials by their sum.
+    """
     for user in exponential.users:
         if user.made_by == "div" and user.operands[0] is exponential:
             sums = kept_arrays.ancestors(user.operands[1], user.size)
@@ -76,9 +79,9 @@ def _quotient(exponential: Value) -> Value | None:
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
     """Return the chain of copies from a softmax's result to the copy that is saved, or None.
 
-    A copy is a cast, a reshape or a transpose. The chain is needed for advice to copy the logits
-    instead. This is not possible, and the result is None, if an array in the chain has other users,
-    or if a reshape changes the axis of the softmax.
+    A copy is a cast, a reshape or a transpose. The advice is to apply the same copies to the logits
+    instead, so that the softmax returns the saved array. This is not possible, and the result is
+    None, if an array in the chain has other users, or if a reshape changes the softmax's axis.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:
@@ -134,7 +137,7 @@ def _is_causal(mask: Value, is_inverted: bool) -> bool:
             is_inverted ^= numbers[0] == 1
         is_inverted ^= mask.made_by == "not"
         mask = origin(mask.operands[0])
-        if mask.shape[-2:] != shape:  # Rows and columns are not the last two axes.
+        if mask.shape[-2:] != shape:  # The mask's rows and columns are not its last two axes.
             return False
     if mask.made_by != "ge" or is_inverted:
         return False

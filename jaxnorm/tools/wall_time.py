@@ -1,8 +1,8 @@
 """Wall times of a few calls, compared with plain JAX, for ``python -m jaxnorm --check`` on a GPU.
 
 A time is that of a jitted program, run many times in a row, and includes the launch by the host. It
-is less accurate than the kernel times of the repository's benchmarks, and too long for programs
-below 50 us.
+is less accurate than the kernel times of the repository's benchmarks, and overestimates the time of
+programs that take less than 50 us.
 """
 
 import dataclasses
@@ -99,8 +99,8 @@ CALLS = (
 def report() -> str:
     """Return a table of times of jaxnorm's default and of plain JAX, forward plus backward.
 
-    For calls that Triton runs by default, the last column has the speed-up that was measured
-    before, because of which Triton is the default.
+    For calls that Triton runs by default, the last column has the earlier measured speed-up that
+    made Triton the default.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # Compile all programs before the first timing.
