@@ -78,7 +78,9 @@ class Call:
         implementation: Name | None,
     ) -> "Call":
         """Return the call of an operation's forward pass. `dtypes` are the dtypes of x and of y."""
-        assert op is not None  # `Function.gated` and `Function.several`, passed as op, may be None.
+        # `op` is None for a variant (such as several labels) that the function does not have. The
+        # callers have checked that it exists.
+        assert op is not None
         results = (*OPERATIONS[op].results,)
         spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
         return cls.of(function, spec, view, implementation).on(view)

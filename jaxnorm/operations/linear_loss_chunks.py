@@ -80,7 +80,7 @@ def run(
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # It becomes one row for all rows of x, or one row for each of them.
+        if kind == "mask":  # The mask becomes one row for all rows of x, or one row for each.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
@@ -483,7 +483,7 @@ class _Chunks:
         arrays = [a for a in (self.x, self.weight, self.labels) if a is not None]
         own = (jax.typeof(a).manual_axis_type.varying for a in arrays)
         over = frozenset().union(*own)
-        if name in self.head.outputs:  # `step` returns these summed over all shards of classes.
+        if name in self.head.outputs:  # `step` sums these arrays over all shards of classes.
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 

@@ -156,7 +156,7 @@ class _LossRules(Rules[LinearLossCall]):
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Return the sharding of the loop's rows and classes, and the function of each device.
+        """Return the sharding of the loop's rows and classes, and each device's function.
 
         The rows and classes stay sharded over the mesh axes that already shard them, if the number
         of shards divides their sizes. The rows are also sharded over mesh axes that shard d only,
@@ -182,7 +182,8 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        for name in reversed(features):  # Start with the innermost mesh axis, to keep d in order.
+        # Start with the innermost mesh axis, so that the exchanges keep the order of d's elements.
+        for name in reversed(features):
             axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
                 moved[axis] += (name,)

@@ -81,9 +81,10 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
 
 
 def _is_scattered(call: Call) -> bool:
-    """Return True if the user requested an implementation that cannot use these parameters.
+    """Return True if the implementation that the user requested cannot use the call's parameters.
 
-    Its kernels need parameters of shape ``(groups, cols)``, and these cannot be reshaped to it.
+    Its kernels need parameters of shape ``(groups, cols)``, and the parameters cannot be reshaped
+    to that shape. If the user requested no implementation, the result is False.
     """
     name = call.implementation
     return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered

@@ -32,8 +32,8 @@ _OF_CAPS = {
 }  # fmt: skip
 
 # Primitives that may use arrays of the logits' size without being part of the loss, because their
-# derivatives save no such array. `_OF_LOGITS` is for advice that keeps the logits: without logits,
-# there is no argmax.
+# derivatives save no such array. Advice that keeps the logits (`_OF_LOGITS`) also allows an argmax,
+# which needs the logits.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 

@@ -93,7 +93,7 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
             for one in recognised.find(program):
                 found |= _shared_out(one, program)
                 program.advised.update(found)
-    finally:  # The keys of these caches are arrays of this graph.
+    finally:  # Clear the caches, because their keys are arrays of this graph.
         linear_advice.clear_caches()
         kept_arrays.is_spread.cache_clear()
     return found

@@ -107,7 +107,10 @@ class Norm:
             self.y = self.y + bias
 
     def means(self, dg: Any, x_hat: Any) -> tuple[Any, Any]:
-        """Return the two means in the formula of dx: those of dg = dy scale, and of dg x_hat."""
+        """Return the two row means in the formula of dx: mean(dg) and mean(dg x_hat).
+
+        dg is dy times scale. The first mean is 0 for RMSNorm.
+        """
         return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
 
     def backward(self, dy: Any, saved: Any = None) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
         options.append(f"dtype={path[-1].dtype.name}")
     mask, option = _mask(exponential.operands[0], program)
     if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
-        option = option and "where="  # On moved logits, causal=True would apply to other axes.
+        # For reshaped or transposed logits, causal=True would apply to other axes.
+        option = option and "where="
     options += [option] * bool(option)
     members = program.saved_of([exponential, *mask])
     how = "replace the softmax {at} with jaxnorm.softmax"
