@@ -46,7 +46,9 @@ class _Divergence(NamedTuple):
 def divergences(program: Program) -> Iterator[Advice]:
     """Recognise a divergence between two softmaxes, with or without the linear layers before them.
 
-    It is code like this::
+    Such code looks like this.
+
+    ::
 
         log_q = log_softmax(x @ weight)
         log_p = stop_gradient(log_softmax(teacher_x @ teacher_weight))

@@ -10,7 +10,9 @@ from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, r
 def linear_layers(program: Program) -> Iterator[Advice]:
     """Recognise a linear layer after an activation, with or without dropout between them.
 
-    On the left is such code, on the right its replacement::
+    On the left is such code, on the right its replacement.
+
+    ::
 
         y = (silu(gate) * up) @ weight      jaxnorm.gated_linear: saves gate and up
         y = gelu(x) @ weight                jaxnorm.activation_linear: saves x

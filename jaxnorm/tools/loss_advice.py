@@ -66,7 +66,9 @@ class Loss:
 def losses(program: Program) -> Iterator[Advice]:
     """Recognise a loss of integer labels, with or without the linear layer before it.
 
-    It is code like this::
+    Such code looks like this.
+
+    ::
 
         logits = x @ weight                                      or with a bias, a cast, a slice
         logits = cap * tanh(logits / cap)                        optional: logit_softcap=cap

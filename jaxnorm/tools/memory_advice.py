@@ -23,7 +23,9 @@ from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program, Recogniser
 def saved_twice(program: Program) -> Iterator[Advice]:
     """Recognise, in a scan, a reshaped or cast copy that is saved in addition to its original.
 
-    On the left is such code, on the right what it saves::
+    On the left is such code, on the right what it saves.
+
+    ::
 
         y = heads.reshape(batch, length, -1) @ weight    heads, and the reshaped copy for the matmul
         y = wide.astype(jnp.bfloat16) @ weight           wide, and the cast copy for the matmul

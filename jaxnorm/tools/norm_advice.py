@@ -39,7 +39,9 @@ _WITH_GATE = (
 def norms(program: Program) -> Iterator[Advice]:
     """Recognise a norm, with or without an activation or a rotation of its result.
 
-    On the left is such code, on the right its replacement::
+    On the left is such code, on the right its replacement.
+
+    ::
 
         y = x * rsqrt(mean(x ** 2) + epsilon) * scale               jaxnorm.rms_norm: saves y
         y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias   jaxnorm.layer_norm: saves y
@@ -59,7 +61,9 @@ def norms(program: Program) -> Iterator[Advice]:
 def gated_sums(program: Program) -> Iterator[Advice]:
     """Recognise a norm of jaxnorm after a sum in which a gate multiplies a cast branch.
 
-    On the left is such code, on the right its replacement::
+    On the left is such code, on the right its replacement.
+
+    ::
 
         h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
         y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
@@ -101,7 +105,9 @@ def _gated_branch(h: Value) -> Value | None:
 def activations(program: Program) -> Iterator[Advice]:
     """Recognise an activation of the result of one of jaxnorm's norms.
 
-    On the left is such code, on the right the option that replaces the activation::
+    On the left is such code, on the right the option that replaces the activation.
+
+    ::
 
         y = silu(jaxnorm.layer_norm(x, scale, bias))    activation="silu": saves x, not the norm
 
@@ -116,7 +122,9 @@ def activations(program: Program) -> Iterator[Advice]:
 def rotations(program: Program) -> Iterator[Advice]:
     """Recognise a rotation of the result of `jaxnorm.rms_norm`.
 
-    On the left is such code, on the right its replacement::
+    On the left is such code, on the right its replacement.
+
+    ::
 
         n = jaxnorm.rms_norm(x, scale)    jaxnorm.rms_norm_rope: saves y, not n
         y = n * cos + partner(n) * sin

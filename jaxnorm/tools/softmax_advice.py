@@ -12,7 +12,9 @@ PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 def softmaxes(program: Program) -> Iterator[Advice]:
     """Recognise a softmax of which the result, or a copy of it for a matmul, is saved.
 
-    On the left is such code, on the right the replacement or its option::
+    On the left is such code, on the right the replacement or its option.
+
+    ::
 
         p = softmax(logits)                                      jaxnorm.softmax: saves p
         p = softmax(where(mask, logits, -inf))                   where=mask, or causal=True
