@@ -1,9 +1,9 @@
-"""Fused softmax, cross-entropy, LayerNorm and RMSNorm for JAX that save little memory for backward.
+"""Fused softmax, cross-entropy, LayerNorm and RMSNorm for JAX with small residuals for backward.
 
-Softmax and the norms save their output for the backward pass, not their input. A norm can include
-the residual addition before or after it in one pass. The functions are drop-in replacements for
-:mod:`jax.nn`, optax's loss and the usual norms; ``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax
-modules that use them.
+Softmax and the norms save their output for the backward pass, not their input. A norm can be fused
+with the residual addition before or after it. The functions are drop-in replacements for the
+softmax functions and norms of :mod:`jax.nn` and Flax, and for optax's cross-entropy.
+``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax modules that use them.
 """
 
 from jaxnorm.calls.backends import Choice
@@ -60,9 +60,9 @@ __all__ = [
 
 __version__ = "0.3.0"
 
-# Show these objects as members of jaxnorm in signatures, tracebacks and help(jaxnorm), which lists
-# only what a module defines.
+# Set `__module__` of the public objects to "jaxnorm", for signatures and tracebacks. help(jaxnorm)
+# lists only objects with this value.
 for _name in __all__:
-    if _name != "save_policy":  # save_policy belongs to JAX
+    if _name != "save_policy":  # save_policy is an object of JAX
         globals()[_name].__module__ = __name__
 del _name

@@ -1,4 +1,7 @@
-"""``python -m jaxnorm``: report this machine; ``--check``: check values, and speed on a GPU."""
+"""``python -m jaxnorm``: print a report on this machine.
+
+With ``--check``, also compare all functions with float64 references and, on a GPU, time a few.
+"""
 
 import argparse
 import os
@@ -9,7 +12,7 @@ from jaxnorm.tools import machine, selfcheck, wall_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a report; return 1 if a value was checked and is wrong, otherwise 0."""
+    """Print the report; return the exit status: 1 if ``--check`` found a wrong value, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxnorm",
         description="Prints versions, devices, and which implementation runs each function here.",
@@ -41,6 +44,7 @@ def _check() -> int:
 
 
 if __name__ == "__main__":
-    # The check's processes share a GPU, so none may preallocate three quarters of its memory.
+    # ``--check`` starts several processes that share a GPU. By default, JAX in each of them would
+    # preallocate three quarters of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     raise SystemExit(main())

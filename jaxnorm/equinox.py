@@ -1,4 +1,7 @@
-"""Equinox modules: drop-in LayerNorm, RMSNorm and GroupNorm that save their outputs."""
+"""Equinox modules: drop-in replacements of LayerNorm, RMSNorm and GroupNorm.
+
+They save outputs instead of inputs for the backward pass.
+"""
 
 import importlib.util
 import math
@@ -26,7 +29,7 @@ _NO_STATE: Any = object()
 
 
 class _Settings(eqx.Module):
-    """jaxnorm's additional fields, which equinox's norms do not have."""
+    """The additional fields of jaxnorm's norm modules, which equinox's modules do not have."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
@@ -36,25 +39,26 @@ class _Settings(eqx.Module):
 class LayerNorm(_Settings, eqx.nn.LayerNorm):
     """``equinox.nn.LayerNorm`` that saves its output, not its input, for the backward pass.
 
-    Fields, arguments, defaults and the call are equinox's; there are three additional keyword
-    arguments. As in equinox, x has the module's shape, all axes are normalised, and the result has
-    x's dtype. Under one or more nested ``jax.vmap``, one kernel runs all rows, forward and
-    backward. If x is not a float of 16 to 64 bits, or has no axes or elements, equinox's own code
-    runs, which saves the input.
+    Fields, arguments, defaults and the call are the same as in equinox; there are three additional
+    keyword arguments. As in equinox, x has the module's shape, all axes are normalised, and the
+    result has x's dtype. Under one or more nested ``jax.vmap``, one kernel processes all rows, in
+    the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits, or if x
+    has no axes or no elements, equinox's code runs, which saves the input.
 
     Args:
       shape: shape of x, weight and bias: an integer or several.
       eps: added to the variance.
-      use_weight, use_bias: whether the module has these parameters; they are None if not.
-      dtype: dtype of the parameters; JAX's default float by default.
+      use_weight, use_bias: False for a module without the parameter, which is then None.
+      dtype: dtype of the parameters; by default, JAX's default float dtype.
       elementwise_affine: equinox's deprecated argument for both ``use_weight`` and ``use_bias``.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.layer_norm`.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: added to ``weight``; 0.0 by default.
 
     Raises:
-      ValueError: when called with an x of another shape than the module's, or as
-        :func:`jaxnorm.layer_norm` does.
+      ValueError: in a call, the shape of x is not the module's shape, or as for
+        :func:`jaxnorm.layer_norm`.
 
     Example:
       >>> import jax
@@ -78,10 +82,10 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
         super(_Settings, self).__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x, as ``equinox.nn.LayerNorm`` does; ``state`` passes through unchanged.
+        """Normalise x like ``equinox.nn.LayerNorm``; ``state`` is returned unchanged.
 
         Returns:
-          Array of x's shape and dtype; with a ``state``, (that array, state).
+          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
         """
         y = _normalised(self, layer_norm, super().__call__, x)
         return y if state is _NO_STATE else (y, state)
@@ -90,18 +94,18 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
 class RMSNorm(_Settings, eqx.nn.RMSNorm):
     """``equinox.nn.RMSNorm`` that saves its output, not its input, for the backward pass.
 
-    Fields, arguments, ``jax.vmap`` and the calls left to equinox are as in
-    :class:`jaxnorm.equinox.LayerNorm`.
+    Its fields and arguments, the behaviour under ``jax.vmap``, and the calls that run equinox's
+    code are as for :class:`jaxnorm.equinox.LayerNorm`.
 
     Args:
       shape, eps, use_weight, use_bias, dtype: as in :class:`jaxnorm.equinox.LayerNorm`.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm` and, for norms with a bias,
-        :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.rms_norm`.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.rms_norm` and, for norms with a bias, :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
       scale_offset: added to ``weight``; 1.0 for Gemma's ``1 + w``.
 
     Raises:
-      ValueError: as :class:`jaxnorm.equinox.LayerNorm` does.
+      ValueError: as for :class:`jaxnorm.equinox.LayerNorm`.
 
     Example:
       >>> import jax
@@ -125,10 +129,10 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
         super(_Settings, self).__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x, as ``equinox.nn.RMSNorm`` does; ``state`` passes through unchanged.
+        """Normalise x like ``equinox.nn.RMSNorm``; ``state`` is returned unchanged.
 
         Returns:
-          Array of x's shape and dtype; with a ``state``, (that array, state).
+          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
         """
         y = _normalised(self, rms_norm, super().__call__, x)
         return y if state is _NO_STATE else (y, state)
@@ -137,19 +141,20 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
 class GroupNorm(_Settings, eqx.nn.GroupNorm):
     """``equinox.nn.GroupNorm`` that saves its output, not its input, for the backward pass.
 
-    Fields, arguments, defaults and the call are equinox's; there are three additional keyword
-    arguments. Channels are the first axis of x. If x is not a float of 16 to 64 bits, equinox's own
-    code runs, which saves the input.
+    Fields, arguments, defaults and the call are the same as in equinox; there are three additional
+    keyword arguments. Channels are the first axis of x. If the dtype of x is not a float of 16 to
+    64 bits, equinox's code runs, which saves the input.
 
     Args:
       groups, channels, eps, channelwise_affine, dtype: as in ``equinox.nn.GroupNorm``.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.layer_norm`.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: added to ``weight``; 0.0 by default.
 
     Raises:
-      ValueError: when called with an x whose channels are not the module's, or as
-        :func:`jaxnorm.layer_norm` does.
+      ValueError: in a call, x does not have the module's number of channels, or as for
+        :func:`jaxnorm.layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -172,10 +177,10 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
         super(_Settings, self).__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x, as ``equinox.nn.GroupNorm`` does; ``state`` passes through unchanged.
+        """Normalise x like ``equinox.nn.GroupNorm``; ``state`` is returned unchanged.
 
         Returns:
-          Array of x's shape and dtype; with a ``state``, (that array, state).
+          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
         """
         if not x.ndim or x.shape[0] % self.groups or self.channels not in (None, x.shape[0]):
             expected = self.channels or f"a multiple of {self.groups}"
@@ -206,37 +211,37 @@ def convert[Model](
 
     Modules are immutable, so the function returns a new model. It has the same arrays, in the same
     order of leaves, so checkpoints (``equinox.tree_serialise_leaves``) load in both directions. An
-    optimiser's state has the structure of its model, so convert the model before creating it. A
-    norm in two places stays one object.
+    optimiser's state has the structure of its model, so convert the model before you create the
+    optimiser. A norm that occurs twice in the model is converted to one object.
 
     Norms are found anywhere in the model's tree, in fields, lists, tuples and dictionaries. This
-    includes stacked norms (from ``equinox.filter_vmap``, for ``jax.lax.scan``) and abstract ones
+    includes stacked norms (from ``equinox.filter_vmap``, for ``jax.lax.scan``) and abstract norms
     (``equinox.filter_eval_shape``).
 
-    If a weight is 0, or far below the bias next to it, its gradient cannot be computed from the
-    norm's output (see :func:`jaxnorm.check_params`). The conversion therefore examines parameters
-    that have values, and gives norms with such columns ``save="input"``: convert a model after its
-    checkpoint is loaded. Abstract and traced parameters have no values. An output has the dtype of
-    x, which is assumed to be the parameters' dtype. If x has fewer bits, check
-    ``jaxnorm.check_params(model, x.dtype)``.
+    If a weight is 0, or much smaller than the bias in the same column, its gradient cannot be
+    computed from the norm's output (see :func:`jaxnorm.check_params`). The conversion therefore
+    examines the values of parameters, and norms with such columns get ``save="input"``. Abstract
+    and traced parameters have no values, so convert a model after its checkpoint is loaded. An
+    output has the dtype of x, which is assumed to be the parameters' dtype. If x has fewer bits,
+    check ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if their parameters are not floats of 16 to 64 bits, or if they are of a
-    subclass of equinox's classes that overrides code. (A subclass whose body is ``pass`` is
-    converted.) One warning of the logger ``"jaxnorm"`` names these norms and those that save their
-    input, with the reasons, or says that a model has no such norms at all. Norms that are already
-    jaxnorm's keep their own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
+    their class is a subclass of equinox's class that overrides code. (A subclass whose body is
+    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning that lists these norms, and
+    the norms that save their input, with the reasons, or that says that the model has no norms.
+    Modules of jaxnorm's classes keep their own settings.
 
     Args:
-      model: an ``equinox.Module``, or a tree that has some.
-      save: ``"output"`` or ``"input"``, for all norms except those that must save their input; see
+      model: an ``equinox.Module``, or a tree that contains modules.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`. Norms that need it save their input in any case.
+      implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
-      implementation: for all norms; see :func:`jaxnorm.layer_norm`.
-      calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
-        ``__call__`` of modules of exactly that class, such as a norm class that the model defines.
-        The function may call the original ``__call__``. Such a module keeps its fields, and stays
-        an instance of the class; ``save`` and ``implementation`` do not apply to it. The log line
-        names these modules, modules of subclasses, which are not changed, and classes that the
-        model does not have.
+      calls: a dictionary ``{class: function(module, *args, **kwargs)}``, for norm classes that the
+        model defines. In modules of exactly such a class, the function replaces ``__call__``. It
+        may call the original ``__call__``. The modules keep their fields, and stay instances of the
+        class; ``save`` and ``implementation`` do not apply to them. The warning lists them, modules
+        of subclasses, which are not changed, and classes that the model does not have.
 
     Returns:
       The model, with the same structure except for its norms.
@@ -269,7 +274,7 @@ def convert[Model](
     decided = conversion.decided(
         "equinox.convert", norms, _CONVERTED, save, replaced, _why_left, _why_input
     )
-    new: dict[int, Any] = {}  # keys: id() of the old norm
+    new: dict[int, Any] = {}  # The keys are the id() of the old norms.
     for path, saved in decided.items():
         if id(norms[path]) not in new:
             new[id(norms[path])] = _converted(norms[path], saved, implementation)
@@ -284,9 +289,10 @@ _CONVERTED: dict[type, type] = {
 
 
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Return a model in which ``calls`` are applied, and a dict of its norms by path.
+    """Apply the argument ``calls`` to a model. Return the model, and a dict of its norms by path.
 
-    Norms whose class, or a base class of it, is in ``calls`` are left out of the dict.
+    The dict does not include norms for whose class, or a base class of it, ``calls`` has a
+    function.
     """
     norms: dict[str, Any] = {}
 
@@ -305,14 +311,15 @@ def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[
 
 
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
-    """Return a model with each module replaced, from the innermost outwards.
+    """Return a model with its modules replaced, from the innermost modules outwards.
 
-    A module in two places stays one object. A module in which nothing is replaced is not copied.
+    A module that occurs twice is replaced by one object. A module in which nothing is replaced is
+    not copied.
 
     Args:
       model: a tree with modules.
-      replace: function that returns the new module, given the module with its submodules replaced,
-        the original module, and its path.
+      replace: function that returns the replacement of a module. Its arguments are the module with
+        its submodules already replaced, the original module, and its path.
     """
     new: dict[int, Any] = {}
 
@@ -341,7 +348,7 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _of_class(module: Any, kind: type) -> Any:
-    """Return a copy of a module that is an instance of another class and has the same fields."""
+    """Return an instance of the class `kind` that has the same fields as a module."""
     made: Any = object.__new__(kind)
     for name, value in vars(module).items():
         object.__setattr__(made, name, value)
@@ -374,7 +381,7 @@ def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
 
 
 def _why_left(norm: Any) -> str | None:
-    """Return the reason why one of equinox's norms is not converted; None if it is converted."""
+    """Return the reason why a norm is left to equinox; None if it is converted."""
     if conversion.converted_as(type(norm), _CONVERTED) is None:
         base = next(base for base in _CONVERTED if isinstance(norm, base))
         return conversion.subclass(norm, base, "equinox")
@@ -383,7 +390,7 @@ def _why_left(norm: Any) -> str | None:
 
 
 def _why_input(norm: Any) -> str | None:
-    """Return the reason why a converted norm must save its input instead of its output, or None."""
+    """Return the reason why a norm must save its input instead of its output, or None."""
     if not hasattr(norm.weight, "dtype"):
         return None
     parameters = _parameters(norm)
@@ -392,7 +399,7 @@ def _why_input(norm: Any) -> str | None:
 
 
 def _parameters(norm: Any) -> list[Any]:
-    """Return those of weight and bias that the norm has; they may be abstract arrays."""
+    """Return the parameters of a norm: weight and bias, if present. They may be abstract arrays."""
     return [a for a in (norm.weight, norm.bias) if hasattr(a, "dtype")]
 
 
@@ -411,13 +418,16 @@ def _normalised(
 
 
 def _added(norm: Any) -> dict[str, Any]:
-    """Return the fields that equinox's modules do not have, as keyword arguments."""
+    """Return the additional fields of one of jaxnorm's norms as keyword arguments of functions."""
     names = ("scale_offset", "save", "implementation")
     return {name: getattr(norm, name) for name in names}
 
 
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:
-    """Return True if equinox's own code must run; ValueError if an offset prevents it."""
+    """Return True if a call must run equinox's code, because jaxnorm's functions do not support x.
+
+    ValueError is raised if the norm has a scale_offset, which equinox's code does not support.
+    """
     if x.dtype.name in FLOAT_DTYPES and x.size and x.ndim:
         return False
     if norm.scale_offset:

@@ -1,4 +1,7 @@
-"""Flax linen modules: drop-in norms and an attention function that save their outputs."""
+"""Flax linen modules: drop-in replacements of norms, and an attention function.
+
+They save outputs instead of inputs for the backward pass.
+"""
 
 import contextlib
 import functools
@@ -31,7 +34,7 @@ __all__ = [
 
 
 class _Settings(nn.Module):
-    """jaxnorm's additional fields, which Flax's norms do not have."""
+    """The additional fields of jaxnorm's norm modules, which Flax's modules do not have."""
 
     save: Save = "output"
     implementation: Name | None = None
@@ -41,15 +44,17 @@ class _Settings(nn.Module):
 class LayerNorm(_Settings, nn.LayerNorm):
     """:class:`flax.linen.LayerNorm` that saves its output, not its input, for the backward pass.
 
-    Fields, defaults, parameter names and the call are Flax's, so checkpoints load unchanged; there
-    are three additional fields. ``use_fast_variance`` is accepted, but the variance is always
-    computed in two passes, which is stable. Flax's own code, which saves the input, runs for calls
-    with ``mask``, ``axis_name``, ``force_float32_reductions=False``, ``feature_axes`` other than
-    ``reduction_axes``, or a dtype that is not a float of 16 to 64 bits.
+    Fields, defaults, parameter names and the call are the same as in Flax, so checkpoints load
+    unchanged; there are three additional fields. ``use_fast_variance`` is accepted, but the
+    variance is always computed in two passes, which is numerically stable. Some calls run Flax's
+    code, which saves the input: calls with ``mask``, ``axis_name``,
+    ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
+    that is not a float of 16 to 64 bits.
 
     Attributes:
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.layer_norm`.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
 
     Example:
@@ -65,9 +70,10 @@ class LayerNorm(_Settings, nn.LayerNorm):
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalise x, as :meth:`flax.linen.LayerNorm.__call__` does.
+        """Normalise x like :meth:`flax.linen.LayerNorm.__call__`.
 
-        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_layer_norm`.
+        With a residual, h = x + residual is normalised, and (y, h) is returned; see
+        :func:`jaxnorm.add_layer_norm`.
         """
         return called(self, super().__call__, x, mask, residual)
 
@@ -75,11 +81,13 @@ class LayerNorm(_Settings, nn.LayerNorm):
 class RMSNorm(_Settings, nn.RMSNorm):
     """:class:`flax.linen.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Fields, parameters and the calls left to Flax are as in :class:`jaxnorm.linen.LayerNorm`.
+    Its fields and parameters, and the calls that run Flax's code, are as for
+    :class:`jaxnorm.linen.LayerNorm`.
 
     Attributes:
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`.
-      implementation: see :func:`jaxnorm.rms_norm`.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.rms_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
 
@@ -96,9 +104,10 @@ class RMSNorm(_Settings, nn.RMSNorm):
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalise x, as :meth:`flax.linen.RMSNorm.__call__` does.
+        """Normalise x like :meth:`flax.linen.RMSNorm.__call__`.
 
-        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_rms_norm`.
+        With a residual, h = x + residual is normalised, and (y, h) is returned; see
+        :func:`jaxnorm.add_rms_norm`.
         """
         return called(self, super().__call__, x, mask, residual)
 
@@ -106,15 +115,16 @@ class RMSNorm(_Settings, nn.RMSNorm):
 class GroupNorm(_Settings, nn.GroupNorm):
     """:class:`flax.linen.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    Fields, parameters and the calls left to Flax are as in :class:`jaxnorm.linen.LayerNorm`.
-    Channels are the last axis.
+    Its fields and parameters, and the calls that run Flax's code, are as for
+    :class:`jaxnorm.linen.LayerNorm`. Channels are the last axis of x.
 
     Attributes:
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.layer_norm`.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm in the same pass; the
-        module then saves its input. None applies none.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm's result in the same
+        pass; the module then saves its input. None for no activation.
 
     Example:
       >>> import jax
@@ -130,15 +140,15 @@ class GroupNorm(_Settings, nn.GroupNorm):
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalise x, as :meth:`flax.linen.GroupNorm.__call__` does, and apply the activation."""
+        """Normalise x like :meth:`flax.linen.GroupNorm.__call__`, and apply the activation."""
         return called(self, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nn.Module):
-    """RMSNorm and the Dense after it, as :func:`jaxnorm.rms_norm_linear`.
+    """RMSNorm and the Dense after it, computed by :func:`jaxnorm.rms_norm_linear`.
 
-    The parameters are those of an RMSNorm and a Dense, in subtrees, so that checkpoints load
-    unchanged in both directions::
+    The parameters are those of an RMSNorm named ``norm`` and a Dense named ``dense``, so that
+    checkpoints of two such modules load unchanged, and vice versa::
 
         {"norm": {"scale": ...}, "dense": {"kernel": ..., "bias": ...}}
 
@@ -149,8 +159,9 @@ class RMSNormDense(nn.Module):
       dtype: dtype of the matmul and its result; by default, the one to which the normalised array
         and the parameters promote.
       param_dtype: dtype of all parameters.
-      activation: None, or a name; see :func:`jaxnorm.rms_norm_linear`.
-      implementation: see :func:`jaxnorm.rms_norm_linear`.
+      activation: name of an activation, or None; see :func:`jaxnorm.rms_norm_linear`.
+      implementation: name of the implementation to use, or None; see
+        :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
 
@@ -179,8 +190,8 @@ class RMSNormDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
-        """Return y, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` does."""
-        *_, cols = jnp.shape(x) or (1,)  # rms_norm_linear raises the error for an x without axes
+        """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
+        *_, cols = jnp.shape(x) or (1,)  # For an x without axes, rms_norm_linear raises the error.
         norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
         dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
         if self.use_bias:
@@ -194,11 +205,11 @@ class RMSNormDense(nn.Module):
         )
 
 
-_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # initialisers and shapes by name
+_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # Initialisers and shapes of parameters, by name
 
 
 class _Parameters(nn.Module):
-    """A submodule that only holds parameters, in a subtree of its parent's parameters."""
+    """A submodule that creates and returns parameters, in a subtree of its parent's parameters."""
 
     dtype: DTypeLike
 
@@ -215,37 +226,41 @@ def converted(
     params: Any = None,
     calls: Mapping[type, Callable[..., Any]] | None = None,
 ) -> Iterator[None]:
-    """Run :class:`flax.linen.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` by jaxnorm's code inside.
+    """Make Flax's LayerNorm, RMSNorm and GroupNorm run jaxnorm's functions inside the context.
 
-    This context manager converts existing models without changing their source. Parameters have the
-    same names, shapes, dtypes and initial values, so checkpoints load in both directions. ::
+    This context manager converts existing models with :class:`flax.linen.LayerNorm`, ``RMSNorm``
+    and ``GroupNorm`` without changing their source. Parameters have the same names, shapes, dtypes
+    and initial values, so checkpoints load in both directions. ::
 
         with jaxnorm.linen.converted():
             variables = model.init(key, tokens)
             logits = model.apply(variables, tokens)
 
     A model is converted if it is *traced* inside the context. ``jax.jit`` traces a function
-    separately for calls inside and outside, so the context may be around calls of compiled
-    functions, or in them. Some norms are left to Flax: calls with ``mask``, ``axis_name``,
+    separately for calls inside and outside the context. So the context may be around calls of
+    compiled functions, or inside these functions.
+
+    Some norms are left to Flax: calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is not a float of 16 to 64 bits, and subclasses of Flax's classes that override code. (A
-    subclass whose body is ``pass`` is converted.) When the context ends, one warning of the logger
-    ``"jaxnorm"`` names the norms that were traced inside and left to Flax, with the reasons;
-    another one is logged if nothing was converted. Modules that are already jaxnorm's keep their
-    own settings. In nested contexts, the innermost one applies. Interceptors
-    (``nn.intercept_methods``) that are entered inside do not see calls of converted norms.
+    subclass whose body is ``pass`` is converted.) When the context ends, the logger ``"jaxnorm"``
+    logs one warning that lists the norms that were called inside and left to Flax, with the
+    reasons. It logs another warning if nothing was converted. Modules of jaxnorm's classes keep
+    their own settings. In nested contexts, the innermost one applies. Interceptors
+    (``nn.intercept_methods``) that are entered inside the context do not see calls of converted
+    norms.
 
-    If a scale is 0, or far below the bias next to it, its gradient cannot be computed from the
-    norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save their input, and
-    the warning names them. Parameters of compiled functions and of scanned layers have no values
-    while they are traced. Pass ``params`` to have these values examined instead, once, when the
-    context is entered. ::
+    If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
+    computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
+    their input, and the warning lists them. This needs the values of parameters, which are unknown
+    while a compiled function or a scan over layers is traced. For such programs, pass the values as
+    ``params``; they are examined once, when the context is entered. ::
 
         with jaxnorm.linen.converted(params=variables):
             variables = train_step(variables, tokens)
 
-    Many models define their own norm classes. ``calls`` replaces their ``__call__``. For Hugging
-    Face's Llama::
+    Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
+    such classes. For Hugging Face's Llama::
 
         def rms_norm(norm, x):
             dtype = jnp.promote_types(norm.weight.dtype, norm.dtype)
@@ -256,17 +271,19 @@ def converted(
             logits = model(tokens, params=params).logits
 
     Args:
-      save: ``"output"`` or ``"input"``, for all norms except those that must save their input; see
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`. Norms that need it save their input in any case.
+      implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
-      implementation: for all norms; see :func:`jaxnorm.layer_norm`.
-      params: the parameters of the model, with values: its variables, or those of the collection
-        ``"params"``. None if the calls themselves have values, or to examine none.
-      calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
-        ``__call__`` of modules of exactly that class. The function may call the original
-        ``__call__`` and, if that is compact, ``module.param``. ``save`` and ``implementation`` do
-        not apply to it. The log line names these modules, modules of subclasses, which are not
-        changed, and classes that were not called. ``jax.jit`` retraces if a function is a new
-        object: define each once.
+      params: the parameters of the model, with values: its variables, or the collection
+        ``"params"`` of these. None if the model is called with parameters that have values, or if
+        no values should be examined.
+      calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
+        a class, the function replaces ``__call__``. It may call the original ``__call__`` and, if
+        that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to these
+        modules. The warning lists them, modules of subclasses, which are not changed, and classes
+        of which no module was called. ``jax.jit`` retraces if a function is a new object, so define
+        each function once.
 
     Raises:
       TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
@@ -294,7 +311,7 @@ def converted(
         yield
         return
     seen = Seen(replaced)
-    running: list[nn.Module] = []  # the modules of `calls` whose replacement functions are running
+    running: list[nn.Module] = []  # The modules whose functions in `calls` are running now.
 
     def call(
         call: Callable[..., Any],
@@ -338,14 +355,14 @@ def converted(
     seen.tell(settings, around)
 
 
-# The settings of the innermost `converted`, which are part of the key of jax.jit's cache.
+# The settings of the innermost context of `converted`. They are part of the key of jax.jit's cache.
 _innermost = jax.make_user_context()
 _FLAX = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _OURS = (LayerNorm, RMSNorm, GroupNorm)
 
 
 def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return the reason why a call of one of Flax's modules is not converted, or None."""
+    """Return the reason why a call of one of Flax's norms is left to Flax, or None."""
     if conversion.converted_as(type(norm), _FLAX) is None:
         base = next(kind for kind in _FLAX if isinstance(norm, kind))
         return conversion.subclass(norm, base, "Flax")
@@ -373,31 +390,35 @@ def dot_product_attention(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """:func:`flax.linen.dot_product_attention` with :func:`jaxnorm.softmax`.
+    """:func:`flax.linen.dot_product_attention`, computed with :func:`jaxnorm.softmax`.
 
-    Pass it to ``linen.MultiHeadDotProductAttention`` as ``attention_fn``. Arguments and masking are
-    Flax's. As there, the logits have the dtype of the computation. The softmax is computed in
-    float32 for every dtype. The backward pass saves only the attention weights, where
-    :func:`jax.nn.softmax` saves two arrays of their size (unless ``jax_softmax_custom_jvp`` is
-    set).
+    Pass it to ``linen.MultiHeadDotProductAttention`` as ``attention_fn``. The arguments, the rule
+    for masked logits and the dtype of the logits are the same as in Flax. The softmax is computed
+    in float32 for every dtype. For the backward pass of the softmax, only the attention weights are
+    saved, while :func:`jax.nn.softmax` saves two arrays of their size (unless
+    ``jax_softmax_custom_jvp`` is set).
 
     Args:
-      query, key, value: ``(batch..., length, heads, depth)``.
-      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; entries where mask is
-        False are masked.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights.
+      query, key, value: arrays ``(batch..., length, heads, depth)``.
+      bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
+        Logits are masked where mask is False.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: options of the dropout of
+        attention weights, as in Flax.
       dtype: dtype of the computation; inferred from the inputs by default.
       precision: precision of the two matmuls.
-      module: where to sow the weights, as ``attention_weights`` in ``intermediates``.
-      force_fp32_for_softmax: keep the weights in float32.
-      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: replacements of the
-        matmuls; the last two go together and exclude ``precision`` and the first.
+      module: module in which the weights are sown, as ``attention_weights`` in ``intermediates``,
+        or None.
+      force_fp32_for_softmax: True for attention weights in float32.
+      einsum_dot_general: replacement of `jax.lax.dot_general` in both matmuls.
+      qk_attn_weights_einsum, attn_weights_value_einsum: replacements of `jnp.einsum` in the first
+        and the second matmul. Pass both or neither, and then not ``precision`` or
+        ``einsum_dot_general``.
 
     Returns:
-      ``(batch..., q_length, heads, v_depth)``.
+      Array ``(batch..., q_length, heads, v_depth)``.
 
     Raises:
-      ValueError: shapes that do not fit together, or options that exclude each other.
+      ValueError: the shapes do not fit together, or options exclude each other.
 
     Example:
       >>> import flax.linen as nn

@@ -1,4 +1,7 @@
-"""Flax nnx modules: drop-in norms and an attention function that save their outputs."""
+"""Flax nnx modules: drop-in replacements of norms, and an attention function.
+
+They save outputs instead of inputs for the backward pass.
+"""
 
 import functools
 import math
@@ -33,11 +36,11 @@ __all__ = [
     "dot_product_attention",
 ]
 
-dot_product_attention.__module__ = __name__  # users find it in this module
+dot_product_attention.__module__ = __name__  # Users import it from this module.
 
 
 class _NormFields(TypedDict, total=False):
-    """Flax's arguments that all norms share; they are passed on to Flax's class."""
+    """The arguments that Flax's three norm classes share. jaxnorm's classes pass them on."""
 
     epsilon: float
     dtype: DTypeLike | None
@@ -74,17 +77,18 @@ class _GroupNormFields(_NormFields, _BiasFields, total=False):
 class LayerNorm(nnx.LayerNorm):
     """:class:`flax.nnx.LayerNorm` that saves its output, not its input, for the backward pass.
 
-    Arguments, defaults, parameter names and the call are Flax's, so states load unchanged; there
-    are three additional arguments. As in Flax, x and the parameters are first promoted to one dtype
-    (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance is always computed in
-    two passes, which is stable. Flax's own code, which saves the input, runs for calls with
-    ``mask``, ``axis_name``, ``feature_axes`` other than ``reduction_axes``, or a dtype that is not
-    a float of 16 to 64 bits.
+    Arguments, defaults, parameter names and the call are the same as in Flax, so states load
+    unchanged; there are three additional arguments. As in Flax, x and the parameters are first
+    promoted to one dtype (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance
+    is always computed in two passes, which is numerically stable. Some calls run Flax's code, which
+    saves the input: calls with ``mask``, ``axis_name``, ``feature_axes`` other than
+    ``reduction_axes``, or a dtype that is not a float of 16 to 64 bits.
 
     Args:
-      num_features: number of scales and biases.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.layer_norm`.
+      num_features: number of elements of scale and of bias.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
 
     The other arguments are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
@@ -112,9 +116,10 @@ class LayerNorm(nnx.LayerNorm):
         flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalise x, as :meth:`flax.nnx.LayerNorm.__call__` does.
+        """Normalise x like :meth:`flax.nnx.LayerNorm.__call__`.
 
-        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_layer_norm`.
+        With a residual, h = x + residual is normalised, and (y, h) is returned; see
+        :func:`jaxnorm.add_layer_norm`.
         """
         functions = layer_norm, add_layer_norm
         parameters = self.scale, self.bias
@@ -124,12 +129,14 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Arguments, parameters and the calls left to Flax are as in :class:`jaxnorm.nnx.LayerNorm`.
+    Its arguments and parameters, and the calls that run Flax's code, are as for
+    :class:`jaxnorm.nnx.LayerNorm`.
 
     Args:
-      num_features: number of scales.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`.
-      implementation: see :func:`jaxnorm.rms_norm`.
+      num_features: number of elements of scale.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.rms_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
 
@@ -159,9 +166,10 @@ class RMSNorm(nnx.RMSNorm):
         flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
-        """Normalise x, as :meth:`flax.nnx.RMSNorm.__call__` does.
+        """Normalise x like :meth:`flax.nnx.RMSNorm.__call__`.
 
-        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_rms_norm`.
+        With a residual, h = x + residual is normalised, and (y, h) is returned; see
+        :func:`jaxnorm.add_rms_norm`.
         """
         functions = rms_norm, add_rms_norm
         return _called(self, functions, (self.scale,), super().__call__, x, mask, residual)
@@ -170,17 +178,19 @@ class RMSNorm(nnx.RMSNorm):
 class GroupNorm(nnx.GroupNorm):
     """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    Arguments, parameters and the calls left to Flax are as in :class:`jaxnorm.nnx.LayerNorm`.
-    Channels are the last axis.
+    Its arguments and parameters, and the calls that run Flax's code, are as for
+    :class:`jaxnorm.nnx.LayerNorm`. Channels are the last axis of x.
 
     Args:
       num_features: number of channels.
-      num_groups, group_size: number of groups, or of channels in a group; one of them is None.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
-      implementation: see :func:`jaxnorm.layer_norm`.
+      num_groups, group_size: number of groups, and number of channels in a group; one of them must
+        be None.
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm in the same pass; the
-        module then saves its input. None applies none.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm's result in the same
+        pass; the module then saves its input. None for no activation.
 
     The other arguments are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
 
@@ -193,7 +203,8 @@ class GroupNorm(nnx.GroupNorm):
       (2, 16, 16, 64)
     """
 
-    activation: NormActivation | None = None  # the default of converted modules
+    # The value for modules that `convert` has converted, in which it does not set this attribute.
+    activation: NormActivation | None = None
 
     @conversion.arguments_of(nnx.GroupNorm)
     def __init__(
@@ -213,7 +224,7 @@ class GroupNorm(nnx.GroupNorm):
         self.activation = activation
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalise x, as :meth:`flax.nnx.GroupNorm.__call__` does, and apply the activation."""
+        """Normalise x like :meth:`flax.nnx.GroupNorm.__call__`, and apply the activation."""
         operands = x, _value(self.scale), _value(self.bias)
         promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
         seen = {a.dtype.name for a in (promoted, scale, bias) if a is not None}
@@ -241,22 +252,23 @@ class GroupNorm(nnx.GroupNorm):
 
 
 class RMSNormDense(nnx.Module):
-    """RMSNorm and the linear layer after it, as :func:`jaxnorm.rms_norm_linear`.
+    """RMSNorm and the linear layer after it, computed by :func:`jaxnorm.rms_norm_linear`.
 
-    It has two submodules, ``norm`` and ``dense``, so that the states of an RMSNorm and of a
-    :class:`flax.nnx.Linear` load unchanged in both directions. A call uses their fields.
+    It has two submodules: ``norm``, an RMSNorm, and ``dense``, a :class:`flax.nnx.Linear`. So the
+    states of two such modules load unchanged, and vice versa.
 
     Args:
-      in_features, out_features: numbers of features of x and of the result.
+      in_features, out_features: number of features of x, and number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.nnx.Linear`.
       epsilon, use_scale, scale_init: as in :class:`flax.nnx.RMSNorm`.
       dtype: dtype of the matmul and its result; by default, the one to which the normalised array
         and the parameters promote.
       param_dtype: dtype of all parameters.
-      rngs: keys of the parameters.
-      kernel_metadata, bias_metadata, scale_metadata: metadata of the parameters.
-      activation: None, or a name; see :func:`jaxnorm.rms_norm_linear`.
-      implementation: see :func:`jaxnorm.rms_norm_linear`.
+      rngs: random keys for the initial parameters.
+      kernel_metadata, bias_metadata, scale_metadata: metadata of the parameters, as in Flax.
+      activation: name of an activation, or None; see :func:`jaxnorm.rms_norm_linear`.
+      implementation: name of the implementation to use, or None; see
+        :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
 
@@ -316,7 +328,7 @@ class RMSNormDense(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
-        """Return y, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` does."""
+        """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
         stored = {
             "scale": _value(self.norm.scale),
             "kernel": _value(self.dense.kernel),
@@ -340,32 +352,32 @@ def convert[Model](
     A norm stays the same object, with the same ``nnx.Param`` objects, and gets jaxnorm's class. So
     shared modules stay shared, optimisers keep their parameters, and the paths, shapes and dtypes
     of the state do not change: checkpoints load in both directions. An ``nnx.Optimizer`` may be
-    created before or after. Graph definitions that were split off before still describe the old
-    model: convert first, or split again. ::
+    created before or after the conversion. A graph definition from an ``nnx.split`` before the
+    conversion still describes the old model, so split after it. ::
 
         model = jaxnorm.nnx.convert(Transformer(config, rngs=nnx.Rngs(0)))
 
     Norms are found wherever nnx finds modules: attributes, ``nnx.List``, ``nnx.Dict``,
     ``nnx.Sequential``, lists and dictionaries. This includes stacked norms for ``nnx.vmap`` and
-    ``nnx.scan``, those of ``nnx.MultiHeadAttention(normalize_qk=True)``, and abstract ones
-    (``nnx.eval_shape``). A converted norm computes the stable two-pass variance, whatever
-    ``use_fast_variance`` says, and a call with ``mask`` runs Flax's code.
+    ``nnx.scan``, the norms of ``nnx.MultiHeadAttention(normalize_qk=True)``, and abstract norms
+    (``nnx.eval_shape``). A converted norm always computes the variance in two passes, whatever
+    ``use_fast_variance`` is, and runs Flax's code for a call with ``mask``.
 
-    If a scale is 0, or far below the bias next to it, its gradient cannot be computed from the
-    norm's output (see :func:`jaxnorm.check_params`). The conversion therefore examines parameters
-    that have values, and gives norms with such columns ``save="input"``: convert a model after its
-    checkpoint is loaded. Abstract and traced parameters have no values. If a norm has no ``dtype``,
-    its output is assumed to have the parameters' dtype.
+    If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
+    computed from the norm's output (see :func:`jaxnorm.check_params`). The conversion therefore
+    examines the values of parameters, and norms with such columns get ``save="input"``. Abstract
+    and traced parameters have no values, so convert a model after its checkpoint is loaded. If a
+    norm has no ``dtype``, its output is assumed to have the parameters' dtype.
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
-    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits, or if they are of a subclass
-    of Flax's classes that overrides code. (A subclass whose body is ``pass`` is converted.) One
-    warning of the logger ``"jaxnorm"`` names these norms and those that save their input, with the
-    reasons, or says that a model has no such norms at all. Norms that are already jaxnorm's keep
-    their own settings.
+    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits, or if their class is a
+    subclass of Flax's class that overrides code. (A subclass whose body is ``pass`` is converted.)
+    The logger ``"jaxnorm"`` logs one warning that lists these norms, and the norms that save their
+    input, with the reasons, or that says that the model has no norms. Modules of jaxnorm's classes
+    keep their own settings.
 
-    Many models define their own norm classes. ``calls`` replaces their ``__call__``. For Tunix's
-    Qwen 3::
+    Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
+    such classes. For Tunix's Qwen 3::
 
         def rms_norm(norm, x):
             return jaxnorm.rms_norm(x, norm.w[...], epsilon=norm.norm_eps, dtype=norm.dtype)
@@ -375,15 +387,15 @@ def convert[Model](
 
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
-      save: ``"output"`` or ``"input"``, for all norms except those that must save their input; see
+      save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
+        :func:`jaxnorm.layer_norm`. Norms that need it save their input in any case.
+      implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
-      implementation: for all norms; see :func:`jaxnorm.layer_norm`.
-      calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
-        ``__call__`` of modules of exactly that class. The function may call the original
-        ``__call__``. Such a module keeps its parameters and its identity, and stays an instance of
-        the class; ``save`` and ``implementation`` do not apply to it. The log line names these
-        modules, modules of subclasses, which are not changed, and classes that the model does not
-        have.
+      calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
+        a class, the function replaces ``__call__``. It may call the original ``__call__``. The
+        modules stay the same objects, with the same parameters, and instances of the class;
+        ``save`` and ``implementation`` do not apply to them. The warning lists them, modules of
+        subclasses, which are not changed, and classes that the model does not have.
 
     Returns:
       ``model``, the same object.
@@ -422,13 +434,14 @@ def _called(
     mask: jax.Array | None,
     residual: Any,
 ) -> Any:
-    """Return the result y of a norm or, with a residual, (y, h).
+    """Run a call of a LayerNorm or an RMSNorm. Return y or, with a residual, (y, h).
 
     Args:
-      norm: a LayerNorm or an RMSNorm, whose fields are options of the functions.
-      functions: jaxnorm's function without a residual, and the one with a residual.
-      parameters: Flax's parameters of the norm, in the functions' order.
-      flax_norm: Flax's own code, for calls that the functions do not support.
+      norm: the module.
+      functions: jaxnorm's function for a call without a residual, and that for one with a residual.
+      parameters: the module's `nnx.Param` objects or None, in the order of these functions.
+      flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
+      x, mask, residual: the operands of the call.
     """
     function, add_function = functions
     normalised = x if residual is None else residual
@@ -452,7 +465,7 @@ def _value(parameter: Any) -> jax.Array | None:
 def _covered_axes(
     module: Any, x: jax.Array, parameters: list[Any], mask: jax.Array | None
 ) -> tuple[int, ...] | None:
-    """Return the axes to normalise, or None if the call is left to Flax."""
+    """Return the axes that a call normalises, or None if the call must run Flax's code."""
     if mask is not None or module.axis_name is not None:
         return None
     operands = [a for a in (x, *parameters) if a is not None]
@@ -465,7 +478,7 @@ def _covered_axes(
 def _shaped(
     module: Any, parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]
 ) -> jax.Array | None:
-    """Reshape a parameter to its feature axes; Flax stores it as one flat vector."""
+    """Reshape a parameter, which Flax stores as a vector, to the sizes of the feature axes."""
     if parameter is None:
         return None
     shape = tuple(x.shape[a] for a in axes)

@@ -1,1 +1,1 @@
-"""One call: its static part, the view of its rows, and which implementation runs it."""
+"""A call of an operation: its static description, its arrays as rows, and its implementation."""

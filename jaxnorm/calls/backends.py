@@ -1,4 +1,9 @@
-"""The choice of the implementation that runs a call, and its reason."""
+"""The choice of the implementation (mosaic, triton or xla) that runs a call, and the reason for it.
+
+The user may request an implementation by ``implementation=`` or by an environment variable.
+Otherwise, the default applies: the first kernel implementation of the platform that supports the
+call and is not known to be slower than XLA, or xla (plain JAX).
+"""
 
 import dataclasses
 import importlib
@@ -12,37 +17,39 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.specs import Direction, Spec
 
-#: Module of each implementation, imported on first use: importing a kernel backend takes time.
+#: The module of each implementation. It is imported on first use, because the import is slow.
 MODULES = {
     "xla": "jaxnorm_kernels.xla",
     "mosaic": "jaxnorm_kernels.mosaic",
     "triton": "jaxnorm_kernels.triton",
 }
 
-# Implementations that the default tries on a platform, in this order, before xla. Other platforms
-# run xla.
+# For each platform, the kernel implementations that the default tries, in this order, before xla.
+# Platforms that are not in this dict use xla.
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
 
-# For each implementation, the NVIDIA GPUs on which it is the default, by compute capability times
-# ten.
+# For each kernel implementation, a function that returns True for the NVIDIA GPUs on which it is
+# the default. The argument is ten times the GPU's compute capability.
 _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
     "mosaic": lambda capability: capability in (90, 100),
     "triton": lambda capability: capability >= 80 and capability not in (90, 100),
 }
 
-# Pass names as errors print them.
+# The names of the three passes in error messages.
 _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 
-# Reasons why modules could not be imported, and the implementations that were warned about.
+# `_failures` has the error text of each module that could not be imported. `_told` has the
+# implementations for which `_tell` has already logged a warning.
 _failures: dict[str, str] = {}
 _told: set[str] = set()
 
-#: The environment variable that sets what ``implementation=None`` means; it is read at import.
+#: The environment variable that names the implementation to try first for calls with
+#: ``implementation=None``. It is read once, when this module is imported.
 VARIABLE = "JAXNORM_IMPLEMENTATION"
 
 
 def _from_environment() -> str | None:
-    """Return the value of the environment variable; None if it is empty or not set."""
+    """Return the value of the environment variable `VARIABLE`; None if it is empty or not set."""
     name = os.environ.get(VARIABLE) or None
     if name is not None and name not in MODULES:
         raise ValueError(
@@ -57,7 +64,7 @@ _PREFERRED = _from_environment()
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation that runs one pass of a call, and the reason for the choice."""
+    """The name of the implementation that runs one pass of a call, and why it was chosen."""
 
     name: str
     reason: str
@@ -67,19 +74,22 @@ class Choice:
 
 
 def preferred() -> str | None:
-    """Return the implementation named by the environment; it runs every call that it supports."""
+    """Return the implementation that the environment variable names, or None if it is not set.
+
+    This implementation runs every call that it supports.
+    """
     return _PREFERRED
 
 
 def order(platform: str) -> tuple[str, ...]:
-    """Return all implementations: those that the default tries, in order, then the others."""
+    """Return the names of all implementations, first the ones that the default tries, in order."""
     return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
-    """Return the implementations that the default tries before xla, in order.
+    """Return the names of the kernel implementations that the default tries before xla, in order.
 
-    If the environment names one of them, those before it are left out.
+    If the environment variable names one of them, the list starts with that one.
     """
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
@@ -88,9 +98,9 @@ def _candidates(platform: str) -> tuple[str, ...]:
 def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     """Choose the implementation of a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
-    `as_seen_by` takes the name of an implementation and returns the spec of the call as that
-    implementation gets it. The implementation named by the environment is tried first, and runs
-    every call that it supports.
+    `as_seen_by` takes the name of an implementation and returns the `Spec` that this implementation
+    would receive. The implementation that the environment variable names is tried first. It is
+    chosen if it supports the call, even if the default would prefer another one.
     """
     if _PREFERRED == "xla":
         return Choice("xla", f"asked for by {VARIABLE}")
@@ -105,7 +115,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
             refusal = backend.why_unsupported(spec)
             if refusal is None and not is_preferred:
                 refusal = backend.why_not_default(spec)
-        except ImportError as error:  # a jaxlib without this kernel backend, or a missing extra
+        except ImportError as error:  # jaxlib lacks this kernel backend, or jax_triton is missing
             refusal = f"it cannot be imported: {error}"
             _tell(name, platform, refusal, is_preferred)
         if refusal is None:
@@ -120,9 +130,11 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
 
 
 def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
-    """Warn once per implementation if kernels that this GPU uses by default cannot be imported.
+    """Log a warning that an implementation cannot be imported, at most once per implementation.
 
-    Kernels that are not a GPU's default, such as Triton's on Hopper, need no warning.
+    The warning is logged only if the implementation is the default on this GPU or was requested by
+    the environment variable. Triton on a Hopper GPU, for example, gets no warning, because Mosaic
+    is the default there.
     """
     capability = launching.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
@@ -142,14 +154,20 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 
 
 def is_default_on(name: str, capability: int) -> bool:
-    """Return True if an implementation is the default on GPUs of this compute capability."""
+    """Return True if the implementation `name` is the default on NVIDIA GPUs of this capability.
+
+    `capability` is ten times the compute capability.
+    """
     return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
 def refuse(
     function: str, name: str, direction: Direction, shape: tuple[int, int], refusal: str | None
 ) -> None:
-    """Raise ValueError if there is a reason, `refusal`, why `name` cannot run a pass."""
+    """Raise ValueError if the implementation `name` cannot run a pass.
+
+    `refusal` is the reason, or None if the implementation can run the pass.
+    """
     if refusal is not None:
         raise ValueError(
             f"{function}: implementation={name!r} cannot run the {_PASSES[direction]} of "
@@ -158,7 +176,10 @@ def refuse(
 
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:
-    """Raise ValueError if the implementation `name` cannot run on one of a program's platforms."""
+    """Raise ValueError if one of `platforms`, for which a program is lowered, cannot run `name`.
+
+    `name` is the name of the implementation that the user requested.
+    """
     can = implementation(name).platforms()
     cannot = [platform for platform in platforms if can is not None and platform not in can]
     if cannot:
@@ -170,12 +191,15 @@ def placed(function: str, name: str, platforms: Sequence[str]) -> None:
 
 
 def importable(platform: str) -> tuple[str, ...]:
-    """Return the kernel implementations that the default may run on a platform, without xla."""
+    """Return the names of the kernel implementations that can be imported and run on a platform."""
     return tuple(name for name in _candidates(platform) if absence(name, platform) is None)
 
 
 def absence(name: str, platform: str) -> str | None:
-    """Return the reason why the default never runs `name` on a platform; None if it may run it."""
+    """Return the reason why the implementation `name` never runs on a platform by default.
+
+    The result is None if it may run there.
+    """
     if name == "xla":
         return None
     if name not in _CANDIDATES.get(platform, ()):
@@ -189,13 +213,16 @@ def absence(name: str, platform: str) -> str | None:
 
 
 def implementation(name: str) -> Implementation:
-    """Import the implementation `name`. If that fails, this and later calls raise ImportError."""
+    """Import and return the implementation `name`; raise ImportError if the import fails.
+
+    A failed import is not repeated: later calls raise the same error.
+    """
     path = MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])
     try:
         backend: Implementation = importlib.import_module(path).IMPLEMENTATION
-    except Exception as error:  # any error: JAX may have moved or changed what the module imports
+    except Exception as error:  # any error: the module uses JAX internals, which may have changed
         is_told = isinstance(error, ImportError)
         _failures[path] = str(error) if is_told else f"{type(error).__name__}: {error}"
         raise ImportError(_failures[path]) from error
@@ -203,7 +230,7 @@ def implementation(name: str) -> Implementation:
 
 
 def local_platform() -> str:
-    """Return the platform of JAX's default device, as lowering rules name it."""
+    """Return the platform of JAX's first local device: "cuda" or "rocm" instead of "gpu"."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return str(device.platform)
@@ -211,9 +238,9 @@ def local_platform() -> str:
 
 
 def has_kernels(name: str | None, platform: str) -> bool:
-    """Return True if a call may run a kernel on a platform.
+    """Return True if a call may run a kernel on a platform, rather than plain JAX.
 
-    `name` is the implementation that the user requested; for None, the default applies.
+    `name` is the implementation that the user requested, or None for the default.
     """
     if name is None:
         return _PREFERRED != "xla" and platform in _CANDIDATES

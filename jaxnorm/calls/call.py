@@ -1,8 +1,10 @@
 """The static description of a call, and the arrays that each of its passes takes and returns.
 
-The table in `jaxnorm_kernels.operations` lists the operands, results and residuals of every
-operation; `Spec.outputs` and `Spec.wrt` select those of a pass. The arrays of a call are passed
-around as a flat list without the absent ones, in the order of `Call.takes` and `Call.returns`.
+An operation has three passes: forward, tangent and backward. The table in
+`jaxnorm_kernels.operations` lists the operands, results and residuals of every operation. The
+fields `outputs` and `wrt` of a `Spec` select the arrays that one pass takes or returns. Functions
+exchange the arrays of a call as a flat list, without absent arrays, in the order of `Call.takes`
+and `Call.returns`.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, O
 from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
 Arrays = Sequence[jax.Array]
-#: A function that computes one pass of a call. It takes and returns the flat lists of arrays.
+#: A function that computes one pass of a call. It takes the pass's arrays as positional arguments
+#: and returns a list of arrays.
 Run = Callable[..., list[jax.Array]]
 
 # Calls are interned, so identical layers of a model share one object and its cached properties.
@@ -31,17 +34,19 @@ _once = functools.lru_cache(maxsize=4096)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """The static part of one pass of a call.
+    """The static description of one pass of a call: everything except the arrays' values.
 
-    Equal calls are one object (`Call.of` interns them), so caches can be keyed on identity.
+    `Call.of` interns calls: equal calls are the same object, so caches can be keyed on identity.
 
     Attributes:
-      function: name of the public function, for errors.
-      spec: describes the whole arrays; ``spec.axes`` are the axes of the view.
-      view: how the arrays are reshaped to the two dimensions that kernels take.
+      function: name of the public function that the user called, for error messages.
+      spec: the operation, its options, and the dtypes and sizes of the arrays as the user passed
+        them. ``spec.axes`` equals ``view.axes``.
+      view: how the arrays are reshaped to the two-dimensional arrays that kernels take.
       implementation: name of the implementation that the user requested, or None.
-      primitives: name of the public function whose primitives the call binds, if that is not
-        `function`: the loss of a linear layer makes calls of the cross-entropy.
+      primitives: name of the public function whose JAX primitives the call binds; None if that is
+        `function`. For example, `linear_softmax_cross_entropy` binds the primitives of the
+        cross-entropy.
     """
 
     function: str
@@ -72,14 +77,16 @@ class Call:
         options: Options,
         implementation: Name | None,
     ) -> "Call":
-        """Return the forward pass of an operation. `dtypes` are those of x and y."""
-        assert op is not None  # or this function has no variant with several labels
+        """Return the call of an operation's forward pass. `dtypes` are the dtypes of x and of y."""
+        # `op` is None for a variant (such as several labels) that the function does not have. The
+        # callers have checked that it exists.
+        assert op is not None
         results = (*OPERATIONS[op].results,)
         spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
         return cls.of(function, spec, view, implementation).on(view)
 
     def __str__(self) -> str:
-        """Return the text that a jaxpr shows."""
+        """Return a short description of the call, which printed jaxprs show."""
         spec = self.spec
         text = f"{spec.x_dtype.name}{list(self.view.shape)} -> {spec.y_dtype.name}"
         if len(self.view.axes) > 1 or self.view.moved:
@@ -118,14 +125,15 @@ class Call:
 
     @_once
     def with_stats(self) -> "Call":
-        """Return the forward pass with all results and the statistics among its outputs."""
+        """Return the forward pass whose outputs are all results and all row statistics."""
         return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
-        """Return the pass without the unused results that can be left out.
+        """Return the pass without those unused results that it need not compute.
 
-        A forward pass with h can leave out h, or everything except h. A backward pass can leave out
-        the gradients of tables, which no kernel returns.
+        `used` has a bool for each result. A forward pass whose results include the sum h need not
+        compute h, or computes only h. A backward pass need not compute the gradients of rotary
+        tables: no kernel returns them, so a pass that does needs plain JAX.
         """
         spec = self.spec
         if spec.returns_tables:
@@ -138,16 +146,17 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the call of the first norm, whose output is added to the residual."""
+        """Return the call of the norm of x that precedes the addition of the residual."""
         return self.replaced(spec=self.spec.first)
 
     @_once
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
-        """Return the call that computes the tangent along the operands in `wrt`.
+        """Return the tangent pass, given tangents of the operands in `wrt`.
 
-        For a forward pass, the call returns the tangents of all results. For a backward pass, it is
-        the transpose. With `takes_h`, the tangent of a plain norm also returns h's tangent, which
-        is x's.
+        For a forward pass, the tangent pass returns the tangents of all results. For a backward
+        pass, it is the transpose of that pass. A plain norm has no sum h; if `takes_h` is True, its
+        tangent pass also returns x's tangent, under the name h. The transpose of this pass then
+        takes the cotangent of h and adds it to x's gradient.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -166,7 +175,11 @@ class Call:
         *,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        """Return the backward pass, given the cotangents of `outputs`; by default, of all but h."""
+        """Return the backward pass that computes the gradients of the operands in `wrt`.
+
+        It takes the cotangents of `outputs`; by default, these are all results except the sum h.
+        For a loss, `gradient_dtype` is the dtype of x's gradient; None for x's own dtype.
+        """
         if outputs is None:
             outputs = tuple(name for name in self.spec.operation.results if name != "h")
         changes: dict[str, Any] = {}
@@ -177,19 +190,25 @@ class Call:
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
-        """Return the backward pass of a plain norm without dh, the extra cotangent of x."""
+        """Return a plain norm's backward pass without its operand dh, which is added to dx."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
-        """Return the backward pass for the gradient of all outputs of this forward pass."""
+        """Return the backward pass that takes the cotangents of all results of this forward pass.
+
+        It computes the gradients of all differentiable operands except the rotary tables.
+        """
         call = self.first() if self.spec.operation.derivative else self
-        # cos and sin are constants: their gradients are not requested.
+        # In a model, the tables cos and sin are constants.
         wrt = tuple(filter(_is_not_table, call.differentiable))
         return call.backward(wrt, (*call.spec.operation.results,))
 
     @_once
     def on(self, view: RowView) -> "Call":
-        """Return the call for another view of x: the whole array, a batch, or a shard."""
+        """Return the call for an x with another shape, which is `view.shape`.
+
+        Such an x is a shard, or has a batch axis.
+        """
         changes: dict[str, Any] = {}
         if self.spec.is_norm:
             changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
@@ -199,17 +218,18 @@ class Call:
         return self.replaced(view=view, rows=view.rows, cols=view.cols, axes=view.axes, **changes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
-        """Return the call with a parameter widened to the arithmetic dtype, and that parameter.
+        """Return the call for a parameter cast to the arithmetic dtype, and the cast parameter.
 
-        This is for a parameter that is broadcast to groups of rows: its gradient is summed over the
-        groups before it is rounded to the parameter's own dtype.
+        This is for a parameter that will be broadcast to groups of rows. The gradients of the
+        groups are then summed in the arithmetic dtype, and only the sum is rounded to the
+        parameter's original dtype.
         """
         dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
     @_once
     def replaced(self, **changes: Any) -> "Call":
-        """Return the call with changed fields, which may be those of the call or its spec."""
+        """Return the call with some fields changed. These are fields of the call or of its spec."""
         fields = {
             f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
         }
@@ -225,15 +245,16 @@ class Call:
 
     @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
-        """Names of the primals that can have a tangent."""
+        """Names of the forward pass's operands that can have a tangent."""
         names = self.spec.operation.differentiable
         return tuple(name for name in self.primals if name in names)
 
     @functools.cached_property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals of ``tan`` and ``bwd``, in order.
+        """Names of the residuals that the tangent and backward passes take, in order.
 
-        ``saved`` is the array that the backward pass starts from: the output, or x.
+        The residual named ``saved`` is the operand or result that the derivative is computed from,
+        such as y or x.
         """
         operation = self.spec.operation
         x = ("x",) * operation.starts_from_x
@@ -241,12 +262,12 @@ class Call:
 
     @functools.cached_property
     def _in_place(self) -> frozenset[str]:
-        """Names of the operands and results that a kernel loads and stores without a copy.
+        """Names of the operands and results that a kernel can use without a copy.
 
-        These are results of the forward pass that only the backward pass reads. If a loop stacks
-        such arrays, each array starts at a multiple of its own size, and XLA passes its address
-        only if this size is aligned. A linear loss passes aligned arrays to the calls on its
-        chunks.
+        A kernel requires aligned arrays. An array that is a slice of another array may be
+        unaligned, so it is copied. No copy is needed for results of the forward pass that only the
+        backward pass reads: if a loop stacks them, XLA passes slices of the stack to a kernel only
+        if they are aligned. The linear losses align all arrays that they pass to calls.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.takes, *self.returns))
@@ -255,18 +276,21 @@ class Call:
 
     @functools.cached_property
     def residuals(self) -> int:
-        """Number of residuals, which are the first operands of ``tan`` and ``bwd``."""
+        """Number of residuals. They are the first operands of the tangent and backward passes."""
         return len(self.residual_names)
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        """Positions, among the residuals, of the forward's saved operands other than x."""
+        """For each saved operand or result in `Operation.keeps`, its index among the residuals."""
         names = self.spec.operation.keeps
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
     @functools.cached_property
     def takes(self) -> tuple[str, ...]:
-        """Names of the arrays that the pass takes. A cotangent has the name of its result."""
+        """Names of the arrays that the pass takes.
+
+        A tangent has the name of its operand, and a cotangent has the name of its result.
+        """
         match self.spec.direction:
             case "fwd":
                 return self.primals
@@ -277,7 +301,10 @@ class Call:
 
     @functools.cached_property
     def returns(self) -> tuple[str, ...]:
-        """Names of the arrays that the pass returns. A gradient has the name of its operand."""
+        """Names of the arrays that the pass returns.
+
+        A tangent has the name of its result, and a gradient has the name of its operand.
+        """
         return self.spec.wrt if self.spec.direction == "bwd" else self.spec.outputs
 
     @functools.cached_property
@@ -295,7 +322,10 @@ class Call:
 
     @functools.cached_property
     def dtypes_returned(self) -> list[np.dtype]:
-        """Dtypes of the results; gradients of parameters have the dtypes of the parameters."""
+        """Dtypes of the arrays that the pass returns.
+
+        The gradient of a parameter has the parameter's dtype.
+        """
         return [*map(self._dtype, self.returns)]
 
     def _dtype(self, name: str) -> np.dtype:
@@ -315,23 +345,26 @@ class Call:
     # ------------------------------------------------------------------------------ running it
 
     def as_seen_by(self, name: str) -> Spec:
-        """Return the spec of the view of the arrays that the implementation `name` gets.
+        """Return the `Spec` that the implementation `name` receives for this call.
 
-        The view is two-dimensional or strided. The two-dimensional view needs a transpose if the
-        normalised axes are not the last ones. The strided view needs none, but not every
-        implementation supports it.
+        The spec describes the arrays reshaped to ``(rows, cols)`` or to ``(outer, cols, inner)``
+        (the strided view). If the normalised axes are not the last ones, ``(rows, cols)`` needs a
+        transpose. The strided view needs none, but not every implementation supports it.
         """
         in_rows, strided = self._in_rows, self._strided
         takes_inner = backends.implementation(name).takes_inner
         if strided is None or takes_inner is takes_no_inner:
             return in_rows
-        # If the parameters have no two-dimensional view, errors should quote the strided spec's
-        # reason.
+        # If the parameters cannot be reshaped for (rows, cols), return the strided spec even if the
+        # implementation does not support it: its reason is the one that an error should quote.
         return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once
     def forced(self, name: str) -> backends.Choice:
-        """Choose the implementation `name`; raise ValueError with the reason if it cannot run."""
+        """Return the implementation `name`, which the user requested, as a `Choice`.
+
+        If it cannot run the call, ValueError with the reason is raised.
+        """
         spec = self.as_seen_by(name)
         refusal = backends.implementation(name).why_unsupported(spec)
         shape = spec.rows, spec.cols
@@ -340,7 +373,7 @@ class Call:
 
     @functools.cached_property
     def _in_rows(self) -> Spec:
-        """The spec of the two-dimensional view."""
+        """The spec of the call for arrays that are reshaped to ``(rows, cols)``."""
         spec, view = self.spec, self.view
         if spec.is_norm:
             changes: dict[str, Any] = {"table_rows": view.shared("table")}
@@ -353,7 +386,10 @@ class Call:
 
     @functools.cached_property
     def _strided(self) -> Spec | None:
-        """The spec of the view that needs no transpose; None if there is no such view."""
+        """The spec for arrays that are reshaped to ``(outer, cols, inner)``, without a transpose.
+
+        The value is None if x or a parameter cannot be reshaped in this way.
+        """
         view = self.view
         if view.strided is None:
             return None
@@ -371,16 +407,16 @@ class Call:
         return strided if inner_cols == 1 or not groups else None
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Run the xla implementation, which needs no view."""
+        """Run the xla implementation on the arrays as they are, without reshaping them."""
         return self._run("xla", self.spec, arrays)
 
     def kernel(self, name: str) -> Run:
-        """Return a function that runs the implementation `name` on its view of the arrays."""
+        """Return a function that reshapes the arrays for the implementation `name` and runs it."""
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # xla takes a whole mask; XLA fuses the broadcast
+            if name == "xla" and "mask" in kinds:  # xla needs x's shape; the broadcast is fused
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
@@ -394,7 +430,11 @@ class Call:
         return run
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
-        """Give each of a kernel's arrays its own buffer, so that none is part of another array."""
+        """Return the arrays, each in a buffer that is not part of another array's buffer.
+
+        A kernel needs aligned arrays, and a slice of another array may be unaligned. The xla
+        implementation does not, so its arrays are returned unchanged.
+        """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
         in_place = self._in_place
@@ -412,14 +452,14 @@ class Call:
         linear = arrays[self.residuals :]
         if spec.direction == "tan":
             tangents = Operands(**dict(zip(spec.wrt, linear)))
-            assert implementation.tangent is not None  # `Spec.plain` leaves others to xla
+            assert implementation.tangent is not None  # By `Spec.plain`, only xla runs tangents.
             return self._picked(implementation.tangent(residuals, tangents, spec))
         cotangents = Results(**self._record(spec.outputs, linear))
         gradients = implementation.backward(residuals, cotangents, spec)
         return [getattr(gradients, name) for name in spec.wrt]
 
     def _record(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
-        """Return a dict from names to arrays, with all statistics in one tuple, "stats"."""
+        """Return a dict from names to arrays. The entry "stats" is a tuple of all statistics."""
         by_name: dict[str, Any] = dict(zip(names, arrays))
         statistics = [by_name.pop(name) for name in self.spec.statistics if name in by_name]
         return {**by_name, "stats": tuple(statistics)}

@@ -1,7 +1,7 @@
 """All uses of JAX's private API in this package; tested with jax 0.11.2 and 0.12.0.1.
 
-Each docstring says what happens if JAX lacks the API. Results and gradients are correct without any
-of it.
+Each function's docstring says what happens if JAX lacks the API. Results and gradients are correct
+even then.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from jax.extend.core import Primitive
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Make JAX pass the devices when it lowers `primitive`, as it does for custom_partitioning.
+    """Make JAX pass the list of devices to the lowering rule of `primitive`.
 
-    Without it, `auto_axes.can_partition` is False, and XLA's code runs on arrays that are sharded
-    over Auto axes.
+    `custom_partitioning` needs it. Without this API, `auto_axes.can_partition` returns False, and
+    arrays that are sharded over Auto mesh axes are processed by plain JAX instead of kernels.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch
@@ -28,7 +28,7 @@ def needs_devices(primitive: Primitive) -> None:
 def check_floats(primitive: Primitive) -> None:
     """Make `checkify` check the results of a primitive for NaNs.
 
-    Without it, the float checks of `checkify` ignore this primitive.
+    Without this API, the float checks of `checkify` ignore this primitive.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import checkify
@@ -40,7 +40,8 @@ def check_floats(primitive: Primitive) -> None:
 def accumulators() -> Any:
     """Return JAX's autodiff module if its transpose rules can receive gradient accumulators.
 
-    Otherwise, return None: the gradient of a residual is then added outside the kernel.
+    If JAX lacks this API, the result is None. The cotangent of a residual branch is then added to
+    x's gradient outside the backward kernel, in a separate pass over memory.
     """
     with contextlib.suppress(ImportError):
         from jax._src.interpreters import ad
@@ -51,10 +52,12 @@ def accumulators() -> Any:
 
 
 def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:
-    """Return the parts of JAX's new rematerialisation: rules, a transform, names in a rule.
+    """Return three objects of JAX's new rematerialisation (``jax_remat3``).
 
-    In jax 0.11, rules have another form. If the result is None, policies under ``jax_remat3`` do
-    not save the arrays that our functions name.
+    These are the dict in which primitives register rematerialisation rules, the transform that
+    applies a policy to a function, and the function that names arrays inside such a rule. In jax
+    0.11, rules have another signature, and the result is None. Policies under ``jax_remat3`` then
+    do not save the arrays that jaxnorm's functions name.
     """
     if jax.__version_info__ < (0, 12):
         return None

@@ -1,4 +1,9 @@
-"""Views of arrays of any shape as ``(rows, cols)`` or strided rows; only this module reshapes."""
+"""Reshapes between arrays of any shape and the two- or three-dimensional arrays of kernels.
+
+A kernel normalises the rows of arrays ``(rows, cols)``, or the middle axis of arrays ``(outer,
+cols, inner)``, the strided view. A `RowView` describes how x and the other arrays of a call are
+reshaped to these shapes.
+"""
 
 import dataclasses
 import functools
@@ -12,10 +17,11 @@ import jax.numpy as jnp
 from jaxnorm_kernels.operations import PARAMETERS, Kind
 from jaxnorm_kernels.specs import Shared
 
-#: Operands with all axes of x. Their size is 1 along axes where they are broadcast.
+#: The kinds of operands that have as many axes as x, with size 1 where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
 
-# Operands whose shapes are not determined by x's shape, in the order of the fields of `RowView`.
+# The kinds of operands whose shapes do not follow from x's shape, in the order of the fields of
+# `RowView` with the same names.
 _SHAPES = (*PARAMETERS, *BROADCAST)
 
 
@@ -25,18 +31,22 @@ _once = functools.lru_cache(maxsize=4096)
 
 @dataclasses.dataclass(frozen=True)
 class RowView:
-    """The view of an array of ``shape`` whose ``axes`` (sorted, not negative) become columns.
+    """The shapes of a call's arrays, and how they are reshaped to ``(rows, cols)``.
+
+    The normalised axes of x become columns, and its other axes become rows.
 
     Attributes:
       shape: shape of x.
-      axes: the normalised axes.
-      scale, bias, branch_scale: shapes of the parameters. Leading axes broadcast, right-aligned, to
-        the other axes of x (one parameter for each group of rows). The normalised axes follow, with
-        1 where the parameter is broadcast. `()` means: exactly the normalised axes.
+      axes: the normalised axes, sorted and not negative.
+      scale, bias, branch_scale: shapes of the parameters. A shape ends with the normalised axes,
+        with size 1 where the parameter is broadcast. Axes before these broadcast, right-aligned, to
+        the other axes of x: each group of rows then has its own parameter. `()` stands for exactly
+        the normalised axes.
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
-        are broadcast.
-      table: shape of the cos and sin tables: as above, with one value for each pair of columns.
-      candidates: ``(k,)`` if there are k labels for each row, with an axis of their own.
+        are broadcast. `()` if the call has none.
+      table: shape of the cos and sin tables: x's shape, with 1 where they are broadcast. The last
+        axis has one value for each pair of columns.
+      candidates: ``(k,)`` if each row has k labels; `()` if it has one.
     """
 
     shape: tuple[int, ...]
@@ -52,17 +62,17 @@ class RowView:
     @classmethod
     @_once
     def of(cls, shape: tuple[int, ...], axes: tuple[int, ...], **shapes: tuple[int, ...]) -> Self:
-        """Return the view for an x of this shape; `shapes` has the shapes of the other operands."""
+        """Return the view for an x of this shape; `shapes` has the operands' shapes by kind."""
         return cls(shape, axes, **shapes)
 
     @functools.cached_property
     def normalised(self) -> tuple[int, ...]:
-        """Sizes of the normalised axes: the default shape of scale and bias."""
+        """Sizes of the normalised axes, which are the default shape of scale and bias."""
         return self._sizes(self.axes)
 
     @functools.cached_property
     def others(self) -> tuple[int, ...]:
-        """The axes that are not normalised."""
+        """Indices of the axes of x that are not normalised."""
         return tuple([a for a in range(len(self.shape)) if a not in self.axes])
 
     @functools.cached_property
@@ -75,17 +85,17 @@ class RowView:
 
     @functools.cached_property
     def moved(self) -> bool:
-        """True if the view needs a transpose, because the normalised axes are not the last ones."""
+        """True if ``(rows, cols)`` needs a transpose: the normalised axes are not the last ones."""
         order = [axis for axis in self._order if self.shape[axis] != 1]
         return order != sorted(order)
 
     @functools.cached_property
     def strided(self) -> tuple[int, int, int, int] | None:
-        """Sizes ``(outer, cols, inner)`` of the strided view, and `inner_cols`; None if absent.
+        """The sizes ``(outer, cols, inner, inner_cols)`` of the strided view, or None.
 
         The view exists if the normalised axes are adjacent but not the last ones. The last axes may
-        be normalised as well: then each run of `inner_cols` neighbours on the inner axis belongs to
-        one row. Otherwise `inner_cols` is 1.
+        be normalised as well, as in GroupNorm. Each row then includes `inner_cols` consecutive
+        elements of the inner axis (the channels of a group). Otherwise `inner_cols` is 1.
         """
         match [math.prod(self._sizes(axes)) for axes in self._runs]:
             case [outer, cols, inner]:
@@ -97,9 +107,10 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """Runs of adjacent axes, alternating between other axes and normalised ones.
+        """The axes of x, split into runs of adjacent axes that are all normalised or all not.
 
-        The first run has other axes, and may be empty. Axes of size 1 are left out.
+        The runs alternate. The first one has axes that are not normalised, and may be empty. Axes
+        of size 1 are left out.
         """
         runs: list[tuple[int, ...]] = [()]
         for axis in (axis for axis, size in enumerate(self.shape) if size != 1):
@@ -115,17 +126,25 @@ class RowView:
 
     @functools.cached_property
     def has_groups(self) -> bool:
-        """True if a parameter's shape is not `normalised`: it has groups, or is broadcast."""
+        """True if a parameter's shape differs from `normalised`.
+
+        Such a parameter has separate values for groups of rows, or is broadcast along a normalised
+        axis.
+        """
         return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
     @functools.cached_property
     def scattered(self) -> bool:
-        """True if a parameter has no ``(groups, cols)`` view whose groups are consecutive rows."""
+        """True if a parameter cannot be reshaped to ``(groups, cols)`` for groups of adjacent rows.
+
+        This is so if rows that share a value are not adjacent, or if the parameter is broadcast
+        along a normalised axis.
+        """
         return any(self._groups(kind) is None for kind in PARAMETERS)
 
     @_once
     def groups(self, kind: Kind) -> int:
-        """Return the number of groups of consecutive rows that share a parameter."""
+        """Return the number of groups of consecutive rows that each have their own parameter."""
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
@@ -135,10 +154,11 @@ class RowView:
 
     @_once
     def inner_groups(self, kind: Kind) -> int | None:
-        """Return the number of parameter groups along the strided view's outer axis.
+        """Return n for a parameter that the strided view reshapes to ``(n, inner)``.
 
-        This is for a parameter that varies along the inner axis, and is broadcast along the
-        columns. For any other parameter, the result is None.
+        Such a parameter varies along the inner axis and is broadcast along the columns. Each of n
+        groups of consecutive outer indices has its own values. For any other parameter, the result
+        is None.
         """
         if self.strided is None:
             return None
@@ -151,7 +171,7 @@ class RowView:
         return _leading([sizes[a] for a in outer], self._sizes(outer))
 
     def _parts(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return a parameter's sizes along x's other axes, and those along the normalised axes."""
+        """Return a parameter's sizes along x's unnormalised axes, and along the normalised axes."""
         shape = self.shape_of(kind)
         padded = (1,) * (len(self.shape) - len(shape)) + shape
         return padded[: len(self.others)], padded[len(self.others) :]
@@ -160,9 +180,10 @@ class RowView:
         return tuple([self.shape[axis] for axis in axes])
 
     def shared(self, kind: Kind) -> Shared | None:
-        """Describe which rows of x share a row of an operand, such as a mask or a table.
+        """Return the map from rows of x to rows of a broadcast operand, such as a mask or a table.
 
-        The result is None if the operand has some of the normalised axes, but not all of them.
+        The result is None if the operand is absent, or if it is broadcast along some of the
+        normalised axes but not all.
         """
         shape = self.shape_of(kind)
         if not shape:
@@ -182,9 +203,9 @@ class RowView:
 
     @_once
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
-        """Return the axes of x that an operand of this kind has, in the operand's order.
+        """Return, for each axis of an operand of this kind, the axis of x to which it corresponds.
 
-        Candidates have one more axis, which is not an axis of x.
+        Candidates have one more axis, for the k labels of a row, which is not listed.
         """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
@@ -205,12 +226,12 @@ class RowView:
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
-        """Return the view for another shape of x; ``of(kind)`` is the shape of an operand."""
+        """Return the view for another shape of x. ``of(kind)`` returns the shape of an operand."""
         view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
         return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
-        """Return the view with a batch axis in front of x, and of operands with these `kinds`."""
+        """Return the view in which x and operands of these `kinds` have a leading batch axis."""
 
         def batched(kind: Kind) -> tuple[int, ...]:
             shape = self.shape_of(kind)
@@ -224,11 +245,13 @@ class RowView:
         return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """Reshape an array for a kernel: to ``(rows, cols)``, or as `kind` requires.
+        """Reshape an array for a kernel.
 
-        A statistic becomes ``(rows,)``. A mask or a bias of logits becomes ``(n, cols)`` or ``(n,
-        1)``, as `shared` describes it. If `strided`, arrays become ``(outer, cols, inner)``
-        instead, and a parameter of the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
+        An array of x's shape becomes ``(rows, cols)``, and a statistic or label becomes
+        ``(rows,)``. A parameter becomes ``(cols,)`` or ``(groups, cols)``. A mask or a bias of
+        logits becomes ``(n, cols)`` or ``(n, 1)``; `shared` maps rows of x to its n rows. If
+        `strided` is True, arrays become ``(outer, cols, inner)`` instead, and a parameter that
+        varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
             case "stat" | "label":
@@ -249,7 +272,7 @@ class RowView:
         return a.reshape(rows, cols)
 
     def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """Reshape a kernel's array back: the inverse of `to_rows`."""
+        """Reshape a result of a kernel to the shape that users see: the inverse of `to_rows`."""
         if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
@@ -264,11 +287,12 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of groups of consecutive elements that share one value of a parameter.
+    """Return the number of values of a parameter along some axes, or None.
 
-    `sizes` are the sizes of some axes of x. `parameter` has the parameter's sizes along these axes:
-    equal ones, or 1 where the parameter is broadcast. The result is None if the parameter varies
-    along an axis behind one where it is broadcast.
+    `sizes` are x's sizes along these axes. `parameter` are the parameter's sizes along them: the
+    same, or 1 where the parameter is broadcast. The elements of x along these axes, in row-major
+    order, form groups that share one value. If the parameter is broadcast along one axis and varies
+    along a later one, the elements of a group are not consecutive, and the result is None.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

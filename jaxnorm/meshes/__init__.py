@@ -1,1 +1,1 @@
-"""Calls on arrays that a mesh splits: Explicit, Auto and Manual axes."""
+"""Calls on arrays that are sharded over a mesh with Explicit, Auto or Manual axes."""

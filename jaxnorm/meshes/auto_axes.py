@@ -1,12 +1,12 @@
 """Calls on arrays that XLA's partitioner shards automatically (Auto axes of a mesh).
 
-`custom_partitioning` gives the partitioner the same call on a shard. Otherwise, the partitioner
-would gather all operands of a kernel.
+With `custom_partitioning`, a call has a partitioning rule: each device runs the same call on its
+shard. Without a rule, the partitioner would gather all operands of a kernel on every device.
 
-The program contains this rule only as the address of a Python function, which differs between
+A lowered program contains this rule only as the address of a Python function, which differs between
 processes. So JAX's persistent compilation cache misses, unless a JAX flag removes such addresses
-from the cache's keys. With that flag, calls are distinguished by the name of a function in the
-program, which contains a digest of the call.
+from the cache's keys. With that flag, programs that differ only in a call would have the same key.
+Therefore the call is inside a function whose name contains a digest of the call.
 """
 
 import functools
@@ -26,23 +26,27 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes.sharding import Factors, Shards
 
-# Modules that compile Triton kernels. They are loaded if the triton implementation can be imported.
+# Modules that compile Triton kernels. If the triton implementation can be imported, so can they.
 _COMPILERS = ("triton", "jax_triton")
 
 
 def are_whole(axes: Any) -> bool:
-    """Return True if the code being lowered sees whole arrays: one device, or `jax.shard_map`."""
+    """Return True if the partitioner will not split the arrays of the code being lowered.
+
+    This is so on one device, and inside a `jax.shard_map` over all mesh axes. `axes` is the axis
+    context of the lowering.
+    """
     if isinstance(axes, mlir.SPMDAxisContext):
         return all(size == 1 or name in axes.manual_axes for name, size in axes.mesh.shape.items())
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
 
 
 def can_partition(axes: Any) -> bool:
-    """Return True if the partitioner can pass the mesh axes of its shards to our rule.
+    """Return True if a partitioning rule can be used with this axis context of the lowering.
 
-    The partitioner cannot if the mesh has Explicit axes that `jax.sharding.auto_axes` makes
-    automatic in part of a program: JAX would lower the code of a shard with the Explicit mesh, and
-    fail.
+    A rule needs the devices and the mesh. It also fails on a mesh with Explicit axes that
+    `jax.sharding.auto_axes` makes automatic in part of a program, because JAX would lower the code
+    for a shard with Explicit axes.
     """
     return (
         isinstance(axes, mlir.ShardingContext)
@@ -58,10 +62,15 @@ def partitioned(
     shards: Callable[[Sequence[Any], Any], Shards],
     factors: Callable[[Arrays], Factors],
 ) -> Run:
-    """Return `whole`, which computes a call, with a partitioning rule for its shards.
+    """Add a partitioning rule to `whole`, a function that computes a call on unsharded arrays.
 
-    `call` is the static part, which determines everything else. Its `repr` must be the same in
-    every process, and differ between calls.
+    Args:
+      call: the static description of the call. Its `repr` must be the same in every process, and
+        must differ between different calls.
+      whole: the function.
+      shards: function of the operands' types and the mesh. It returns the sharding of the arrays
+        and the function that each device runs.
+      factors: function of the operands. It returns Shardy's sharding rule.
     """
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -94,13 +103,14 @@ def partitioned(
 
 
 def _digest(static: Any) -> str:
-    """Return a digest of a call and of everything else that determines its code.
+    """Return a hash of a call and of everything else that determines the code that runs on a shard.
 
-    The program itself does not contain these. The digest, in a function's name, makes JAX's
-    persistent cache distinguish the programs.
+    The lowered program does not contain that code. JAX's persistent compilation cache distinguishes
+    programs with different code by this hash, which is part of a function's name.
     """
     kernels = backends.importable(backends.local_platform())
-    # Triton compiles its kernels itself. JAX's cache keys include the versions of other compilers.
+    # Triton compiles its kernels outside XLA, so JAX's cache keys do not include its version. They
+    # include the versions of the other compilers.
     compilers = [sys.modules[name].__version__ for name in _COMPILERS if "triton" in kernels]
     decides = (
         *(static, jax.__version__, jax.config.jax_enable_x64, _sources()),
@@ -111,7 +121,10 @@ def _digest(static: Any) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the source files of both packages, which change in a checkout."""
+    """Return a hash of all source files of `jaxnorm` and `jaxnorm_kernels`.
+
+    The version number would not do: it does not change when files in a checkout are edited.
+    """
     files = [
         file
         for package in ("jaxnorm", "jaxnorm_kernels")

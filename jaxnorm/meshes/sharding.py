@@ -1,8 +1,8 @@
-"""How a call is partitioned over a mesh, depending on the types of its mesh axes.
+"""How a call on sharded arrays is computed, for each type of mesh axis.
 
-Explicit axes   types name the mesh axes, and this module runs the call in `jax.shard_map`
-Auto axes       XLA decides when it compiles; see `auto_axes`
-Manual axes     inside `jax.shard_map`, the operands are shards already
+Explicit axes   the arrays' types have the sharding: `run` computes the call in `jax.shard_map`
+Auto axes       XLA chooses the sharding when it compiles: `auto_axes` defines a partitioning rule
+Manual axes     the caller's code is inside `jax.shard_map`, and its arrays are shards already
 """
 
 import dataclasses
@@ -22,7 +22,13 @@ from jaxnorm_kernels.operations import PARAMETERS, SHARED, Kind
 
 
 class Shards(NamedTuple):
-    """The sharding of a call's arrays on a mesh, and the function that each device runs."""
+    """The sharding of a call's arrays on a mesh, and the function that each device runs.
+
+    Attributes:
+      operands, results: the `PartitionSpec` of each array.
+      run: function that takes one device's shards of the operands, and returns those of the
+        results.
+    """
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
@@ -30,11 +36,11 @@ class Shards(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A sharding rule for Shardy: axes of the same name are sharded over the same mesh axes.
+    """A sharding rule for Shardy, XLA's partitioner: axes of the same name have the same sharding.
 
     Attributes:
       operands, results: for each array, the names of its axes, separated by blanks.
-      whole: names of the axes that are gathered.
+      whole: names of the axes that must not be sharded. Shardy gathers arrays along these axes.
     """
 
     operands: list[str]
@@ -44,14 +50,19 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The mesh axes over which each axis of x is sharded."""
+    """The sharding of x, from which the sharding of a call's other arrays is derived.
+
+    Attributes:
+      view: the view of the unsharded arrays.
+      mesh_axes: for each axis of x, the names of the mesh axes over which it is sharded.
+    """
 
     view: RowView
     mesh_axes: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, spec: Iterable[Any], view: RowView) -> "Layout":
-        """Return the layout of an array with this `PartitionSpec`."""
+        """Return the layout for an x with this `PartitionSpec`."""
         entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
         missing = len(view.shape) - len(entries)
         return cls(view, (*map(tuple, entries), *[()] * missing))
@@ -63,40 +74,51 @@ class Layout:
     def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the `PartitionSpec` of an operand or result with this kind and global shape."""
         split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
-        # A mask or a parameter may be broadcast along some axes.
+        # Axes of size 1, along which a mask or a parameter is broadcast, cannot be sharded.
         return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
 
     def with_whole_rows(self) -> "Layout":
-        """Return the layout with unsplit rows: a rotation must not split pairs of columns."""
+        """Return the layout in which the normalised axes are not sharded.
+
+        A call with a rotation needs this: it rotates pairs of columns, which must be on one device.
+        """
         axes = self.view.axes
         split = ((() if i in axes else over) for i, over in enumerate(self.mesh_axes))
         return dataclasses.replace(self, mesh_axes=tuple(split))
 
     def summed_over(self, kind: Kind) -> tuple[str, ...]:
-        """Return the mesh axes over which partial gradients of an operand must be summed."""
+        """Return the mesh axes over which an operand's gradient must be summed.
+
+        Each device computes the gradient for its rows. A parameter's gradient is the sum over all
+        devices whose rows use the parameter. `kind` is the operand's kind.
+        """
         if kind not in SHARED:
             return ()
         split = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
         return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in split)
 
     def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
-        """Return the view for a shard of x that has this shape."""
+        """Return the view for one device's arrays, given the shape of its shard of x."""
         view = self.view
 
         def of_shard(kind: Kind) -> tuple[int, ...]:
             sizes = view.shape_of(kind)
             split = tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
-            # A table's last axis (pairs of columns) is not split.
+            # A rotary table's last axis, the pairs of columns, is not sharded.
             return (*split[:-1], *sizes[-1:]) if kind == "table" else split
 
         return view.of_shapes(shape, view.axes, of_shard)
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
-        """Return the mesh axes that shard the queries of a causal softmax; its mask needs them."""
+        """Return the mesh axes over which the query axis of a causal softmax is sharded.
+
+        Each device needs its position along them to compute its part of the causal mask. For other
+        calls, the result is empty.
+        """
         return self.mesh_axes[-2] if call.spec.softmax.causal else ()
 
     def check(self, function: str, mesh: Any) -> None:
-        """Raise ValueError if an axis of x cannot be split into shards of equal size."""
+        """Raise ValueError if an axis of x cannot be divided into shards of equal size."""
         for size, axes in zip(self.view.shape, self.mesh_axes):
             shards = math.prod(mesh.shape[a] for a in axes)
             if size % shards:
@@ -108,11 +130,11 @@ class Layout:
 
 
 def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-    """Return how a call is sharded: all arrays follow the sharding of its first array, x.
+    """Return the sharding of a call's arrays, derived from that of its first operand, x.
 
-    ``run(call, *arrays)`` computes the call on a shard. Rows are independent of each other. A
-    parameter's gradient is summed over the devices that have rows of it. If rows are split, their
-    statistics are summed over the devices that share a row.
+    ``run(call, *arrays)`` computes the call on one device's shards. Rows are independent of each
+    other. A parameter's gradient is summed over all devices whose rows use the parameter. If the
+    columns are sharded, row statistics are summed over the devices that have parts of the row.
     """
     layout = Layout.of(types[0].sharding.spec, call.view)
     if call.spec.norm.rotated:
@@ -140,10 +162,10 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
 
 
 def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
-    """Return the sharding rule of a call: axis i of x is named `xi` in all arrays.
+    """Return Shardy's sharding rule for a call: axis i of x is named `xi` in all arrays.
 
-    Parameters are gathered, since they are small: their sharding does not affect that of x. Their
-    gradients have separate axis names, so that they can be sharded in any way.
+    Parameters are small, so every device gets them unsharded, and their sharding does not affect
+    that of x. Their gradients have separate axis names, so that they can be sharded in any way.
     """
     places = itertools.count()
 
@@ -161,7 +183,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
 
     operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
     results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
-    # A pair is two columns, so the columns are whole. Shardy requires the order of occurrence.
+    # A rotation needs both columns of a pair, so the columns are not sharded. Shardy requires the
+    # names in the order in which they occur in the rule.
     of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
     names = dict.fromkeys(" ".join(operands).split())
     whole = [name for name in names if name.startswith("p") or name in of_pairs]
@@ -188,10 +211,10 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
 def run(
     whole: Run, shards: Callable[[Sequence[Any], Any], Shards], arrays: Arrays
 ) -> list[jax.Array]:
-    """Return ``whole(*arrays)``; if the mesh has Explicit axes, computed on shards instead.
+    """Return ``whole(*arrays)``, computed in `jax.shard_map` if the mesh has Explicit axes.
 
-    `shards` takes the types of the arrays and the mesh, and returns their sharding and the function
-    that each device runs.
+    `shards` is a function of the arrays' types and the mesh. It returns the sharding of the arrays
+    and the function that each device runs.
     """
     avals = [jax.typeof(a) for a in arrays]
     mesh = explicit_mesh(avals)
@@ -205,7 +228,7 @@ def run(
         out_specs=[*results],
         axis_names=explicit_axes(mesh),
     )
-    # A parameter that is sharded for storage (FSDP) is gathered, since it is small.
+    # A parameter that is sharded to save memory (FSDP) is gathered here; it is small.
     outputs: list[jax.Array] = sharded(*[reshard(a, mesh, s) for a, s in zip(arrays, operands)])
     return outputs
 
@@ -213,11 +236,16 @@ def run(
 def map_batch(
     function: Callable[..., list[jax.Array]], arrays: Arrays, dims: Sequence[int | None]
 ) -> list[jax.Array]:
-    """Map a function over a batch like `jax.vmap`, but in a loop.
+    """Apply a function to each element of a batch in a loop, for use in a batching rule.
 
-    The batch axis of results is axis 0. `dims` has the batch axis of each array; None for an array
-    that all batch elements share. If Explicit mesh axes split the batch, each device loops over its
-    own part.
+    Args:
+      function: function of the arrays of one batch element.
+      arrays: the batched arrays, and arrays that all batch elements share.
+      dims: for each array, its batch axis; None for an array that all batch elements share.
+
+    Returns:
+      The results, whose batch axis is axis 0. If the batch is sharded over Explicit mesh axes, each
+      device loops over its shard of the batch.
     """
     batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
     shared = {i: arrays[i] for i, d in enumerate(dims) if d is None}
@@ -229,8 +257,8 @@ def map_batch(
 
         return lax.map(one, batched)
 
-    # `jax.vmap` ensures that all batch axes have the same sharding, and that shared arrays are not
-    # sharded over the same mesh axes.
+    # `jax.vmap` ensures that all batch axes have the same sharding, and that arrays without a batch
+    # axis are not sharded over these mesh axes.
     batch = jax.typeof(next(iter(batched.values())))
     over = axes_over(batch, 0, batch.sharding.mesh)
     if not over:
@@ -247,9 +275,10 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """Return x's type with another shape, dtype and sharding.
+    """Return a type like x's with another shape, dtype and sharding.
 
-    `split` has an entry for each axis, as in a `PartitionSpec`.
+    `x` is an abstract value. `split` has the `PartitionSpec` entry of each axis; it is ignored if
+    the mesh is empty.
     """
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
@@ -263,9 +292,9 @@ def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """Reshard `a` to match the sharding of `like`, to which it broadcasts.
+    """Reshard `a`, which broadcasts to the shape of `like`, to match the sharding of `like`.
 
-    Axes where the sizes differ, or are 1, are not split.
+    An axis of `a` that is broadcast or has size 1 is not sharded.
     """
     sharding = jax.typeof(like).sharding
     if sharding.mesh.empty:
@@ -276,16 +305,17 @@ def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax
 
 
 def lie_as(a: jax.Array, aval: Any) -> jax.Array:
-    """Reshard `a` to the sharding in the type `aval`."""
+    """Reshard `a` to the sharding of the abstract value `aval`."""
     sharding = aval.sharding
     return a if sharding.mesh.empty else reshard(a, sharding.mesh, sharding.spec)
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Make all arrays vary over the same manual mesh axes, inside `jax.shard_map`.
+    """Cast arrays inside `jax.shard_map` so that all vary over the same Manual mesh axes.
 
-    A parameter is the same on every device, but the rows are not. The gradient of this cast is the
-    sum over these axes, so that the parameter's gradient is also the same on every device.
+    Rows differ between devices, while a parameter has the same value on all. `jax.lax.pcast` gives
+    the parameter the type of an array that varies. The transpose of this cast sums over the mesh
+    axes, so that the parameter's gradient is also the same on all devices.
     """
     if len(arrays) == 1:
         return arrays
@@ -298,11 +328,12 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """Return the mesh with Explicit axes for arrays of these types; None if there is none.
+    """Return the mesh of arrays with these types if it has Explicit axes, otherwise None.
 
-    The types of replicated arrays have a mesh although they name none of its axes. The types of
-    arrays that are not committed to a device have no mesh, and the mesh of `jax.set_mesh` applies.
-    On a mesh with Explicit axes, XLA chooses no sharding, and the rules in `auto_axes` do not work.
+    A replicated array's type has the mesh, although its sharding names none of the mesh axes. The
+    type of an array that is not committed to a device has no mesh; the mesh that `jax.set_mesh` has
+    set applies then. On a mesh with Explicit axes, XLA chooses no sharding, and the partitioning
+    rules in `auto_axes` do not work.
     """
     mesh = mesh_of(avals)
     if mesh.empty:
@@ -311,27 +342,30 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
-    """Return the first of the types' meshes that is not empty; an empty mesh if all are empty."""
+    """Return the mesh of the first type that has one; an empty mesh if no type has one."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
-    """Return the mesh axes that split an axis of an array; none if they do not divide its size."""
+    """Return the names of the mesh axes over which an axis of an array is sharded.
+
+    The result is empty if the number of shards does not divide the size of the axis.
+    """
     entry = (*aval.sharding.spec, *[None] * len(aval.shape))[axis]
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return () if aval.shape[axis] % math.prod(mesh.shape[name] for name in names) else names
 
 
 def explicit_axes(mesh: Any) -> set[str]:
-    """Return the ``axis_names`` with which `jax.shard_map` makes the Explicit axes Manual."""
+    """Return the argument ``axis_names`` that makes `jax.shard_map` map over the Explicit axes."""
     if mesh.are_all_axes_explicit:
-        return set()  # `jax.shard_map` then takes all axes except those that `jax.vmap` uses.
+        return set()  # `jax.shard_map` then maps over all axes except those used by `jax.vmap`.
     return {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
 
 
 def reshard(a: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Reshard `a` over a mesh as `spec` says."""
-    # A NamedSharding, because a PartitionSpec alone would need `jax.set_mesh`.
+    """Reshard `a` to the `PartitionSpec` `spec` on a mesh."""
+    # Pass a NamedSharding: a PartitionSpec would be applied to the mesh of `jax.set_mesh`.
     resharded: jax.Array = jax.reshard(a, NamedSharding(mesh, spec))
     return resharded

@@ -1,1 +1,1 @@
-"""Parts that the modules of Flax and equinox share: conversions and attention."""
+"""Code that the Flax and equinox modules share: conversion of existing models, and attention."""

@@ -1,4 +1,8 @@
-"""Helpers that the linen, nnx and equinox conversions of existing models share."""
+"""Code that the conversions of existing linen, nnx and equinox models share.
+
+A conversion makes a package's norms run jaxnorm's functions. The norms of some classes or options
+are left to the package, some norms must save their input, and one log line names all of these.
+"""
 
 import functools
 import inspect
@@ -16,24 +20,24 @@ from jaxnorm.tools import check_params
 from jaxnorm.tools.text import progress
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-#: How a log line describes norms that save their input instead of their output.
+#: The words of the log line for norms that save their input instead of their output.
 KEPT = 'keep their input, as with save="input"'
 
-# Seconds after which a conversion shows a progress bar.
+# Number of seconds after which a conversion shows a progress bar.
 _PATIENCE = 2.0
 
 
 def check(function: str, save: Save, implementation: Name | None) -> None:
-    """Raise ValueError if an argument of a conversion is wrong."""
+    """Raise ValueError if ``save`` or ``implementation`` of a conversion is wrong."""
     checks.one_of(function, "save", save, checks.SAVE_MODES)
     checks.implementation(function, implementation)
 
 
 def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Show the arguments of `base` in the signature of an ``__init__`` that passes them on.
+    """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
 
-    The decorated method takes arguments of `base` as ``**fields``. `inspect.signature` and ``help``
-    then list all of them by name, with the defaults of the package that is installed.
+    The decorated ``__init__`` takes them as ``**fields`` and passes them on. `inspect.signature`
+    and ``help`` then list all of them, with the defaults of the installed version of the package.
     """
 
     def with_signature(init: Callable[P, None]) -> Callable[P, None]:
@@ -48,17 +52,17 @@ def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, N
 
 
 def are_known(parameters: Iterable[Any]) -> bool:
-    """Return True if the values of all these parameters can be read now."""
+    """Return True if the values of all these parameters can be read in this process."""
     return all(_values(parameter) is not None for parameter in parameters)
 
 
 def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
     """Return the reason why a norm with these parameters must save its input, not its output.
 
-    The result is None if there is no reason, or if the parameters' values are unknown.
+    The result is None if it need not, or if the parameters' values are unknown.
 
     Args:
-      parameters: scale and, if there is one, bias.
+      parameters: scale and, if the norm has one, bias.
       y_dtype: dtype of the norm's output.
     """
     values = [known for known in map(_values, parameters) if known is not None]
@@ -77,13 +81,13 @@ def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
 def _values(parameter: Any) -> np.ndarray | None:
     """Return the values of a float parameter, or None if this process cannot read them.
 
-    The value of a tracer is known if `jax.grad` made it outside `jax.jit`.
+    A tracer has a value if it comes from `jax.grad` outside `jax.jit`.
     """
     if isinstance(parameter, jax.core.Tracer):
         parameter = parameter.to_concrete_value()
     if isinstance(parameter, jax.Array):
         whole = parameter.is_fully_addressable or parameter.is_fully_replicated
-        # `jax.transfer_guard` allows this explicit transfer.
+        # `jax.device_get` is an explicit transfer, which `jax.transfer_guard` allows by default.
         parameter = jax.device_get(parameter) if whole and not parameter.is_deleted() else None
     is_known = isinstance(parameter, np.ndarray) and parameter.dtype.name in FLOAT_DTYPES
     return parameter if is_known else None
@@ -98,16 +102,17 @@ def decided(
     why_left: Callable[[Any], str | None],
     why_input: Callable[[Any], str | None],
 ) -> dict[str, Save]:
-    """Return the `save` mode of each norm that is converted, by its path; log the other norms.
+    """Return the `save` mode of each norm to convert, by path; log the norms that are not.
 
     Args:
-      function: the conversion, such as ``"nnx.convert"``.
+      function: name of the conversion, such as ``"nnx.convert"``.
       norms: all norms of a model, by path.
-      classes: a dict from each of the package's classes to jaxnorm's.
+      classes: a dict from the package's norm classes to jaxnorm's.
       save: the mode of all norms except those that must save their input.
-      calls: the functions that replace classes, for the log line.
-      why_left: returns the reason why a norm is left to its package, or None.
-      why_input: returns the reason why a norm must save its input, or None.
+      calls: the user's functions for classes, which the log line mentions.
+      why_left: function of a norm. It returns the reason why the norm is left to its package, or
+        None.
+      why_input: function of a norm. It returns the reason why it must save its input, or None.
     """
     ours = tuple(classes.values())
     theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, ours)}
@@ -128,15 +133,19 @@ def decided(
 
 
 def subclass(module: Any, base: type, package: str) -> str:
-    """Return the reason why a conversion leaves a module of a subclass of a norm's class."""
+    """Return the reason, for the log line, why a norm of a subclass is not converted.
+
+    `module` is the norm, and `base` the class of the package from which its class derives.
+    """
     name = type(module).__name__
     return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
 
 
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
-    """Return the norm class as which a class is converted; None if the class overrides code.
+    """Return the class in `bases` whose conversion applies to the class `kind`, or None.
 
-    It is the class itself, or a base class to which it adds no code.
+    It is `kind` itself, or a base class of `kind` if the bodies of `kind` and of all classes in
+    between are empty. The result is None if `kind` overrides code.
     """
     bases = set(bases)
     while kind not in bases:
@@ -147,7 +156,7 @@ def converted_as(kind: type, bases: Iterable[type]) -> type | None:
 
 
 def _adds_nothing(kind: type) -> bool:
-    """Return True if the body of a class is ``pass``: it has only what its metaclass adds."""
+    """Return True if the body of a class is empty: it has only what its metaclass adds."""
     own, empty = (_contents(k) for k in (kind, _empty_subclass(kind.__bases__[0])))
     return own.items() <= empty.items()
 
@@ -157,7 +166,7 @@ def _empty_subclass(base: type) -> type:
     return type(base)(base.__name__, (base,), {"__module__": __name__})
 
 
-# Attributes that every class statement sets, whatever its body is.
+# Attributes that every class statement sets, even with an empty body.
 _OF_STATEMENTS = {
     "__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__",
     "__classdictcell__", "__doc__", "__firstlineno__", "__module__", "__qualname__",
@@ -166,7 +175,10 @@ _OF_STATEMENTS = {
 
 
 def _contents(kind: type) -> dict[str, Any]:
-    """Return the attributes that a class defines itself, with the source files of its functions."""
+    """Return the attributes that a class itself defines, for a comparison with another class.
+
+    A function is represented by its source file, any other value by the name of its type.
+    """
     contents: dict[str, Any] = {"annotations": bool(vars(kind).get("__annotations__"))}
     for name, value in vars(kind).items():
         if name not in _OF_STATEMENTS:
@@ -176,19 +188,24 @@ def _contents(kind: type) -> dict[str, Any]:
 
 
 class Calls:
-    """The argument ``calls`` of a conversion, and the modules that it applied to.
+    """The argument ``calls`` of a conversion, and a record of the modules that it applied to.
 
-    Two `Calls` are equal if they have the same functions for the same classes.
+    Two objects are equal if they have the same functions for the same classes.
 
     Attributes:
-      functions: the function that replaces the ``__call__`` of each class.
-      applied: paths of modules of these classes, with their classes' names.
-      left: paths of modules of subclasses, with the reason why they are not changed.
-      others: paths of modules of other classes named like norms, with their classes' names.
+      functions: for each class, the function that replaces its ``__call__``.
+      applied: for each module of these classes, by path, the name of its class.
+      left: for each module of a subclass, by path, the reason why it is not changed.
+      others: for each module of another class that is named like a norm, by path, the name of its
+        class.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
-        """Raise TypeError or ValueError if ``calls`` is not a mapping of the package's modules."""
+        """Check the argument ``calls``; raise TypeError or ValueError if it is wrong.
+
+        `function` is the name of the conversion, `base` the package's class of modules, and
+        `package` the package's name.
+        """
         expected = (
             f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
         )
@@ -223,10 +240,10 @@ class Calls:
         )
 
     def of(self, kind: type, path: str) -> Callable[..., Any] | None:
-        """Return the function that replaces ``__call__`` in modules of a class, or None.
+        """Return the function that replaces the ``__call__`` of a module, or None.
 
-        The path is recorded if there is a function, or if the class derives from one that has a
-        function.
+        `kind` is the module's class. The module's path is recorded if there is a function for this
+        class or for a base class of it.
         """
         kind = _ORIGINAL.get(kind, kind)
         if kind in self.functions:
@@ -238,22 +255,22 @@ class Calls:
         return None
 
     def has(self, path: str) -> bool:
-        """Return True if ``calls`` has the class of the module at this path, or its base."""
+        """Return True if ``calls`` has the class, or a base class, of the module at this path."""
         return path in self.applied or path in self.left
 
     def note(self, kind: type, path: str) -> None:
-        """Record a module of an unknown class, if the name of the class ends in "norm"."""
+        """Record a module of a class that the user defines if the class's name ends in "norm"."""
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
         if is_own and kind.__name__.lower().endswith("norm"):
             self.others[path] = kind.__name__
 
     def sentences(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> Iterator[str]:
-        """Yield sentences about these modules for a log line.
+        """Yield sentences about the recorded modules, for the log line.
 
         Args:
-          left: names of classes that the conversion has left because they override code.
-          seen: full names of classes that were found before.
+          left: names of norm classes that are not converted because they override code.
+          seen: full names of classes whose modules were found in earlier conversions.
         """
         for what, modules in (
             ("call functions of calls", self.applied),
@@ -279,7 +296,10 @@ class Calls:
 
 
 def with_call(kind: type, function: Callable[..., Any]) -> type:
-    """Return a subclass with `function` as ``__call__``. Equal arguments return the same class."""
+    """Return a subclass of `kind` whose ``__call__`` is `function`.
+
+    Equal arguments return the same class.
+    """
     key = kind, id(function)
     made = _WITH_CALLS.get(key)
     if made is None:
@@ -293,19 +313,19 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     return made
 
 
-# The classes that `with_call` made, by original class and id() of the function. Each class holds
-# its function, so no other function can get the same id.
+# The classes that `with_call` has made. A key is the original class and the id() of the function.
+# A class refers to its function, so no other function can have the same id while the class exists.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 def original(kind: type) -> type:
-    """Return the class from which `with_call` made `kind`; `kind` itself for any other class."""
+    """Return the class from which `with_call` made `kind`, or `kind` if it did not make it."""
     return _ORIGINAL.get(kind, kind)
 
 
 def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
-    """Log that a model has none of the package's `norms`."""
+    """Log a warning that a model has no norm of the package. `norms` are the classes' names."""
     others = "".join(f". {sentence}" for sentence in calls.sentences())
     warn(
         f"jaxnorm.{function}: %s has no {norms}; norms of other classes can call "
@@ -316,9 +336,9 @@ def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
 
 
 def warn(text: str, *arguments: object) -> None:
-    """Log a line to the logger ``"jaxnorm"``.
+    """Log a line with the logger ``"jaxnorm"``.
 
-    Its level is warning, because Python's logging shows no lower level by default.
+    The level is warning, because Python's logging does not show lower levels by default.
     """
     logging.getLogger("jaxnorm").warning(text, *arguments)
 
@@ -329,15 +349,15 @@ def log(
     outcomes: Mapping[str, Mapping[str, str]],
     sentences: Iterable[str] = (),
 ) -> None:
-    """Log one line on norms that were not converted as requested.
+    """Log one line about norms that were not converted, or not as the user requested.
 
-    Such norms are slower or save more than intended, and nothing else would show it.
+    Such norms are slower or save more than intended, which is not visible otherwise.
 
     Args:
-      function: the conversion, such as ``"nnx.convert"``.
-      seen: number of norms.
-      outcomes: for each outcome, a dict from the paths of its norms to the reasons.
-      sentences: further sentences.
+      function: name of the conversion, such as ``"nnx.convert"``.
+      seen: number of all norms.
+      outcomes: for each outcome, such as "are left to Flax", the reason for each norm, by path.
+      sentences: further sentences of the line.
     """
     parts = [
         f"{len(norms)} of {seen} norms {what}: "

@@ -1,6 +1,7 @@
-"""Code shared by the linen and the nnx modules, without importing either half of Flax.
+"""Code that the linen and the nnx modules share. It imports neither linen nor nnx.
 
-It must be imported before Flax, because it raises a helpful error if Flax is not installed.
+Import this module before Flax: if Flax is not installed, it raises an error with the command that
+installs it.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ Axes = int | Sequence[int]
 
 
 class Added(NamedTuple):
-    """The fields of jaxnorm's modules that Flax's do not have."""
+    """The additional fields of jaxnorm's norm modules, which Flax's modules do not have."""
 
     save: Save
     implementation: Name | None
@@ -35,18 +36,18 @@ class Added(NamedTuple):
 
 
 def added(module: Any) -> Added:
-    """Return jaxnorm's additional fields of a module: those that Flax's class does not have."""
+    """Return the additional fields of one of jaxnorm's norm modules."""
     return Added(module.save, module.implementation, module.scale_offset)
 
 
 def set_fields(module: Any, added: Added) -> None:
-    """Set the fields that Flax's module does not have."""
+    """Set the additional fields of a norm module."""
     for name, value in added._asdict().items():
         setattr(module, name, value)
 
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """Check the arguments of a conversion, and return them as jaxnorm's additional fields."""
+    """Check the arguments of a conversion, and return the additional fields of its norms."""
     conversion.check(function, save, implementation)
     return Added(save, implementation)
 
@@ -54,7 +55,7 @@ def given_to(function: str, save: Save, implementation: Name | None) -> Added:
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the axes that are both normalised and scaled; None if these are different axes."""
+    """Return the normalised axes if these are also the axes of the parameters, otherwise None."""
     reduced, features = (
         tuple(
             sorted(
@@ -70,13 +71,18 @@ def shared_axes(
 
 
 class Groups(NamedTuple):
-    """A GroupNorm as a LayerNorm: x's shape with split channels, and the normalised axes."""
+    """How a GroupNorm is computed as a LayerNorm.
+
+    Attributes:
+      shape: x's shape, with the last axis, channels, split in two: groups and channels per group.
+      axes: the axes of this shape that are normalised.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
 
     def of_parameter(self, parameter: Any) -> Any:
-        """Reshape a parameter of channels to (groups, 1, ..., channels per group)."""
+        """Reshape a parameter (channels,) to (groups, 1, ..., 1, channels per group)."""
         if parameter is None:
             return None
         *_, groups, size = self.shape
@@ -84,7 +90,10 @@ class Groups(NamedTuple):
 
 
 def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
-    """Return the view of a GroupNorm with `count` groups; None if Flax refuses the call."""
+    """Return the `Groups` of a GroupNorm with `count` groups.
+
+    The result is None if Flax would raise an error for the call.
+    """
     *others, channels = shape or (0,)
     axes = module.reduction_axes
     axes = (*range(1, len(others)), -1) if axes is None else axes
@@ -98,10 +107,15 @@ def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
 def options(
     dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which a norm calls jaxnorm's functions.
+    """Return the keyword arguments with which a norm module calls jaxnorm's functions.
 
-    The output's dtype follows Flax's rule in linen's or nnx's `dtypes`: the module's dtype, or the
-    one to which the operands promote.
+    Args:
+      dtypes: the module `dtypes` of linen or of nnx, which has Flax's rule for the output's dtype:
+        the module's dtype, or the one to which the operands promote.
+      module: the norm module.
+      added: the additional fields of the module.
+      axes: the axes to normalise.
+      operands: x and the parameters.
     """
     dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
     return {
@@ -121,9 +135,10 @@ def norm_and_dense(
     activation: LinearActivation | None,
     dtype: Any,
 ) -> Any:
-    """Return y or, with a residual, (y, h); `module` has the fields of the norm.
+    """Run RMSNormDense. Return y or, with a residual, (y, h).
 
-    The matmul and its result have the dtype that a Dense after the norm has in Flax.
+    `module` has the fields of the norm. The dtype of the matmul and of its result is that of Flax's
+    Dense or Linear after a norm.
     """
     normalised = x if residual is None else residual
     promoted = dtypes.canonicalize_dtype(normalised, *parameters.values(), dtype=dtype)
@@ -143,9 +158,9 @@ def norm_and_dense(
 
 
 def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Return the result y of Flax's own code or, with a residual, (y, h).
+    """Return norm(x), computed by Flax's code; with a residual, return (y, h).
 
-    h has the residual's dtype.
+    h = x + residual has the residual's dtype, and y is norm(h).
     """
     if residual is None:
         return norm(x)
@@ -155,14 +170,17 @@ def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
 
 
 def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Apply the activation of one of jaxnorm's GroupNorms, if Flax's own code computed the norm."""
+    """Apply the activation of one of jaxnorm's GroupNorms to y, which Flax's code has computed."""
     valid = (None, *get_args(NormActivation))
     checks.one_of(type(module).__name__, "activation", module.activation, valid)
     return y if module.activation is None else getattr(jax.nn, module.activation)(y)
 
 
 def no_offset(module: Any) -> None:
-    """Raise if a call must be left to Flax's code but has a scale_offset, which Flax lacks."""
+    """Raise ValueError if a module whose call is left to Flax's code has a scale_offset.
+
+    Flax's norms do not support it.
+    """
     if module.scale_offset:
         name = type(module).__name__
         raise ValueError(
@@ -176,14 +194,20 @@ def no_offset(module: Any) -> None:
 
 
 class Dropout(NamedTuple):
-    """Dropout of attention weights; with `broadcast`, all batches and heads share one mask."""
+    """Dropout of attention weights.
+
+    Attributes:
+      rng: the random key.
+      rate: probability of dropping a weight.
+      broadcast: True if all batch elements and heads share one mask.
+    """
 
     rng: jax.Array
     rate: float
     broadcast: bool
 
     def __call__(self, weights: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Multiply the weights by 0 or 1 / (1 - rate), rounded to `dtype`."""
+        """Multiply each weight by 0 or by 1 / (1 - rate), which is rounded to `dtype`."""
         batch = (1,) * (weights.ndim - 2) if self.broadcast else weights.shape[:-2]
         keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, batch + weights.shape[-2:])
         return weights * (keep.astype(dtype) / jnp.asarray(1.0 - self.rate, dtype=dtype))
@@ -192,7 +216,7 @@ class Dropout(NamedTuple):
 def dropout(
     rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
 ) -> Dropout | None:
-    """Check Flax's four arguments of dropout. Return None if the call has no dropout."""
+    """Check Flax's four arguments of dropout, and return them; None if the call has no dropout."""
     if deterministic or rate == 0.0:
         return None
     if not 0.0 < rate < 1.0:
@@ -219,12 +243,12 @@ def attend(
     """Return dot-product attention over ``(batch..., length, heads, depth)``.
 
     Args:
-      query, key, value: arrays of one dtype, whose shapes `check_shapes` has accepted.
-      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``, or None.
-      weigh: returns the weights of ``(query, key, bias, mask)``.
-      einsum: multiplies weights and values.
-      sow: called with the weights before dropout.
-      dropout: dropout of the weights.
+      query, key, value: arrays of the same dtype, whose shapes `check_shapes` has accepted.
+      bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
+      weigh: function of query, key, bias and mask that returns the attention weights.
+      einsum: function with the arguments of `jnp.einsum`, for the matmul of weights and values.
+      sow: function that is called with the weights before dropout, or None.
+      dropout: dropout of the weights, or None.
     """
     weights = weigh(query, key, bias, mask)
     if sow is not None:
@@ -234,7 +258,7 @@ def attend(
     heads, groups = query.shape[-2], value.shape[-2]
     if heads == groups:
         return einsum("...hqk,...khd->...qhd", weights, value)
-    # Grouped-query attention: several query heads share a head of the values.
+    # In grouped-query attention, several heads of the query share a head of the values.
     batch, lengths = weights.shape[:-3], weights.shape[-2:]
     split = weights.reshape(*batch, groups, heads // groups, *lengths)
     out = einsum("...hgqk,...khd->...qhgd", split, value)
@@ -242,7 +266,7 @@ def attend(
 
 
 def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raise a ValueError unless the shapes fit together. The numbers of heads are not checked."""
+    """Raise ValueError unless the shapes fit together; numbers of heads are not checked here."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     expected = "(batch..., length, heads, depth)"
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
@@ -269,10 +293,11 @@ def masked_softmax(
     fill: float,
     dtype: np.dtype,
 ) -> jax.Array:
-    """Return the softmax of ``(batch..., heads, q_length, kv_length)`` logits over the last axis.
+    """Return the softmax of logits ``(batch..., heads, q_length, kv_length)`` over the last axis.
 
-    It also supports inputs that the kernels do not: complex and 8-bit logits, an integer bias, and
-    a bias or a mask that enlarges the logits.
+    `bias` is added to the logits, and `fill` replaces logits where `mask` is False. The result has
+    the dtype `dtype`. Plain JAX computes it for inputs that kernels do not support: complex and
+    8-bit logits, an integer bias, and a bias or a mask that is larger than the logits.
     """
     supported = is_supported(logits.dtype, dtype)
     if bias is not None and not (supported and fits(bias, logits.shape, FLOAT_DTYPES)):
@@ -295,14 +320,20 @@ def is_supported(*dtypes: jax.typing.DTypeLike) -> bool:
 def fits(
     a: jax.Array | None, shape: tuple[int, ...], dtypes: Collection[str] | None = None
 ) -> bool:
-    """True if `a` is None, or broadcasts to `shape` and has one of the dtypes."""
+    """Return True if `a` is None, or broadcasts to `shape` and has one of `dtypes`.
+
+    If `dtypes` is None, any dtype is allowed.
+    """
     return a is None or (
         jnp.broadcast_shapes(a.shape, shape) == shape and (dtypes is None or a.dtype.name in dtypes)
     )
 
 
 def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise a ValueError unless the heads of the query are a multiple of the heads of `other`."""
+    """Raise ValueError unless query's number of heads is a multiple of that of `other`.
+
+    `other` is key or value, as `name` says in the error.
+    """
     heads, shared = query.shape[-2], other.shape[-2]
     if heads % shared:
         raise ValueError(

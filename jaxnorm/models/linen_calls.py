@@ -1,4 +1,4 @@
-"""Calls of linen norms, and what `jaxnorm.linen.converted` decides and records about them."""
+"""The code that runs calls of linen norms, and the classes behind `jaxnorm.linen.converted`."""
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -15,14 +15,18 @@ from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# A function from a module's parameters and its output's dtype to the `save` mode.
+# A function that chooses the `save` mode of a norm, given its parameters and its output's dtype.
+# None for the mode of the module.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
 def called(
     norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
 ) -> Any:
-    """Run a call of one of jaxnorm's modules; `flax_norm` is its base class's ``__call__``."""
+    """Run a call of one of jaxnorm's norm modules.
+
+    `flax_norm` is the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
+    """
     if why_flax(norm, x if residual is None else residual, mask):
         flax_modules.no_offset(norm)
         flax_norm = functools.partial(flax_norm, mask=mask)
@@ -39,9 +43,15 @@ def normalised(
     residual: Any = None,
     judged: Judged = None,
 ) -> Any:
-    """Return y or, with a residual, (y, h), with parameters created in the module's scope.
+    """Run a norm module by jaxnorm's functions. Return y or, with a residual, (y, h).
 
-    `judged` returns the `save` mode, given the parameters and the output's dtype.
+    The parameters are created in the module's scope.
+
+    Args:
+      norm: a module of Flax or of jaxnorm.
+      added: the additional fields, which a module of Flax does not have.
+      x, residual: the operands of the call.
+      judged: function that chooses the `save` mode instead of `added`, or None.
     """
     if isinstance(norm, nn.GroupNorm):
         return _of_groups(norm, added, x, judged)
@@ -71,7 +81,7 @@ def _of_groups(norm: Any, added: flax_modules.Added, x: Any, judged: Judged) -> 
 
 
 def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
-    """Create the parameters that a module's fields ask for, in the module's scope."""
+    """Create a norm's parameters in the scope of the module, according to the module's fields."""
     inits = {"scale": norm.scale_init if norm.use_scale else None}
     if not isinstance(norm, nn.RMSNorm):
         inits["bias"] = norm.bias_init if norm.use_bias else None
@@ -97,7 +107,7 @@ def _options(
 
 
 def _groups(norm: Any, x: Any) -> flax_modules.Groups | None:
-    """Return the view of a GroupNorm, with channels in groups; None if Flax refuses the call."""
+    """Return the `Groups` of a GroupNorm; None if Flax would raise an error for the call."""
     count, size = norm.num_groups, norm.group_size
     if (count is None) == (size is None):
         return None
@@ -113,7 +123,7 @@ def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return the reason why a call is left to Flax's own code; None if it is converted."""
+    """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's."""
     dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
     if norm.dtype is not None:
         dtypes_seen.append(jnp.dtype(norm.dtype))
@@ -136,14 +146,17 @@ def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
 
 
 class Stored:
-    """The norms that must save their input, according to a tree of parameter values.
+    """The norms that must save their input, according to the argument ``params`` of `converted`.
 
-    If the tree is None, no norm must. Two objects are equal if they name the same norms,
-    so that `jax.jit` retraces only if these change.
+    Two objects are equal if they have the same norms, so that `jax.jit` retraces only if these
+    change.
+
+    Attributes:
+      reasons: the reason for each of these norms. A key is the norm's path and its output's dtype.
     """
 
     def __init__(self, params: Any) -> None:
-        self.reasons: dict[tuple[str, str], str] = {}  # keys: path and output dtype of a norm
+        self.reasons: dict[tuple[str, str], str] = {}
         self._paths: set[str] | None = None
         if params is not None:
             if not isinstance(params, Mapping):
@@ -155,7 +168,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree; put those that save their input in `reasons`."""
+        """Yield the paths of the norms in a tree; add those that must save x to `reasons`."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -170,7 +183,7 @@ class Stored:
             yield from self._norms(subtree, (*path, key))
 
     def knows(self, path: str) -> bool:
-        """Return True if the parameters have this norm, or if no parameters were given."""
+        """Return True if ``params`` has this norm, or if the user has not passed ``params``."""
         return self._paths is None or path in self._paths
 
     def __hash__(self) -> int:
@@ -181,16 +194,16 @@ class Stored:
 
 
 class Seen:
-    """A record of the modules that were called inside a context.
+    """A record of the modules that were called inside a context of `converted`, for its log line.
 
     Attributes:
-      modules: class names of all modules.
-      has_norms: True if some modules were norms, of Flax or of jaxnorm.
-      norms: paths of Flax's norms, each with the reason why it was left to Flax, or None.
-      kept: paths of the norms that save their input, each with the reason.
-      unknown: paths of norms that are missing in the given parameters.
-      calls: the functions that replace classes, and where they were used.
-      own: names of subclasses of Flax's norms that were left because they override code.
+      modules: full names of the classes of all modules.
+      has_norms: True if a module of Flax's or jaxnorm's norm classes was called.
+      norms: for each norm of Flax, by path, the reason why it was not converted, or None.
+      kept: for each norm that saves its input, by path, the reason.
+      unknown: for each norm that the argument ``params`` does not have, by path, a text about it.
+      calls: the user's functions for classes, with a record of their use.
+      own: names of subclasses of Flax's norms that were not converted because they override code.
     """
 
     def __init__(self, calls: conversion.Calls) -> None:
@@ -203,14 +216,20 @@ class Seen:
         self.unknown: dict[str, str] = {}
 
     def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
-        """Record the class of a norm if it is left to Flax because it overrides code."""
+        """Record the class of a norm if it was not converted because it overrides code.
+
+        `flax` are Flax's norm classes.
+        """
         if conversion.converted_as(type(norm), flax) is None:
             self.own[type(norm).__name__] = None
 
     def judged(
         self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
     ) -> Save:
-        """Return a norm's `save` mode, from its parameters or, if they are traced, `stored`."""
+        """Return the `save` mode of a norm, and record the norm if it must save its input.
+
+        The mode depends on the values of the parameters or, if these are traced, on `stored`.
+        """
         if "scale" not in parameters:
             return "output"
         if conversion.are_known(parameters.values()):
@@ -225,15 +244,19 @@ class Seen:
         return "input"
 
     def tell(self, settings: Hashable, around: Hashable) -> None:
-        """At the end of a context, log what was converted, and warn if nothing was.
+        """At the end of a context, log the norms that were not converted as requested.
 
-        `settings` are the settings of the context, `around` those of the enclosing one, or None.
+        If no norm was called at all, log a warning about that. `settings` are the settings of the
+        context, and `around` those of the enclosing context, or None.
         """
         if around is not None:
-            _seen_before.setdefault(around, set())  # The enclosing context is not empty.
+            # This context ran inside the enclosing one, which must not warn that it was empty.
+            _seen_before.setdefault(around, set())
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
-        is_part = before is not None and self.modules <= before  # other modules were traced before
+        # True if an earlier context with equal settings has seen all of these modules. Others may
+        # be part of a compiled program, which does not call modules again.
+        is_part = before is not None and self.modules <= before
         names = before if before and is_part else self.modules
         conversion.log(
             "linen.converted",
@@ -247,7 +270,7 @@ class Seen:
         )
         _seen_before[settings] = self.modules | (before or set())
         if self.has_norms or self.calls.applied or is_part:
-            return  # Modules are called while jax.jit traces, and not in a compiled program.
+            return
         if not self.modules:
             conversion.warn(
                 "jaxnorm.linen.converted: no linen module was called inside it, so nothing is "
@@ -262,5 +285,6 @@ class Seen:
         )
 
 
-#: For each settings, the names of the module classes that earlier contexts with them called.
+#: A dict from the settings of a context to the full names of the classes of the modules that were
+#: called in earlier contexts with equal settings.
 _seen_before: dict[Hashable, set[str]] = {}

@@ -15,7 +15,8 @@ from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.softmax import attention_weights, logits_of
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The fill value of masked logits in jax.nn.dot_product_attention, also for float64 logits.
+# The value that replaces masked logits. It is that of jax.nn.dot_product_attention, which uses it
+# for float64 logits as well.
 _FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 
 
@@ -35,31 +36,34 @@ def dot_product_attention(
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
 ) -> jax.Array:
-    """:func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
+    """:func:`flax.nnx.dot_product_attention`, computed with :func:`jaxnorm.softmax`.
 
-    Pass it to ``nnx.MultiHeadAttention`` as ``attention_fn``. Arguments and masking are Flax's. The
-    logits of 16-bit operands are float32, also with dropout or ``module``, where Flax rounds them.
-    The softmax is computed in float32 (float64 for float64). The backward pass saves only the
-    attention weights, in the dtype of the computation. Key and value may have fewer heads than
-    query (grouped-query attention).
+    Pass it to ``nnx.MultiHeadAttention`` as ``attention_fn``. The arguments and the rule for masked
+    logits are the same as in Flax. The logits of 16-bit operands are float32. (Flax rounds them to
+    16 bits if there is dropout or a ``module``.) The softmax is computed in float32 (float64 for
+    float64 logits). For the backward pass of the softmax, only the attention weights are saved, in
+    the dtype of the computation. Key and value may have fewer heads than query (grouped-query
+    attention).
 
     Args:
-      query: ``(batch..., q_length, heads, depth)``.
-      key, value: ``(batch..., kv_length, kv_heads, depth)``.
-      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; entries where mask is
-        False are masked.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights.
+      query: array ``(batch..., q_length, heads, depth)``.
+      key, value: arrays ``(batch..., kv_length, kv_heads, depth)``.
+      bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
+        Logits are masked where mask is False.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: options of the dropout of
+        attention weights, as in Flax.
       dtype: dtype of the computation; inferred from the inputs by default.
       precision: precision of the two matmuls.
-      module: where to sow the weights, as ``attention_weights`` of type ``nnx.Intermediate``.
+      module: module in which the weights are sown, as ``attention_weights`` of type
+        ``nnx.Intermediate``, or None.
       promote_dtype: function that casts the inputs to one dtype.
-      is_causal: also mask keys that come after the query.
+      is_causal: True to mask also the keys after the query's position.
 
     Returns:
-      ``(batch..., q_length, heads, v_depth)``.
+      Array ``(batch..., q_length, heads, v_depth)``.
 
     Raises:
-      ValueError: shapes or numbers of heads that do not fit together.
+      ValueError: the shapes or the numbers of heads do not fit together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,8 +106,8 @@ def _weigh(
 ) -> jax.Array:
     scale, fill, dtype = query.shape[-1] ** -0.5, _FILL, query.dtype
     lengths = query.shape[-3], key.shape[-3]
-    # With a causal mask alone, each query has an unmasked key, so a fill of -inf gives the same
-    # weights, and the kernels can skip masked entries.
+    # If the causal mask is the only one, each query has an unmasked key. Then a fill of -inf gives
+    # the same weights as `_FILL`, and kernels can skip masked entries.
     only_causal = is_causal and bias is None and mask is None
     if is_causal and not (only_causal and flax_modules.is_supported(dtype)):
         causal = jnp.tril(jnp.ones(lengths, bool))

@@ -1,4 +1,4 @@
-"""The implementation of `jaxnorm.nnx.convert`: find the norms in a model, and convert each."""
+"""The implementation of `jaxnorm.nnx.convert`."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,14 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 def convert(
     model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
 ) -> None:
-    """Convert each of Flax's norms in a model: set jaxnorm's class and its additional attributes.
+    """Convert the norms of Flax in a model, by setting their class and additional attributes.
 
     Args:
-      model: an `nnx.Module`, or a container of some.
-      classes: a dict from each of Flax's classes to jaxnorm's.
-      added: the additional attributes, for all norms except those that must save their input.
-      calls: functions for classes, which take precedence.
+      model: an `nnx.Module`, or a container of modules.
+      classes: a dict from Flax's norm classes to jaxnorm's.
+      added: the additional attributes of all norms. Norms that must save their input get another
+        `save`.
+      calls: the user's functions for classes, which take precedence.
 
     Raises:
       TypeError: `model` has no `nnx.Module` in it.
@@ -68,7 +69,10 @@ def convert(
 
 
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:
-    """Return the reason why a norm of Flax's `classes` is not converted, or None."""
+    """Return the reason why a norm is left to Flax; None if it is converted.
+
+    `classes` are Flax's norm classes.
+    """
     if conversion.converted_as(type(norm), classes) is None:
         base = next(base for base in classes if isinstance(norm, base))
         return conversion.subclass(norm, base, "Flax")
@@ -91,7 +95,7 @@ def why_left(norm: Any, classes: Sequence[type]) -> str | None:
 
 
 def why_input(norm: Any) -> str | None:
-    """Return the reason why a converted norm must save its input instead of its output, or None."""
+    """Return the reason why a norm must save its input instead of its output, or None."""
     if norm.scale is None:
         return None
     parameters = [norm.scale.get_value()]

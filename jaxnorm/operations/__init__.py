@@ -1,1 +1,1 @@
-"""The public functions and the checks of what users pass in."""
+"""The public functions, and the checks of their arguments."""

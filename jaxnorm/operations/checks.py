@@ -1,4 +1,8 @@
-"""Checks of arguments: each error names what was given, what was expected and the fix."""
+"""Checks of the public functions' arguments, most of which also convert the argument.
+
+Each error names the function and the argument, what was given, what was expected, and how to fix
+it. In all checks, `function` is the public function's name and `name` the argument's.
+"""
 
 import math
 import operator
@@ -20,7 +24,7 @@ class StandsForArray(Protocol):
     def __jax_array__(self) -> Any: ...
 
 
-# `type` statements, because signatures and help() show such an alias by its name.
+# These are `type` statements, because signatures and help() then show the alias's name.
 type ArrayLike = jax.typing.ArrayLike | StandsForArray
 type Axis = int | Sequence[int] | None
 type DTypeLike = jax.typing.DTypeLike
@@ -31,7 +35,7 @@ _FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
 
 
 def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
-    """Return `value` as an array, whose dtype must be a supported float dtype."""
+    """Convert `value` to an array; raise TypeError unless its dtype is a supported float dtype."""
     if isinstance(value, jax.Array):
         array = value
     elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
@@ -49,7 +53,7 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
 def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
     """Convert `value`, such as a list, to an array.
 
-    If it holds an integer that is too large for JAX, the error says what to pass: `expected`.
+    `expected` describes valid values, for the error about an integer that is too large for JAX.
     """
     try:
         return jnp.asarray(value)
@@ -80,14 +84,15 @@ def _no_array(function: str, name: str, value: object) -> TypeError:
 
 
 def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> np.dtype:
-    """Return the dtype of the output: `given`, or `default` if that is None."""
+    """Check the argument ``dtype`` and return the output's dtype: `default` if `given` is None."""
     return default if given is None else dtype(function, "dtype", given)
 
 
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
-    """Return `given` as one of the supported dtypes."""
+    """Convert `given` to a NumPy dtype; raise TypeError unless it is a supported float dtype."""
     try:
-        resolved = np.dtype(given if given is not None else "None")  # numpy reads None as float64
+        # "None" raises an error here, while NumPy would convert None to float64.
+        resolved = np.dtype(given if given is not None else "None")
     except TypeError as error:
         raise TypeError(
             f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"
@@ -111,20 +116,23 @@ def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
 
 
 def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
-    """Return the dtype of a matmul, by standard promotion even if JAX's implicit one is off."""
+    """Return the dtype to which the dtypes of a matmul's operands promote.
+
+    This is JAX's standard promotion, even if the user has disabled implicit promotion.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(x, weight))
 
 
 def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
-    """Return float64 if one of the dtypes is float64, else float32."""
+    """Return the dtype of the arithmetic: float64 if one of the dtypes is float64, else float32."""
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
 
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
-    """Return `axis` as sorted, non-negative axes of an array of `shape`; None means all axes.
+    """Convert the argument ``axis`` to a sorted tuple of non-negative axes; None means all axes.
 
-    `of` is the array's name in errors.
+    `shape` is the shape of the array that has the axes, and `of` its name in errors.
     """
     return tuple(sorted(axes_in_order(function, axis, shape, of)))
 
@@ -132,7 +140,7 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 def axes_in_order(
     function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
 ) -> tuple[int, ...]:
-    """Return non-negative axes as `axes` does, but in the order in which the user gave them."""
+    """Convert the argument ``axis`` like `axes`, but keep the order in which the user gave them."""
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -170,7 +178,11 @@ def axes_in_order(
 
 
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
-    """Raise unless a parameter broadcasts to x's axes, the normalised ones last."""
+    """Raise ValueError unless a parameter's shape fits x.
+
+    The shape must end with the normalised axes, and must broadcast to the shape of x with these
+    axes moved to the end.
+    """
     expected = [view.shape[axis] for axis in view.others + view.axes]
     covered = tuple(expected[len(expected) - len(shape) :])
     if len(view.axes) <= len(shape) <= len(expected) and fits(shape, covered):
@@ -187,7 +199,7 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
 def same_shape(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
 ) -> None:
-    """Raise unless an array has the same shape as another array, which errors call `of`."""
+    """Raise ValueError unless an array has the shape `expected`, that of the array named `of`."""
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "
@@ -196,7 +208,10 @@ def same_shape(
 
 
 def features(function: str, name: str, shape: tuple[int, ...], size: str) -> None:
-    """Raise if the first operand of a matmul has no last axis; errors call its size `size`."""
+    """Raise ValueError if the first operand of a matmul has no axes.
+
+    `size` is the symbol for the size of its last axis in the error, such as "d".
+    """
     if not shape:
         raise ValueError(
             f"{function}: {name} has shape (); expected (..., {size}), a vector of features for "
@@ -207,9 +222,10 @@ def features(function: str, name: str, shape: tuple[int, ...], size: str) -> Non
 def weight(
     function: str, shape: tuple[int, ...], x_shape: tuple[int, ...], of: str = "x", also: str = ""
 ) -> None:
-    """Raise unless a weight fits the matmul's first operand, which errors call `of`.
+    """Raise ValueError unless a weight's shape fits the first operand of the matmul.
 
-    `also` is a second way to fix the error, appended to its text.
+    `of` is the name of the first operand in the error. `also` is text that is appended to the
+    error: a second way to fix it.
     """
     if len(shape) != 2 or shape[0] != x_shape[-1]:
         raise ValueError(
@@ -222,7 +238,10 @@ def weight(
 def vector(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str
 ) -> None:
-    """Raise unless an array has the shape `expected`: one number for each `of`, such as "class"."""
+    """Raise ValueError unless an array has the shape `expected`.
+
+    `of` says in the error what each element of the array belongs to, such as "class".
+    """
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, a number for each {of}; "
@@ -231,15 +250,18 @@ def vector(
 
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """Return `where` as a boolean array with as many axes as x, which broadcasts to x's shape."""
+    """Convert the mask `where` to a boolean array with as many axes as `shape`, the shape of x.
+
+    ValueError is raised unless it broadcasts to x's shape.
+    """
     also = ", or add an additive mask to x with bias="
     return broadcastable(function, "where", boolean(function, "where", where, also), shape)
 
 
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
-    """Return `value` as a boolean array.
+    """Convert `value` to an array; raise TypeError unless it is boolean.
 
-    `also` is a second way to fix the error, appended to its text.
+    `also` is text that is appended to the error: a second way to fix it.
     """
     array = _array(function, name, value, "booleans (True keeps an entry)")
     if array.dtype != jnp.bool_:
@@ -251,7 +273,10 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
 
 
 def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
-    """Return `value` as an array: booleans, or weights in `dtype` without a gradient."""
+    """Convert `value` to an array of booleans or float weights; other dtypes raise TypeError.
+
+    Weights are cast to `dtype`, and their gradient is stopped.
+    """
     array = _array(function, name, value, "booleans or float weights")
     if array.dtype == jnp.bool_:
         return array
@@ -264,7 +289,7 @@ def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.
 
 
 def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
-    """Return `value` as an array of integers, without changing its dtype."""
+    """Convert `value` to an array; raise TypeError unless its dtype is an integer dtype."""
     if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
         value = _in_32_bits(np.asarray(value))
     smaller = "smaller ones, e.g. -1 for a label that is no class"
@@ -280,7 +305,10 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
 def not_one_hot(
     function: str, labels: ArrayLike, logits: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:
-    """Raise if labels have the shape of the logits: these would be one-hot labels."""
+    """Raise ValueError if labels have the shape of the logits, as one-hot labels do.
+
+    `logits` is the shape of the logits, and `axes` are their axes of classes.
+    """
     shape = getattr(labels, "shape", None)
     if shape != logits:
         return
@@ -296,7 +324,10 @@ def not_one_hot(
 
 
 def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> None:
-    """Raise unless each position has fewer labels than there are classes. `labels` is a shape."""
+    """Raise ValueError if a position has as many labels as there are classes, or more.
+
+    `labels` is the shape of the labels; the last axis has the labels of a position.
+    """
     if labels[-1] >= classes:
         raise ValueError(
             f"{function}: labels have shape {labels}: {labels[-1]} labels for each position, with "
@@ -306,9 +337,9 @@ def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> 
 
 
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
-    """Clip 64-bit integers to the range of 32 bits, and those below 0 to -1.
+    """Clip 64-bit labels to the range from -1 to the largest 32-bit integer.
 
-    If 64-bit types are off, JAX would wrap larger integers around to other values.
+    If 64-bit types are disabled, JAX would wrap larger integers around, possibly to a valid label.
     """
     if value.dtype.name not in ("int64", "uint64"):
         return value
@@ -318,10 +349,10 @@ def _in_32_bits(value: np.ndarray) -> np.ndarray:
 def broadcastable(
     function: str, name: str, array: jax.Array, shape: tuple[int, ...], of: str = "x's"
 ) -> jax.Array:
-    """Return `array` with axes of size 1 in front, so that it has as many axes as `shape`.
+    """Prepend axes of size 1 to `array`, so that it has as many axes as `shape`.
 
-    It raises ValueError unless the array broadcasts to `shape`. `of` says in the error whose shape
-    that is.
+    ValueError is raised unless the array broadcasts to `shape`. `of` names the owner of this shape
+    in the error, such as "x's".
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):
@@ -333,12 +364,15 @@ def broadcastable(
 
 
 def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Return True if the ranks are equal and each size in `shape` is 1 or the size in `into`."""
+    """Return True if `shape` has as many axes as `into`, each of the same size or of size 1."""
     return len(shape) == len(into) and all(own in (1, n) for own, n in zip(shape, into))
 
 
 def matrix(function: str, name: str, view: RowView) -> None:
-    """Raise ValueError unless x has at least two axes and the call is over the last one."""
+    """Raise ValueError unless x has at least two axes and only the last one is normalised.
+
+    The option `name`, which is ``causal``, needs rows and columns.
+    """
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
             f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
@@ -355,12 +389,12 @@ def number(
     minimum: float = -math.inf,
     maximum: float = math.inf,
 ) -> float:
-    """Return `value` as a finite Python float from `minimum` to `maximum`."""
+    """Convert `value` to a Python float; raise an error unless it is finite and within limits."""
     _refuse_traced(function, name, value, "number")
     try:
         if _is_boolean(value):
             raise TypeError("a boolean is no number")
-        given = math.ldexp(value, 0)  # unlike float(), it refuses strings
+        given = math.ldexp(value, 0)  # Unlike float(), this raises an error for strings.
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"
@@ -376,7 +410,7 @@ def number(
 
 
 def positive(function: str, name: str, value: float) -> float:
-    """Return `value` as a finite Python float above 0."""
+    """Convert `value` to a Python float; raise an error unless it is finite and above 0."""
     given = number(function, name, value)
     if given <= 0:
         raise ValueError(f"{function}: {name}={_shown(value)}; expected a number above 0")
@@ -390,9 +424,9 @@ def finite_in(
     *,
     above_zero: bool = False,
 ) -> None:
-    """Raise unless the numbers are finite after a cast to the arithmetic dtype.
+    """Raise ValueError unless all numbers are finite after a cast to the arithmetic dtype.
 
-    If `above_zero`, they must not underflow to 0 either.
+    If `above_zero` is True, they must not underflow to 0 either. Entries that are None are ignored.
     """
     for name, value in numbers.items():
         if value is None:
@@ -409,7 +443,10 @@ def finite_in(
 
 
 def integer(function: str, name: str, value: int, unit: str) -> int:
-    """Return `value` as a Python integer of at least 1. `unit` is what it counts, for errors."""
+    """Convert `value` to a Python integer; raise an error unless it is at least 1.
+
+    `unit` says in errors what the integer counts, such as "rows".
+    """
     _refuse_traced(function, name, value, "integer")
     try:
         given = _index(value)
@@ -426,7 +463,7 @@ def integer(function: str, name: str, value: int, unit: str) -> int:
 
 
 def flag(function: str, name: str, value: bool) -> bool:
-    """Return `value` as a Python boolean."""
+    """Convert `value` to a Python boolean; raise TypeError unless it is True or False."""
     _refuse_traced(function, name, value, "boolean")
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
@@ -444,7 +481,7 @@ def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
 
 
 def _index(value: int) -> int:
-    """Return `value` as an index, but refuse booleans, which Python would accept."""
+    """Convert `value` to an integer; raise TypeError for a boolean, which Python would accept."""
     if _is_boolean(value):
         raise TypeError("a boolean is no index")
     return operator.index(value)
@@ -455,15 +492,15 @@ def _is_boolean(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return the `repr` of a value for an error; for a huge integer, only its size."""
+    """Return the `repr` of a value for an error. A huge integer is replaced by its size in bits."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"(an integer of {value.bit_length()} bits)"
     return repr(value)
 
 
 def one_of(function: str, name: str, value: str | None, valid: Sequence[str | None]) -> None:
-    """Raise unless `value` is one of `valid`."""
-    # Arrays compare with names element by element, so an array of names would pass for a name.
+    """Raise ValueError unless `value` is an element of `valid`."""
+    # Check the type first, because `in` compares an array with a string element by element.
     if not isinstance(value, str | None) or value not in valid:
         raise ValueError(
             f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
@@ -471,7 +508,7 @@ def one_of(function: str, name: str, value: str | None, valid: Sequence[str | No
 
 
 def implementation(function: str, name: str | None) -> None:
-    """Raise unless `name` is None or an implementation that can be imported."""
+    """Raise ValueError unless `name` is None, or an implementation that can be imported."""
     if name is None:
         return
     one_of(function, "implementation", name, (*backends.MODULES,))

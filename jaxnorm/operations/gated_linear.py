@@ -1,10 +1,12 @@
-"""Elementwise functions and the linear layer after them: gated_linear, activation_linear.
+"""The functions gated_linear and activation_linear: the second half of an MLP.
 
-    h = activation(gate) * up       in one pass, rounded once      saves gate and up
+They compute an elementwise function and the linear layer after it::
+
+    h = activation(gate) * up       one fused pass, rounded once   saves gate and up
     y = h weight + bias             `products.dot`                 saves weight
 
-Both steps are one function that is `recomputed`: its backward pass recomputes h in the pass that
-computes the gradients of gate and up.
+Both steps are one function for `recomputation.recomputed`. So h is not saved: the backward pass
+recomputes it in the pass that computes the gradients of gate and up.
 """
 
 import functools
@@ -21,7 +23,7 @@ from jaxnorm.operations import checks, products
 from jaxnorm.primitives import eager, recomputation
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
-# `type` statements, because signatures and help() show such an alias by its name.
+# These are `type` statements, because signatures and help() then show the alias's name.
 type Elementwise = Activation
 type ElementwiseFunction = Elementwise | Callable[[jax.Array], jax.Array]
 type Product = Callable[[jax.Array, Any], jax.Array]
@@ -29,7 +31,7 @@ type Sharding = NamedSharding | PartitionSpec
 
 Function = Literal["gated_linear", "activation_linear"]
 
-# For each function, the names of the arguments that its elementwise part takes.
+# For each function, the names of the arrays that its elementwise step takes.
 _OPERANDS: dict[Function, tuple[str, ...]] = {
     "gated_linear": ("gate", "up"),
     "activation_linear": ("x",),
@@ -49,36 +51,39 @@ def gated_linear(
     product: Product | None = None,
     out_sharding: Sharding | None = None,
 ) -> jax.Array:
-    r"""The second half of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+    r"""Second half of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
 
     .. math::
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
 
-    It saves only gate, up and weight for the backward pass. The hidden activations (activation
-    times up) are recomputed in the pass that computes the gradients of gate and up, and so are the
-    residuals of the activation's own derivative. No matmul runs twice.
+    It saves only gate, up and weight for the backward pass. The hidden activations,
+    activation(gate) times up, are recomputed in the pass that computes the gradients of gate and
+    up. The residuals of the activation's derivative are recomputed there as well. No matmul runs
+    twice.
 
-    Elementwise arithmetic is float32 (float64 if gate or up is float64), rounded once to the dtype
-    to which gate and up promote. The dtype of the matmul is the one to which this dtype and
-    weight's promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies to the result
-    only. Sums are float32 (float64 if the matmul or the output is float64), bias is added to them,
-    and they are rounded once. The backward pass of a 16-bit matmul uses 16-bit matmuls.
+    Elementwise arithmetic is float32 (float64 if gate or up is float64), and its result is rounded
+    once to the dtype to which gate and up promote. The dtype of the matmul is the one to which this
+    dtype and weight's dtype promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies
+    to the result only. The matmul's sums are float32 (float64 if the matmul or the output is
+    float64). bias is added to the sums before they are rounded. The backward pass of a 16-bit
+    matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
-      up: array of gate's shape, of these dtypes.
-      weight: array (f, n), of these dtypes.
-      bias: array (n,), of these dtypes. None adds nothing.
-      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
-        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation). Or any
-        elementwise function of one array, which is called with an array of the arithmetic dtype. It
-        may close over arrays, which then have gradients; outside `jax.jit`, each call retraces it.
+      up: array of gate's shape; any of these dtypes.
+      weight: array (f, n); any of these dtypes.
+      bias: array (n,); any of these dtypes. None for no bias.
+      activation: name of an activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or
+        ``"sigmoid"``. It stands for the function of :mod:`jax.nn` with its defaults (gelu is the
+        tanh approximation). Or any elementwise function of one array, which is called with an array
+        of the arithmetic dtype. The function may close over arrays, which then have gradients.
+        Outside `jax.jit`, each call traces such a function again.
       dtype: dtype of y; by default, the dtype of the matmul.
       product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
-        for experts, or a quantised or low-rank matmul. It may apply dropout or sharding constraints
-        to h, and may close over arrays. h and weight have the matmul's dtype. The backward pass
-        recomputes the intermediates that its derivative needs. weight may then be an array of any
-        shape, or a tree of arrays, in which arrays that are not floats stay unchanged.
+        for experts, or a quantised or low-rank matmul. Its arguments have the matmul's dtype. It
+        may apply dropout or sharding constraints to h, and may close over arrays. The backward pass
+        recomputes the intermediates that its derivative needs. With ``product``, weight may be an
+        array of any shape or a pytree of arrays; leaves that are not floats stay unchanged.
       out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
         Explicit axes, as in `jnp.einsum`. It is required if f is sharded (tensor parallelism).
 
@@ -88,9 +93,9 @@ def gated_linear(
     Differentiable in reverse and forward mode, to any order; gradients have the dtypes of their
     arguments.
 
-    On a mesh, rows, f and n may be sharded. On Explicit axes, a weight that is sharded along f, or
-    along n over mesh axes that shard rows (FSDP), is gathered in the forward pass and again in the
-    backward pass.
+    On a mesh, the rows, f and n may be sharded. On Explicit axes, weight is gathered in the forward
+    pass, and again in the backward pass, in two cases: its first axis is sharded differently from
+    gate's last axis, or n is sharded over mesh axes that also shard the rows (FSDP).
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -125,25 +130,25 @@ def activation_linear(
     product: Product | None = None,
     out_sharding: Sharding | None = None,
 ) -> jax.Array:
-    r"""The second half of an MLP: an activation and the linear layer after it.
+    r"""Second half of an MLP without a gate: an activation and the linear layer after it.
 
     .. math::
       y = \mathrm{activation}(x) \, \mathrm{weight} + \mathrm{bias}
 
-    It is :func:`jaxnorm.gated_linear` without ``up``, and saves only x and weight for the backward
-    pass. gelu is by Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
+    This is :func:`jaxnorm.gated_linear` without ``up``. It saves only x and weight for the backward
+    pass. The activation gelu is from Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
 
     Args:
       x: array (..., f); bfloat16, float16, float32 or float64.
-      weight: array (f, n), of these dtypes.
-      bias: array (n,), of these dtypes. None adds nothing.
+      weight: array (f, n); any of these dtypes.
+      bias: array (n,); any of these dtypes. None for no bias.
       activation, dtype, product, out_sharding: as in :func:`jaxnorm.gated_linear`.
 
     Returns:
-      y, array (..., n) in ``dtype``. Differentiable as :func:`jaxnorm.gated_linear` is.
+      y, array (..., n) in ``dtype``. Differentiable like :func:`jaxnorm.gated_linear`.
 
     Raises:
-      TypeError, ValueError: as :func:`jaxnorm.gated_linear`.
+      TypeError, ValueError: as for :func:`jaxnorm.gated_linear`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -190,9 +195,9 @@ def _linear_of(
     rows, weights, biases = ([next(operands) for _ in a] for a in (rows, weights, biases))
     if product is None:
         weight_sharding, its_sharding = _shardings(function, rows[0], weights[0], out_sharding)
-        # If no bias is added, the matmul rounds its sums to y itself, without another pass. Partial
-        # sums over shards of features are rounded before the all-reduce, as in plain JAX: in
-        # float32 the devices would exchange twice the bytes.
+        # If no bias is added, the matmul rounds its sums to y's dtype, which saves a pass. If f is
+        # sharded, each device has partial sums. They are rounded before the all-reduce, as in plain
+        # JAX: in float32, the devices would exchange twice the bytes.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
         is_alone = is_split or (y_dtype == product_dtype and not biases)
         precision = jax.config.jax_default_matmul_precision
@@ -214,9 +219,9 @@ def _linear_of(
 
 
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
-    """Return the elementwise function that is computed before the matmul.
+    """Return the function that is applied to the arrays before the matmul.
 
-    It is activation(x), or activation(gate) * up, in the arithmetic dtype.
+    It computes activation(x), or activation(gate) * up, in the arithmetic dtype.
     """
     is_name = isinstance(activation, str) and activation in products.ACTIVATIONS
     if not (is_name or callable(activation)):
@@ -249,7 +254,7 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
 def _by_function(
     function: Function, product: Product, dtype: np.dtype, h: jax.Array, weight: Any
 ) -> jax.Array:
-    """Return ``product(h, weight)``, with floats cast to `dtype`."""
+    """Return ``product(h, weight)``, after casting h and the floats of weight to `dtype`."""
     weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
     y = product(h.astype(dtype), weight)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
@@ -261,7 +266,7 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """Describe a function's result for an error, if it is not an array of real numbers."""
+    """Describe, for an error, a function's result that is not an array of real numbers."""
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 
@@ -269,9 +274,9 @@ def _given(result: Any) -> str:
 def _shardings(
     function: Function, x: jax.Array, weight: jax.Array, out_sharding: Sharding | None
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """Return the shardings of weight (as an operand of the matmul) and of the matmul's result.
+    """Return the sharding of weight as an operand of the matmul, and that of the matmul's result.
 
-    Both are None if no mesh has Explicit axes.
+    Both are None without Explicit mesh axes.
     """
     layout = products.layout_of(x, weight)
     if layout is None:
@@ -299,7 +304,10 @@ def _shardings(
 def _weights(
     function: Function, weight: Any, product: Product | None
 ) -> tuple[list[jax.Array], Any]:
-    """Return the leaves of weight and its tree structure. Without a `product`, it is one array."""
+    """Check weight, and return its leaves and its pytree structure.
+
+    Without the argument `product`, weight must be an array.
+    """
     if product is None:
         return jax.tree.flatten(checks.float_array(function, "weight", weight))
     if not callable(product):
@@ -359,7 +367,7 @@ def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) 
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
-    """Return bias in y's dtype, reshaped so that it broadcasts to y."""
+    """Return bias cast to y's dtype, with leading axes of size 1 so that it broadcasts to y."""
     _check_bias(function, bias, y.shape[-1:])
     return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
 

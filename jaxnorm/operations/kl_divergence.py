@@ -1,4 +1,4 @@
-"""kl_divergence, and the checks of its arguments."""
+"""The function kl_divergence, and the checks of its arguments."""
 
 import jax
 import numpy as np
@@ -27,55 +27,61 @@ def kl_divergence(
     teacher_logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Kullback-Leibler divergence of a teacher's distribution and a student's, for distillation.
+    r"""Kullback-Leibler divergence between a teacher's and a student's distribution of classes.
 
     .. math::
       \mathrm{KL}(p \| q) = \sum_j p_j \log \frac{p_j}{q_j} \qquad
       p = \mathrm{softmax}(z_{\mathrm{teacher}}) \qquad q = \mathrm{softmax}(z)
 
-    where z is computed with ``logits_scale`` and a softcap from each array of logits, as in
-    :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True`` gives KL(q || p), which
-    on-policy distillation uses.
+    It is a loss for distillation. z is computed from each array of logits with ``logits_scale`` and
+    that array's softcap, as in :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True``
+    gives KL(q || p), which on-policy distillation uses. A position is an index into the axes of
+    logits other than ``axis``: it has one divergence.
 
     The forward pass writes no array of the logits' size. The residuals are both arrays of logits
-    and five numbers for each position. The backward pass reads both and writes the student's
-    gradient. The divergence is never negative, and a small one is nearly as accurate as a large
-    one: equal logits have a divergence and a gradient of exactly 0. The arithmetic is float32
-    (float64 if logits or teacher_logits are).
+    and five numbers for each position. The backward pass reads both arrays and writes the gradient
+    of logits. The divergence is never negative, and small divergences are nearly as accurate as
+    large ones: for equal logits, the divergence and its gradient are exactly 0. The arithmetic is
+    float32 (float64 if logits or teacher_logits are float64).
 
     Args:
-      logits: the student's, of any shape; bfloat16, float16, float32 or float64.
-      teacher_logits: the teacher's, of the shape of logits and any of these dtypes. They, and their
-        softcap, are constants: their gradient is 0.
+      logits: the student's logits, of any shape; bfloat16, float16, float32 or float64.
+      teacher_logits: the teacher's logits, of the same shape and any of these dtypes. They and
+        their softcap are constants: their gradient is 0.
       axis: the axis or axes of the classes; None for all.
-      where: booleans that say which positions count, or float weights of positions, by which the
-        divergences are multiplied. They have as many axes as logits without ``axis``, and broadcast
-        to that shape. Where it is False or 0, divergence and gradient are 0, whatever the logits
-        are. A boolean mask with as many axes as logits, which broadcasts to their shape, selects
-        classes: the others are in neither distribution. A position without a class has 0.
+      where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
+        A boolean mask or float weights of positions have as many axes as there are axes of
+        positions, and broadcast to the shape of positions. The divergences are multiplied by the
+        weights. Where ``where`` is False or 0, divergence and gradient are 0 for any logits. A
+        boolean mask of classes has as many axes as logits, and broadcasts to their shape. Classes
+        where it is False are excluded from both distributions. The divergence of a position without
+        any class is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
-      logits_scale: 1 over a temperature, of both arrays of logits: a number above 0, or an array. A
-        scalar array may be traced. One with as many axes as positions, which broadcasts to their
-        shape, has a scale for each position. Values of arrays are not checked, and have no
-        derivative. The divergence is not multiplied by the temperature squared.
+      logits_scale: factor of both arrays of logits, 1 over a temperature: a number above 0, or an
+        array. A scalar array may be traced. An array with as many axes as there are axes of
+        positions, which broadcasts to their shape, has a scale for each position. Values of arrays
+        are not checked, and have no derivative. The divergence is not multiplied by the temperature
+        squared.
       logit_softcap, teacher_logit_softcap: Python numbers above 0, or None for no cap. A cap is
-        applied after the scale. For a model whose cap precedes a temperature T, use
+        applied after the scale. For a model that applies its cap before a temperature T, use
         ``logit_softcap=cap / T`` with ``logits_scale=1 / T``.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of the shape of logits without ``axis``: float32, or float64 if logits or teacher_logits
-      are float64. It is infinite if a class has a probability of 0 in the second distribution
-      only, and NaN if logits have +inf or NaN, or are all -inf.
+      The divergences, an array of the shape of logits without ``axis``: float32, or float64 if
+      logits or teacher_logits are float64. A divergence is infinite if a class has a probability of
+      0 in the second distribution only. It is NaN if the position's logits include +inf or NaN, or
+      are all -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: an array of logits is not of a supported float dtype, ``where`` is of integers or,
-        with logits' axes, not boolean, ``reverse`` is neither True nor False, a softcap is not a
-        Python number, or a ``logits_scale`` is differentiated.
+      TypeError: an array of logits does not have a supported float dtype, ``where`` has an integer
+        dtype or is a mask of classes that is not boolean, ``reverse`` is neither True nor False, a
+        softcap is not a Python number, or ``logits_scale`` is differentiated.
       ValueError: ``axis``, the shape of teacher_logits, ``where`` or ``logits_scale``, one of the
-        numbers or ``implementation`` is wrong.
+        numbers, or ``implementation`` is wrong.
 
     Source: `Distilling the Knowledge in a Neural Network <https://arxiv.org/abs/1503.02531>`_, and
     for the reverse divergence `On-Policy Distillation of Language Models
@@ -86,7 +92,7 @@ def kl_divergence(
       >>> import jaxnorm
       >>> teacher = jnp.array([[0.0, 1.0, 2.0], [5.0, 5.0, 5.0]])
       >>> divergences = jaxnorm.kl_divergence(jnp.zeros((2, 3)), teacher, logits_scale=1 / 2)
-      >>> [round(d, 3) for d in divergences.tolist()]  # the second distributions are equal
+      >>> [round(d, 3) for d in divergences.tolist()]  # in row 1, p and q are equal
       [0.078, 0.0]
     """
     logits = checks.float_array(NAME, "logits", logits)
@@ -136,7 +142,10 @@ def divergence_call(
     teacher_logit_softcap: float | None,
     implementation: Name | None,
 ) -> Call:
-    """Check the options and return the forward call; `mask` is a shape."""
+    """Check the options and return the forward call.
+
+    `shape` is the shape of the logits, and `mask` that of the mask of classes, or None.
+    """
     view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)
     op = FUNCTIONS[NAME].op

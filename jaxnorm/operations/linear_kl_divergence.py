@@ -1,4 +1,4 @@
-"""linear_kl_divergence, and the checks of its arguments."""
+"""The function linear_kl_divergence, and the checks of its arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -35,61 +35,64 @@ def linear_kl_divergence(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Divergence of a teacher's and a student's linear layers, without the logits of either.
+    r"""Kullback-Leibler divergence between the outputs of two linear layers, without their logits.
 
-    The result is a reduction of :func:`kl_divergence` for the logits ``x @ weight + bias`` and
-    ``teacher_x @ teacher_weight + teacher_bias``. Only the logits of one chunk of rows are in
-    memory at a time, forward and backward. One loop over the chunks computes the divergence and, if
-    it is differentiated, the gradients. The gradient of a mean or a sum takes four matmuls (the
-    logits of both, and the gradients of x and weight). With ``reduction="none"`` it takes six,
-    because the backward pass recomputes the logits. A divergence that is not differentiated takes
-    two.
+    The result is a reduction of :func:`kl_divergence` for the student's logits ``x @ weight +
+    bias`` and the teacher's logits ``teacher_x @ teacher_weight + teacher_bias``. Only the logits
+    of one chunk of rows are in memory at a time, in the forward and in the backward pass. One loop
+    over the chunks computes the divergence and, if it is differentiated, the gradients. The
+    gradient of a mean or a sum takes four matmuls: two for the logits, and two for the gradients of
+    x and weight. With ``reduction="none"`` it takes six, because the backward pass recomputes the
+    logits. A divergence that is not differentiated takes two.
 
-    The dtype of each pair of matmul operands is the one to which they promote, as in
-    ``jnp.matmul``. A chunk's logits are the float32 sums of the matmuls, without rounding.
+    The operands of a matmul are cast to the dtype to which they promote, as in ``jnp.matmul``. A
+    chunk's logits are the float32 sums of the matmuls, without rounding.
 
     Args:
-      x: the student's array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
-      weight: array (d, V), of these dtypes.
-      teacher_x: array (..., e) with x's axes except the last one; e may differ from d.
+      x: the student's activations, (..., d) with any number of rows; bfloat16, float16, float32 or
+        float64. Each row is a position.
+      weight: array (d, V); any of these dtypes.
+      teacher_x: the teacher's activations, (..., e). The axes before e are those of x, and e may
+        differ from d.
       teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
-      bias, teacher_bias: arrays (V,), of these dtypes; or None.
-      where: booleans that say which positions count, or float weights of positions, without a
-        gradient. They have as many axes as positions (x without its last axis), and broadcast to
-        their shape. Where it is False or 0, x and teacher_x are ignored, even if they are NaN, and
-        x's gradient is 0.
-      reduction: ``"mean"`` over the positions that count, sum(where * divergence) / sum(where), or
-        0 if the denominator is 0; ``"sum"``; or ``"none"`` for each position's divergence times its
-        weight.
+      bias, teacher_bias: arrays (V,), any of these dtypes; or None.
+      where: a boolean mask of positions, or float weights of positions, which have no gradient. It
+        has as many axes as x without the last one, and broadcasts to their shape. Where it is False
+        or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
+      reduction: ``"mean"``: sum(where * divergence) / sum(where), or 0 if the denominator is 0;
+        ``"sum"``: sum(where * divergence); or ``"none"``: the divergence of each position, times
+        its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
-      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses, as
-        in :func:`linear_softmax_cross_entropy`, by the memory of both float32 logits.
+      chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
+        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, counting the float32
+        logits of both student and teacher.
       logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits with bias, as in
-        :func:`kl_divergence`. A logits_scale may be an array.
-      dtype: dtype of the matmuls of each pair that promotes to a wider one: ``jnp.bfloat16`` rounds
-        float32 weights, and makes 16-bit matmuls. None for the dtypes to which they promote.
-      implementation: implementation of the divergence of a chunk's logits; None chooses, a name
-        forces it. ``implementation_for("kl_divergence", (chunk, V), jnp.float32)`` shows the
-        choice.
+        :func:`kl_divergence`. logits_scale may be an array.
+      dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For
+        example, ``jnp.bfloat16`` rounds float32 weights, so that the matmuls have 16 bits. None for
+        the dtype to which they promote.
+      implementation: name of the implementation that computes the divergence of a chunk's logits;
+        None lets jaxnorm choose. ``implementation_for("kl_divergence", (chunk, V), jnp.float32)``
+        shows the choice.
 
     Returns:
-      A scalar, or for ``"none"`` an array of the shape of positions: float32, or float64 if a pair
-      of operands promotes to float64.
+      A scalar, or for ``"none"`` an array of the shape of x without the last axis: float32, or
+      float64 if the operands of a matmul promote to float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
-    gradients have the dtypes of their arguments. What the forward pass saves is as in
-    :func:`linear_softmax_cross_entropy`. On a mesh, rows, V and d may be sharded, as there; the
-    teacher's features are gathered.
+    gradients have the dtypes of their arguments. The forward pass saves the same arrays as in
+    :func:`linear_softmax_cross_entropy`. On a mesh, the rows, V and d may be sharded, as in that
+    function. The teacher's e is gathered.
 
     Raises:
-      TypeError: an array or ``dtype`` is not of a supported float dtype, ``where`` is of integers,
-        ``chunk`` is not an integer, ``reverse`` is neither True nor False, a softcap is not a
-        Python number, or ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, one of the numbers or
+      TypeError: the dtype of an array, or ``dtype``, is not a supported float dtype, ``where`` has
+        an integer dtype, ``chunk`` is not an integer, ``reverse`` is neither True nor False, a
+        softcap is not a Python number, or ``logits_scale`` is differentiated.
+      ValueError: the shape of an array, ``reduction``, ``chunk``, one of the numbers, or
         ``implementation`` is wrong.
 
-    Source: computing the gradients in the forward's loop over chunks is the idea of Liger's
-    `fused linear losses <https://arxiv.org/abs/2410.10989>`_.
+    Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
+    computation of gradients in the forward pass's loop over chunks.
 
     Example:
       >>> import jax
@@ -167,9 +170,10 @@ def linear_kl_divergence(
 
 
 def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
-    """Raise if a number is not finite in the arithmetic dtype, or a kernel cannot run a chunk.
+    """Check the options that depend on the arrays; raise ValueError if one is wrong.
 
-    The kernel is the one that the user requested by name.
+    An error is raised if a number is not finite in the arithmetic dtype, or if the implementation
+    that the user requested cannot run a chunk. `types` has the arrays by name.
     """
     x, weight = types["x"], types["weight"]
     factors, dtype = head.dtypes(x.dtype, weight.dtype)

@@ -1,4 +1,4 @@
-"""linear_softmax_cross_entropy and linear_log_prob_and_entropy, and their checks."""
+"""linear_softmax_cross_entropy and linear_log_prob_and_entropy, and the checks of arguments."""
 
 import dataclasses
 from typing import Any
@@ -38,75 +38,79 @@ def linear_softmax_cross_entropy(
 
     Only the logits of one chunk of rows are in memory at a time. The result is a reduction of
     :func:`softmax_cross_entropy_with_integer_labels`. One loop over the chunks computes the loss
-    and, if it is differentiated, the gradients. The gradient of a mean or a sum takes three matmuls
-    (logits, and the gradients of x and weight). With ``reduction="none"`` it takes four, because
-    the backward pass recomputes the logits. A loss that is not differentiated takes one.
+    and, if it is differentiated, the gradients. The gradient of a mean or a sum takes three
+    matmuls: one for the logits, and two for the gradients of x and weight. With
+    ``reduction="none"`` it takes four, because the backward pass recomputes the logits. A loss that
+    is not differentiated takes one.
 
-    The dtype of the matmuls is the one to which x and weight promote, as in ``jnp.matmul``. A
-    float32 weight therefore makes three float32 matmuls, unless ``dtype=jnp.bfloat16`` rounds it. A
-    chunk's logits are rounded to that dtype, as those of ``x @ weight`` are, and bias is added in
-    it. Sums and statistics are float32 (float64 for float64), and so is the array in which weight's
-    gradient is accumulated over all chunks. Gradients are divided by the number of rows in float32.
+    The dtype of the matmuls' operands is the one to which x and weight promote, as in
+    ``jnp.matmul``. With a float32 weight, all three matmuls are therefore in float32, unless
+    ``dtype=jnp.bfloat16`` rounds the weight. A chunk's logits are rounded to that dtype, like the
+    result of ``x @ weight``, and bias is added to the rounded logits. Sums over classes and row
+    statistics are float32 (float64 for float64 logits). The gradient of weight is accumulated over
+    all chunks in float32 as well. Gradients are divided by the number of rows in float32.
 
     Args:
-      x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
-      weight: array (d, V), of these dtypes.
+      x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is
+        a position.
+      weight: array (d, V); any of these dtypes.
       labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
-        axis. A label out of range, such as a negative one, makes the loss and gradients NaN.
-      bias: array (V,), of these dtypes; or None.
-      where: booleans that say which positions count, such as ``labels != -100``, or float weights
-        of positions, of any sign and without a gradient. They have as many axes as labels, and
-        broadcast to their shape. Where it is False or 0, label and x are ignored, even if x is NaN,
-        and x's gradient is 0.
-      reduction: ``"mean"`` over the positions that count, sum(where * loss) / sum(where), or 0 if
-        the denominator is 0; ``"sum"``; or ``"none"`` for each position's loss times its weight.
-      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses 2048
-        or d, whichever is more, but fewer, down to 512, if their logits take more than 1 GiB.
-        Besides weight's gradient, the function needs memory for the float32 array of its sum, and
-        for a chunk's logits, which their gradient overwrites. With larger chunks, the float32 array
-        is loaded and stored less often.
-      label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
-        over all classes.
-      z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
-        the exponentials is added.
+        axis. A label out of range, such as a negative one, makes the loss and the gradients NaN.
+      bias: array (V,), any of these dtypes; or None.
+      where: a boolean mask of positions, such as ``labels != -100``, or float weights of positions,
+        which may be negative and have no gradient. It has as many axes as labels, and broadcasts to
+        their shape. Where it is False or 0, label and x are ignored, even if x is NaN, and x's
+        gradient is 0.
+      reduction: ``"mean"``: sum(where * loss) / sum(where), or 0 if the denominator is 0;
+        ``"sum"``: sum(where * loss); or ``"none"``: the loss of each position, times its weight.
+      chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
+        None lets jaxnorm choose: the larger of 2048 and d, but fewer rows, down to 512, if a
+        chunk's logits would take more than 1 GiB. Besides the gradients, the function allocates a
+        chunk's logits, which are overwritten by their gradient, and the float32 array in which
+        weight's gradient is accumulated. With larger chunks, that array is loaded and stored less
+        often.
+      label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
+        spread evenly over all classes.
+      z_loss: a finite Python number of at least 0. It is multiplied by the square of the
+        log-sum-exp of the logits, and added to the loss.
       logits_scale, logit_softcap: applied to the logits with bias, as in
-        :func:`softmax_cross_entropy_with_integer_labels`. A logits_scale may be an array.
-      dtype: dtype of the logits, and of the matmuls' operands if these promote to a wider one. None
-        for the dtype to which they promote.
-      implementation: implementation of the loss of a chunk's logits; None chooses, a name forces
-        it. ``implementation_for("softmax_cross_entropy_with_integer_labels", (chunk, V), dtype)``
-        shows the choice.
+        :func:`softmax_cross_entropy_with_integer_labels`. logits_scale may be an array.
+      dtype: dtype of the logits, and of the matmuls' operands if these promote to a wider dtype.
+        None for the dtype to which x and weight promote.
+      implementation: name of the implementation that computes the loss of a chunk's logits; None
+        lets jaxnorm choose. ``implementation_for("softmax_cross_entropy_with_integer_labels",
+        (chunk, V), dtype)`` shows the choice.
 
     Returns:
       A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 if the logits are
       float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
-    the dtypes of their arguments. The forward pass of a mean or a sum saves the gradients, and
-    nothing else, in these dtypes. float16 gradients are saved in float32, because the backward pass
-    multiplies them by the loss scale only later. They are named ``jaxnorm_linear_gradient`` for
-    policies of :func:`jax.checkpoint`; :func:`save_policy` does not save them, since they are as
-    large as weight. With ``"none"``, the forward pass saves its operands. Second-order derivatives
-    are supported, and so is `jax.vmap` over weights or over gradients of weight, but they take more
-    matmuls.
+    the dtypes of their arguments. For a mean or a sum, the forward pass computes the gradients and
+    saves only them, in these dtypes. float16 gradients are saved in float32, because they are
+    multiplied by the loss scale only in the backward pass. For policies of :func:`jax.checkpoint`,
+    the gradients are named ``jaxnorm_linear_gradient``. :func:`save_policy` does not save them,
+    because weight's gradient is as large as weight. With ``"none"``, the forward pass saves its
+    operands. Second-order derivatives, and `jax.vmap` over weights or over gradients of weight, are
+    supported but take more matmuls.
 
-    On a mesh, rows, V and d may be sharded. Devices with shards of V exchange statistics of rows in
+    On a mesh, the rows, V and d may be sharded. If V is sharded, devices exchange row statistics in
     the loop. A weight that is sharded along d (FSDP) is gathered once, before the loop. Over mesh
-    axes that shard both rows and V, weight or x is gathered, whichever is smaller. Devices with
-    shards of x along d exchange them for shards of rows. Gradients of x and weight are reduced over
-    devices once, after the loop, in the dtype of the matmuls, as in plain JAX (float16: in
-    float32).
+    axes that shard both the rows and V, either weight or x is gathered, whichever is smaller. If x
+    is sharded along d, an all-to-all before the loop gives each device complete rows. The gradients
+    of x and weight are reduced over the devices once, after the loop. This is done in the dtype of
+    the matmuls, as in plain JAX (for float16, in float32).
 
     Raises:
-      TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
-        integers, ``where`` is of integers, ``chunk`` is not an integer, ``label_smoothing``,
-        ``z_loss`` or ``logit_softcap`` is not a Python number, or ``logits_scale`` is
-        differentiated.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers or
+      TypeError: the dtype of x, weight or bias, or ``dtype``, is not a supported float dtype,
+        labels are not integers, ``where`` has an integer dtype, ``chunk`` is not an integer,
+        ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number, or
+        ``logits_scale`` is differentiated.
+      ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers, or
         ``implementation`` is wrong.
 
-    Source: computing the gradients in the forward's loop over chunks is the idea of Liger's
-    `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_.
+    Source: Liger's `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_ introduced the
+    computation of gradients in the forward pass's loop over chunks.
 
     Example:
       >>> import jax
@@ -154,9 +158,9 @@ def of_linear_logits(
     implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
-    """Check the arguments of a function of linear logits, and return its results.
+    """Check the arguments of a public function that takes labels, and return its results.
 
-    `options` are fields of `LinearLossCall`.
+    `options` are further fields of `LinearLossCall`.
     """
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
@@ -214,9 +218,10 @@ def of_linear_logits(
 def _where(
     head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
-    """Return `where` as an array, and True if it is a mask of classes.
+    """Check the argument ``where``. Return it as an array, and True if it is a mask of classes.
 
-    Otherwise, the array has weights of positions, or booleans, broadcast to the shape of positions.
+    If it is no mask of classes, it is a boolean mask or float weights of positions, which are
+    broadcast to the shape of x without the last axis.
     """
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
@@ -239,7 +244,10 @@ def _where(
 
 
 def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
-    """Raise if `where` has the shape of a mask of classes, which this loss does not support."""
+    """Raise ValueError if `where` has the shape of a mask of classes.
+
+    linear_softmax_cross_entropy does not support such a mask.
+    """
     shape: tuple[int, ...] = getattr(where, "shape", ())
     if len(shape) != len(x) or shape[-1] not in (1, classes):
         return
@@ -253,7 +261,10 @@ def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -
 
 
 def check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
-    """Raise unless x and weight are operands of a matmul; errors put `of` before their names."""
+    """Raise ValueError unless x and weight have the shapes of a matmul's operands.
+
+    `of` is a prefix of both names in errors, such as "teacher_".
+    """
     checks.features(function, f"{of}x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
@@ -286,7 +297,7 @@ def _check_labels(
 def _check_implementation(
     head: LinearLossCall, x: jax.Array, weight: jax.Array, name: Name
 ) -> None:
-    """Raise if the implementation `name` cannot run a chunk of the logits of x and weight."""
+    """Raise ValueError if the implementation `name` does not support the logits of a chunk."""
     (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     count = x.size // max(x.shape[-1], 1)
     rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)
@@ -321,36 +332,38 @@ def linear_log_prob_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     r"""Log-probabilities and entropies of the logits ``x @ weight + bias``, without these logits.
 
-    Only the logits of one chunk of rows are in memory at a time. The results are those of
+    Only the logits of one chunk of rows are in memory at a time. The results are the same as for
     :func:`log_prob_and_entropy`, with one difference: a chunk's logits are the float32 sums of the
     matmul, without rounding. If they were rounded to bfloat16, probability ratios
     :math:`e^{\log p' - \log p}` would have errors of several percent.
 
-    The forward pass takes one matmul; the backward pass recomputes the logits, and takes three. The
-    residuals are x, weight and three numbers for each position.
+    The forward pass takes one matmul. The backward pass takes three, because it recomputes the
+    logits. The residuals are x, weight and three numbers for each position.
 
     Args:
-      x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
-      weight: array (d, V), of these dtypes.
+      x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is
+        a position.
+      weight: array (d, V); any of these dtypes.
       labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
         axis. If a label is out of range, such as a negative one, both results of its position and
-        the gradients are NaN. With one axis more, the last one, there are k labels for each
+        the gradients are NaN. Labels may have one more axis at the end, for k labels of each
         position, as in :func:`log_prob_and_entropy`.
-      bias: array (V,), of these dtypes; or None.
-      where: booleans that say which positions count, such as ``labels != -100``, or float weights
-        of positions, by which both results are multiplied. They have the axes of positions (x
-        without its last axis), and broadcast to their shape. Where it is False or 0, both results
-        are 0, label and x are ignored, and x's gradient is 0. A boolean mask with as many axes as
-        x, which broadcasts to
-        ``(..., V)``, selects classes instead, as in :func:`log_prob_and_entropy`.
+      bias: array (V,), any of these dtypes; or None.
+      where: a boolean mask of positions, such as ``labels != -100``, or float weights of positions,
+        by which both results are multiplied. It has as many axes as x without the last one, and
+        broadcasts to their shape. Where it is False or 0, both results are 0, label and x are
+        ignored, and x's gradient is 0. A boolean mask with as many axes as x, which broadcasts to
+        ``(..., V)``, is a mask of classes instead, as in :func:`log_prob_and_entropy`.
       logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses, as
-        in :func:`linear_softmax_cross_entropy`, by the memory of float32 logits.
-      dtype: dtype of the matmuls, if x and weight promote to a wider one: ``jnp.bfloat16`` rounds a
-        float32 weight, and makes 16-bit matmuls. None for the dtype to which they promote.
-      implementation: implementation for a chunk's logits; None chooses, a name forces it.
-        ``implementation_for("log_prob_and_entropy", (chunk, V), jnp.float32)`` shows the choice.
+      chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
+        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, for float32 logits.
+      dtype: dtype to which x and weight are cast if they promote to a wider dtype. For example,
+        ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls have 16 bits. None for the
+        dtype to which they promote.
+      implementation: name of the implementation that computes the results of a chunk's logits; None
+        lets jaxnorm choose. ``implementation_for("log_prob_and_entropy", (chunk, V), jnp.float32)``
+        shows the choice.
 
     Returns:
       (log_prob, entropy): log_prob has labels' shape, and entropy the shape of x without its last
@@ -360,18 +373,19 @@ def linear_log_prob_and_entropy(
     gradients have the dtypes of their arguments. The gradient of a chunk's logits is rounded to the
     matmuls' dtype; the gradient of weight is summed in float32 over all chunks.
 
-    On a mesh, rows, V and d may be sharded, as in :func:`linear_softmax_cross_entropy`.
+    On a mesh, the rows, V and d may be sharded, as in :func:`linear_softmax_cross_entropy`.
 
     Raises:
-      TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
-        integers, ``where`` is of integers or, with x's axes, not boolean, ``chunk`` is not an
-        integer, ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``chunk``, one of these numbers or ``implementation`` is
+      TypeError: the dtype of x, weight or bias, or ``dtype``, is not a supported float dtype,
+        labels are not integers, ``where`` has an integer dtype or is a mask of classes that is not
+        boolean, ``chunk`` is not an integer, ``logit_softcap`` is not a Python number, or
+        ``logits_scale`` is differentiated.
+      ValueError: the shape of an array, ``chunk``, one of these numbers, or ``implementation`` is
         wrong.
 
-    Source: the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
-    <https://arxiv.org/abs/1707.06347>`_ and `DPO <https://arxiv.org/abs/2305.18290>`_ use these
-    results of a model.
+    Use: the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
+    <https://arxiv.org/abs/1707.06347>`_ and `DPO <https://arxiv.org/abs/2305.18290>`_ are computed
+    from log-probabilities, and some of them from entropies.
 
     Example:
       >>> import jax.numpy as jnp

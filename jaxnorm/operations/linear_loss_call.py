@@ -1,23 +1,25 @@
-"""The static description of a call of linear logits, and what its passes take and return.
+"""The static description of a call of a linear loss, and the arrays of its passes.
 
-The function of logits has results for each row: losses, divergences, or log-probabilities and
-entropies. A mean or a sum of losses has only a ``fwd``.
+A linear loss is a function of the logits x weight + bias that has results for each row: a loss, a
+divergence, or a log-probability and an entropy. Optionally, losses or divergences are reduced to
+their mean or sum. A call has up to three passes, forward (``fwd``), tangent (``tan``) and backward
+(``bwd``)::
 
-    pass     takes                      returns
-    fwd      primals                    a mean or a sum; with `wrt`, its gradients, too
-             primals                    results of rows; with `keeps`, statistics, too
-    tan      primals, kept, tangents    tangents of rows' results
-    bwd      primals, kept, cotangents  gradients of sum(cotangents * results)
+    pass     reduction    takes                       returns
+    fwd      mean, sum    primals                     the mean or sum, and gradients of `wrt`
+    fwd      none         primals                     results of rows; if `keeps`, also statistics
+    tan      none         primals, kept, tangents     tangents of the results of rows
+    bwd      none         primals, kept, cotangents   gradients of sum(cotangents * results)
 
-    primals  x (..., d), weight (d, V), bias (V,), labels (...) or (..., k), where (...),
-             mask (..., V), logits_scale (...)
-             of a divergence, instead of labels: teacher_x (..., e), teacher_weight (e, V) and
-             teacher_bias (V,), which are constants
+The primals are x (..., d), weight (d, V), bias (V,), labels (...) or (..., k), where (...), mask
+(..., V) and logits_scale (...). Instead of labels, a divergence has teacher_x (..., e),
+teacher_weight (e, V) and teacher_bias (V,), which are constants. `kept` are residuals besides the
+primals. The tangent and the backward pass are linear in tangents and cotangents, and each is the
+transpose of the other.
 
-``tan`` and ``bwd`` are linear in tangents and cotangents, and each is the transpose of the other.
-
-The loss of a chunk is a `Call` of the function of logits. `_bind` binds the primitive of that
-function. If a mesh splits the classes, `_bind` runs plain JAX on the shards instead.
+The logits are computed in chunks of rows. For each chunk, a `Call` of the corresponding function of
+logits, such as the cross-entropy, computes the results. If the classes are sharded, plain JAX
+computes them on the shards.
 """
 
 import dataclasses
@@ -42,14 +44,16 @@ Function = Literal[
     "linear_softmax_cross_entropy", "linear_log_prob_and_entropy", "linear_kl_divergence"
 ]
 Reduction = Literal["mean", "sum", "none"]
-#: Kind of an operand or a result. A "row" array has one number per row, a "candidate" array k.
+#: The kind of an operand or a result. A "row" array has one number per row, a "candidate" array has
+#: k numbers per row, for k labels. A "total" is a mean or a sum. "bias" is also teacher_bias's
+#: kind.
 Kind = Literal[
     "x", "weight", "bias", "row", "candidate", "mask", "total", "teacher_x", "teacher_weight"
 ]
-#: Kinds of arrays that have x's rows along their leading axes.
+#: The kinds of arrays whose leading axes are those of x, the axes of its rows.
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
 
-#: For each public function, the function of logits that it applies to each chunk.
+#: For each linear loss, the public function of logits that it applies to each chunk.
 OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
     "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
@@ -59,19 +63,23 @@ OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinearLossCall:
-    """The static part of one pass of a call.
+    """The static description of one pass of a linear loss.
+
+    Attributes without a description are the public function's arguments of the same name.
 
     Attributes:
-      wrt: which of x, weight and bias have gradients (``fwd``, ``bwd``) or tangents (``tan``).
-      keeps: statistics are among the results of rows, and their tangents or cotangents.
-      has_where: the call has booleans or float weights of positions.
-      has_mask: the call has booleans of classes.
-      has_scale: the call has an array of scales of the logits, one for each row; logits_scale is 1.
-      several: there are several labels for each row.
+      function: name of the public function.
+      wrt: the names among x, weight and bias that have a gradient (``fwd``, ``bwd``) or a tangent
+        (``tan``).
+      keeps: True if the outputs also include the row statistics.
+      has_where: True if the call has a boolean mask or float weights of positions.
+      has_mask: True if the call has a mask of classes.
+      has_scale: True if logits_scale is an operand with a number for each row; the attribute
+        logits_scale is then 1.
+      several: True if each row has several labels.
       has_teacher_bias, teacher_softcap, reverse: options of a divergence.
-      dtype: the user's dtype of matmuls; None for the dtype to which x and weight promote. See
-        `dtypes`.
-      precision: ``jax.default_matmul_precision`` when the call was made.
+      dtype: the argument ``dtype``; None for the dtype to which x and weight promote. See `dtypes`.
+      precision: value of ``jax.default_matmul_precision`` when the user called the function.
     """
 
     function: Function
@@ -99,13 +107,13 @@ class LinearLossCall:
     primitives: ClassVar[None] = None
 
     def __str__(self) -> str:
-        """Return the text that a jaxpr shows."""
+        """Return a short description of the call, which printed jaxprs show."""
         text = self.reduction if self.direction == "fwd" else self.direction
         return f"({text} chunk={self.chunk} wrt={','.join(self.wrt)})"
 
     @property
     def operation(self) -> Operation:
-        """The operation that is applied to the logits."""
+        """The entry, in the table of operations, of the operation that is applied to the logits."""
         function = FUNCTIONS[OF_LOGITS[self.function]]
         op = function.several if self.several else function.op
         assert op is not None
@@ -118,15 +126,19 @@ class LinearLossCall:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of a forward's results other than gradients. "y" is a loss, a mean or a sum."""
+        """Names of a forward pass's results other than gradients.
+
+        "y" is the loss (or log-probability or divergence) of each row, or the mean or sum.
+        """
         return (*self.operation.results, *(self.operation.statistics if self.keeps else ()))
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of the forward pass's results that ``tan`` and ``bwd`` take as residuals.
+        """Names of the forward pass's results that the other two passes take as residuals.
 
-        A loss has no such results, so a program that needs only its gradient runs no forward pass.
-        A program that differentiates log-probabilities uses them anyway.
+        For losses and divergences, these are empty: a program that needs only the gradient then
+        runs no forward pass. A program that differentiates log-probabilities runs the forward pass
+        anyway, because it uses their values.
         """
         operation = self.operation
         if operation.results.keys() == {"y"}:
@@ -135,11 +147,11 @@ class LinearLossCall:
         return (*operation.statistics, *results)
 
     def replaced(self, **changes: Any) -> "LinearLossCall":
-        """Return the call with other values of these fields."""
+        """Return the call with these fields changed."""
         return dataclasses.replace(self, **changes)
 
     def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
-        """Return the forward pass of a mean or a sum that also returns gradients."""
+        """Return the forward pass of a mean or a sum that also returns the gradients of `wrt`."""
         return dataclasses.replace(self, wrt=tuple(wrt))
 
     def tangent(self, wrt: Sequence[str]) -> "LinearLossCall":
@@ -149,17 +161,20 @@ class LinearLossCall:
         return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
 
     def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
-        """Return the call without unused gradients: a loss without gradients is one matmul."""
+        """Return the call without the gradients that are unused, to save their matmuls.
+
+        `used` has a bool for each result.
+        """
         if self.direction != "fwd" or self.reduction == "none":
             return self
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
 
     def rowwise(self) -> "LinearLossCall":
-        """Return the forward pass that returns each row's loss instead of their mean or sum."""
+        """Return the forward pass that returns the loss of each row instead of a mean or a sum."""
         return dataclasses.replace(self, reduction="none")
 
     def with_kept(self) -> "LinearLossCall":
-        """Return the forward pass that also returns the residuals in `kept`."""
+        """Return the forward pass that also returns the residuals that `kept` names."""
         return dataclasses.replace(self, keeps=bool(self.kept))
 
     @property
@@ -173,12 +188,12 @@ class LinearLossCall:
 
     @property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals, which ``tan`` and ``bwd`` take before their linear operands."""
+        """Names of the residuals, the first operands of the tangent and backward passes."""
         return self.primals + self.kept
 
     @property
     def residuals(self) -> int:
-        """Number of residuals."""
+        """Number of residuals of the tangent and backward passes."""
         return len(self.residual_names)
 
     @property
@@ -211,11 +226,12 @@ class LinearLossCall:
         return kinds.get(name, "row")
 
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
-        """Dtype of the matmuls' operands, and dtype of the logits.
+        """Return the dtype of the matmul's operands, and the dtype of the logits.
 
-        A requested dtype wider than the one to which the operands promote applies to the logits
-        only, since wider operands gain no accuracy. For log-probabilities and divergences, logits
-        are not rounded.
+        `x` and `weight` are the dtypes of these arrays. If the user requested a wider dtype than
+        the one to which they promote, it applies to the logits only, because wider operands would
+        not be more accurate. For log-probabilities and divergences, logits are not rounded: they
+        have the dtype of the sums.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
@@ -225,16 +241,20 @@ class LinearLossCall:
         return factors, asked
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype of the gradient of an operand that has this dtype.
+        """Return the dtype of the gradient of an operand that has the dtype `dtype`.
 
-        A ``fwd`` returns float16 gradients as float32. The loss scale is part of the cotangent, by
-        which they are multiplied only later. Until then, float16 would underflow below 6e-8.
+        A forward pass computes gradients for a cotangent of 1, and the backward pass multiplies
+        them by the cotangent, which includes the loss scale. Before that, small float16 gradients
+        would underflow (below 6e-8), so a forward pass returns them in float32.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
 
     def result_dtype(self, types: dict[str, Any]) -> np.dtype:
-        """Dtype of the arithmetic and the results; `types` maps names to operands or types."""
+        """Return the dtype of the arithmetic and of the results other than gradients.
+
+        `types` is a dict from names of operands to arrays or types.
+        """
         dtypes: tuple[np.dtype, ...] = self.dtypes(types["x"].dtype, types["weight"].dtype)
         if self.has_teacher:
             teacher = types["teacher_x"].dtype, types["teacher_weight"].dtype
@@ -244,17 +264,25 @@ class LinearLossCall:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """The mesh axes over which the arrays of a call are sharded.
+    """The names of the mesh axes over which the arrays of a linear loss are sharded.
+
+    The sharding of the work in the loop may differ from that of the user's arrays. Before the loop,
+    x and weight are gathered or exchanged between devices; after it, their gradients are returned
+    to the original sharding.
 
     Attributes:
-      rows, classes: the axes that split the loop's rows, and those that split its classes.
-      stored: the mesh axes among `rows` over which weight is stored in shards of d, and of V. Each
-        device gathers weight over them, and keeps its shard of weight's gradient.
-      gathered: for each array axis of x's rows, the mesh axes among `classes` over which x is
-        stored in shards. Each device gathers x over them, and keeps its shard of x's gradient.
-      moved: for each array axis of x's rows, the mesh axes over which x is stored in shards of d.
-        They are the last of the mesh axes among `rows` that split this array axis in the loop. The
-        devices exchange shards of d for shards of rows, and back.
+      rows: mesh axes over which the rows are sharded in the loop.
+      classes: mesh axes over which the classes are sharded in the loop.
+      stored: two tuples, for weight's axes d and V: the mesh axes among `rows` over which weight is
+        sharded along this axis outside the loop. Weight is gathered over them, and its gradient is
+        reduce-scattered.
+      gathered: a tuple for each axis of x's rows: the mesh axes among `classes` over which x is
+        sharded along this axis outside the loop. x is gathered over them, and its gradient is
+        reduce-scattered.
+      moved: a tuple for each axis of x's rows: mesh axes among `rows` that shard this axis in the
+        loop, but shard x along d outside the loop. They are the last ones that shard the axis. An
+        all-to-all before the loop exchanges shards of d for shards of rows; another one after the
+        loop reverses this for the gradient of x.
     """
 
     rows: tuple[str, ...] = ()
@@ -277,7 +305,17 @@ def call_of(
     teacher_dtype: np.dtype | None = None,
     candidates: int | None = None,
 ) -> Call:
-    """Return the call that runs on a chunk's logits. Its errors name the public function."""
+    """Return the call of the function of logits that runs on a chunk.
+
+    Args:
+      head: the call of the linear loss, whose function the errors name.
+      shape: shape of the chunk's logits.
+      dtype: dtype of the chunk's logits.
+      has_positions: True if the call has a mask of positions.
+      mask: shape of the mask of classes, or None.
+      teacher_dtype: dtype of the teacher's logits, for a divergence.
+      candidates: number of labels of each row, if there are several.
+    """
     of_logits = OF_LOGITS[head.function]
     if of_logits == "kl_divergence":
         assert teacher_dtype is not None
@@ -316,7 +354,7 @@ def call_of(
 
 
 def forward(call: Call, operands: Arrays) -> Arrays:
-    """Return the results of a chunk, and the statistics if the call returns them."""
+    """Return the outputs of a chunk's forward pass by name, from its operands by name."""
     results = _bind(call, [operands.get(name) for name in call.primals])
     return dict(zip(call.returns, results))
 
@@ -332,8 +370,8 @@ def dlogits(
 ) -> jax.Array:
     """Return the gradient of sum(cotangents * results) with respect to a chunk's logits.
 
-    The gradient has `dtype`. If the logits have the same dtype, it may overwrite them, since
-    nothing reads them afterwards.
+    The gradient has the dtype `dtype`. If the logits have the same dtype, the gradient may
+    overwrite them, because they are not used afterwards.
     """
     outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(("x",), outputs, gradient_dtype=dtype)
@@ -341,7 +379,7 @@ def dlogits(
 
 
 def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
-    """Bind the primitive of the pass, unless a mesh splits the classes."""
+    """Bind the primitive of the pass; if the classes are sharded, run plain JAX instead."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)
     if call.spec.direction == "fwd":
@@ -351,9 +389,9 @@ def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run the forward pass on shards of classes, with a rule for its tangent.
+    """Run the forward pass in plain JAX on one device's shard of the classes.
 
-    The rule is needed because `jax.lax.pmax` has no derivative.
+    The JVP rule below is needed because `jax.lax.pmax` has no derivative.
     """
     return call.xla(*[a for a in arrays if a is not None])
 
@@ -367,14 +405,15 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
     return outputs, call.tangent(("x",)).xla(*residuals, tangents[0])
 
 
-# Rows of a chunk. With smaller chunks, dW is loaded and stored more often than its matmul can hide:
-# chunks of 4096, 2048 and 1024 rows take 1.05, 1.14 and 1.49 times the matmul's own time (H100,
-# bfloat16). A chunk's logits are freed before dW is cast to its own dtype, so a chunk of d rows
-# does not raise the peak. For 8192 x 4096 x 128256, chunks of 4096 and 2048 rows take 39.9 and
-# 41.1 ms, 2100 and 2068 MiB (H200).
+# Limits for the number of rows of a chunk. Each chunk loads and stores dW, the float32 gradient of
+# weight. The smaller the chunks, the more time this takes compared to the matmul that computes dW:
+# with chunks of 4096, 2048 and 1024 rows, both together take 1.05, 1.14 and 1.49 times as long as
+# the matmul (H100, bfloat16). Chunks of d rows do not raise the peak of memory, because a chunk's
+# logits are freed before dW is cast to weight's dtype. With 8192 rows, d = 4096 and 128256 classes,
+# chunks of 4096 and 2048 rows take 39.9 and 41.1 ms, and 2100 and 2068 MiB (H200).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
-# A tile of a matmul has 128 rows.
+# Rows of a matmul's tile. The number of rows of a chunk is a multiple of it.
 _TILE = 128
 
 
@@ -386,13 +425,16 @@ def chunk_rows(
     factors: np.dtype,
     shards: int = 1,
 ) -> int:
-    """Return the number of rows of each chunk; the first chunk may overlap the second.
+    """Return the number of rows of a chunk. All chunks have the same, so the first two may overlap.
 
     Args:
-      weight: shape (d, classes) of weight.
-      logits, factors: dtypes of a chunk's logits, and of the matmuls' operands.
-      shards: number of shards of the classes, one of which is `weight`. Devices exchange statistics
-        in each chunk. With `shards` times the rows, a device's logits of a chunk are no larger, and
+      chunk: the number of rows that the user requested, or None.
+      rows: number of all rows.
+      weight: shape (d, classes) of one device's shard of weight.
+      logits: dtype of the logits.
+      factors: dtype of the matmuls' operands.
+      shards: number of shards of the classes. Devices exchange row statistics for each chunk. With
+        more shards, each has fewer classes, so chunks may have more rows without more memory, and
         there are fewer exchanges.
     """
     if chunk is not None or not rows:

@@ -1,21 +1,22 @@
-"""The passes of a linear layer's loss or log-probabilities, computed in chunks of rows.
+"""The passes of the linear losses, each computed in one loop over chunks of rows.
 
-Each pass is one loop over chunks of rows. XLA computes its three matmuls:
+A chunk takes up to three matmuls, which XLA computes:
 
-    logits = x W + b          stored for the current chunk only. For a loss, their dtype is the one
-                              to which x and weight promote, or the one that the caller requests.
-                              16-bit logits halve the memory traffic of each pass over them, and
-                              dlogits can reuse their buffer. For log-probabilities, logits are in
-                              float32, because 16-bit logits z give differences an error of
-                              2^-9 |z|
-    dx     = dlogits W^T      written into the rows of one array
+    logits = x W + b          stored for the current chunk only
+    dx     = dlogits W^T      written into the chunk's rows of an array for all rows
     dW    += x^T dlogits      accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
-                              beta = 1), since the loop's carry has no other use
+                              beta = 1), because the loop's carry has no other use
 
-dlogits have the matmuls' dtype and are as large as probabilities. Small factors would make them
-underflow (below 6e-8 in float16, below 1e-45 in float32), so all other factors are applied
-elsewhere, in float32. 1 / n and `logits_scale` multiply the matmuls' results. A row's weight or
-cotangent multiplies its row of dx and, in the gradient of weight, its row of x.
+For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
+user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
+their buffer. For log-probabilities, logits are float32: differences of 16-bit logits z would have
+an error of 2^-9 |z|.
+
+dlogits are the gradients of the logits, in the dtype of the matmuls' operands. They are of the size
+of probabilities. Small factors would make them underflow (below 6e-8 in float16, below 1e-45 in
+float32), so other factors are applied elsewhere, in float32. The results of the matmuls are
+multiplied by 1 / n and `logits_scale`. The weight or cotangent of a row is multiplied into its row
+of dx and, for dW, into its row of x.
 """
 
 import functools
@@ -42,8 +43,9 @@ from jaxnorm.operations.linear_loss_call import (
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
 
-# Weight's classes are padded to a multiple of this once, before the loop. Otherwise, if rows are
-# not a multiple of 16 bytes, XLA would pad the operands and slice the result of every matmul.
+# Before the loop, weight's axis of classes is padded to a multiple of this number, so that rows of
+# 16-bit arrays are a multiple of 16 bytes. Otherwise, XLA would pad the operands and slice the
+# result of every matmul in the loop.
 _COLUMNS = 8
 
 _WHOLE = Over()
@@ -55,17 +57,19 @@ def run(
     """Compute the results of a pass.
 
     Args:
-      arrays: operands in the order of `LinearLossCall.kinds_taken`; shards if axes are split `over`
-        a mesh.
-      recompute: checkpoint each chunk, so that derivatives of this function save no logits either.
+      head: the static description of the pass.
+      arrays: operands in the order of `LinearLossCall.takes`; one device's shards on a mesh.
+      over: the mesh axes over which the operands are sharded.
+      recompute: True to apply `jax.checkpoint` to each chunk, so that JAX saves no logits if it
+        differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
     dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
 
     def gathered(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "x":
-            # Inside `jax.shard_map`, the type of the gathered x must be replicated ("invarying").
-            # In code that XLA's partitioner has split, types name no mesh axes.
+            # Inside `jax.shard_map`, the type of the gathered x must say that it is replicated
+            # ("invarying"). In code for XLA's partitioner, types have no mesh axes.
             is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
             to = "invarying" if is_typed else "varying"
             return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
@@ -76,12 +80,12 @@ def run(
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # One row for all rows of x, or one for each.
+        if kind == "mask":  # The mask becomes one row for all rows of x, or one row for each.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
         if kind in ("row", "candidate", "mask"):
-            a = launching.own_buffer(a)  # Arrays that kernels read, whole or in chunks.
+            a = launching.own_buffer(a)  # Kernels read these arrays and need aligned buffers.
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
     flat = [*map(flattened, head.kinds_taken, whole)]
@@ -93,7 +97,7 @@ def run(
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
             return launching.own_buffer(a)
-        # This is a gradient: each device has a partial sum over its own classes or rows.
+        # `a` is a gradient, and each device has a partial sum over its shard of classes or rows.
         if kind == "x":
             a = _scattered(_moved_back(a, over), over.classes, over.gathered)
         else:
@@ -108,8 +112,8 @@ def _gathered(
 ) -> jax.Array:
     """All-gather each axis of `a` over the mesh axes that `stored` lists for it.
 
-    If `dtype` is narrower than a's, `a` is cast to it first. `to` is an argument of
-    `jax.lax.all_gather`: the result's type over these mesh axes.
+    If `dtype` has fewer bits than a's dtype, `a` is cast to it first. `to` is the argument of
+    `jax.lax.all_gather` that says whether the result's type varies over these mesh axes.
     """
     for axis, names in enumerate(stored):
         if names:
@@ -118,9 +122,9 @@ def _gathered(
 
 
 def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
-    """Return x with whole rows, by an all-to-all over `over.moved`.
+    """Exchange shards of x's columns for shards of its rows, by an all-to-all over `over.moved`.
 
-    Before it, a device has more rows, but only its shard of their features.
+    Afterwards, each device has fewer rows, but all of their columns.
     """
     for axis, names in enumerate(over.moved):
         for name in names:
@@ -129,7 +133,7 @@ def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
 
 
 def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """Undo `_moved` for the gradient of x: each device gets its shard of the features again."""
+    """Exchange shards of rows for shards of columns in x's gradient: the inverse of `_moved`."""
     for axis, names in reversed([*enumerate(over.moved)]):
         for name in reversed(names):
             dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
@@ -137,15 +141,15 @@ def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
 
 
 def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast `a` to the matmuls' dtype if that is narrower, so that devices exchange fewer bytes."""
+    """Cast `a` to `dtype` if that has fewer bits, so that devices exchange fewer bytes."""
     return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
 
 
 def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
     """Sum `a` over the mesh axes in `over`.
 
-    An axis of `a` is reduce-scattered over the mesh axes that `stored` lists for it. Over all other
-    mesh axes, `a` is all-reduced.
+    Each axis of `a` is reduce-scattered over the mesh axes that `stored` lists for it. Over the
+    other mesh axes in `over`, `a` is all-reduced.
     """
     scattered = sum(stored, ())
     for axis, names in enumerate(stored):
@@ -157,7 +161,10 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
 def reduced(
     losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
 ) -> jax.Array:
-    """Return the sum of losses over axes; for a mean, divided by the sum of their weights."""
+    """Return the sum of weighted losses over `axes`; for a mean, divide it by the sum of weights.
+
+    `where` has the weights, which `losses` already include.
+    """
     total = jnp.sum(losses, axes)
     if reduction == "sum":
         return total
@@ -169,7 +176,7 @@ Carry = dict[str, jax.Array]
 
 
 class _Chunks:
-    """The passes of a call on two-dimensional x and one-dimensional row arrays."""
+    """The three passes of a call, for a two-dimensional x and arrays with one number per row."""
 
     def __init__(
         self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
@@ -187,18 +194,20 @@ class _Chunks:
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = head.result_dtype(by_name)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
-        # Padding would separate the shards of a row's classes, and a mask has no padding.
+        # There is no padding in two cases. If the classes are sharded, it would be in the middle of
+        # each row. A mask of classes would need padding as well.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
-        self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
+        self.factor = self.padded(self.weight, self.dtype)  # Cast and pad once, before the loop.
         self.teacher = _Teacher(self, by_name) if head.has_teacher else None
         dtypes = self.logits_dtype, self.dtype
         shards = lax.axis_size(over.classes) if over.classes else 1
-        # For each row, a chunk of a divergence has logits of both the student and the teacher.
+        # For a divergence, each row of a chunk has the logits of both the student and the teacher.
         shape = self.weight.shape[0], self.classes * (1 if self.teacher is None else 2)
         self.chunk = chunk_rows(head.chunk, self.rows, shape, *dtypes, shards)
-        # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. In float16,
-        # small ones would underflow, because no loss scale is applied yet in a forward pass.
+        # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
+        # gradients are not, because small ones would underflow: in a forward pass, they have not
+        # been multiplied by the loss scale yet.
         is_narrow = self.dtype.name == "bfloat16"
         self.summed_dtype = self.dtype if is_narrow else self.wide
 
@@ -223,11 +232,11 @@ class _Chunks:
         return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
 
     def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """Return the magnitude of each row's largest cotangent, rounded down to a power of two.
+        """Return, for each row, the magnitude of its largest cotangent, rounded to a power of two.
 
-        Dividing by a power of two rounds nothing. If the logits have a scale per row, it is a
-        factor of the magnitude. Rows that do not count, or whose magnitude is 0 or not finite, get
-        1.
+        Cotangents are divided by it to avoid underflow; division by a power of two is exact. If
+        each row has a scale of its logits, the scale is a factor of the magnitude. The result is 1
+        for rows with a weight of 0, and for rows whose magnitude is 0 or not finite.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
@@ -242,7 +251,7 @@ class _Chunks:
         return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
 
     def of_rows(self) -> list[jax.Array]:
-        """Return the results of all rows, and the statistics if the call returns them."""
+        """Return the results of all rows and, if the call returns them, the statistics."""
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
@@ -254,7 +263,7 @@ class _Chunks:
         return [results[name] for name in self.head.outputs]
 
     def empty_results(self) -> Carry:
-        """Return arrays of zeros, which the loop fills with the rows' results."""
+        """Return arrays of zeros, into which the loop writes the results of the rows."""
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.head.outputs, (self.rows,))
         if self.head.several:
             assert self.labels is not None
@@ -266,8 +275,8 @@ class _Chunks:
     ) -> list[jax.Array]:
         """Return `scale` times the gradients of sum(cotangents * results).
 
-        A forward pass (``fwd``) returns the losses before the gradients. `sizes` is the result of
-        the method of that name; None means that all are 1.
+        A forward pass also returns the losses of the rows, before the gradients. `sizes` is the
+        result of the method `sizes`, or None if all sizes are 1.
         """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
@@ -275,7 +284,7 @@ class _Chunks:
         if factor != 1:
             cotangents, scale = [ct / factor for ct in cotangents], scale * factor
         of_x = of_weight = scale
-        shares = None  # each row's factor in the gradients of weight and bias
+        shares = None  # The factor of each row in the gradients of weight and bias; None for 1.
         if sizes is not None:
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
             largest = self.largest(sizes)
@@ -317,7 +326,10 @@ class _Chunks:
         return [self.finished(name, results[name], of_weight) for name in names]
 
     def largest(self, sizes: jax.Array) -> jax.Array:
-        """Return the maximum of `sizes` over all devices' rows that count; 1 if no row counts."""
+        """Return the maximum of `sizes` over the rows of all devices, without masked rows.
+
+        The result is 1 if all rows are masked.
+        """
         counts = jnp.ones_like(sizes) if self.counted is None else self.counted
         largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
         if self.over.rows:
@@ -325,7 +337,7 @@ class _Chunks:
         return jnp.where(largest > 0, largest, 1)
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """Scale a device's gradient of weight or bias and cast it for the sum over devices.
+        """Multiply the gradient of weight or bias by `scale`, and cast it for the sum over devices.
 
         Other results are returned unchanged.
         """
@@ -335,7 +347,7 @@ class _Chunks:
         return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
-        """Return the tangents of the rows' results, given the tangents of the operands in `wrt`."""
+        """Return the tangents of the results of the rows, from the tangents of the operands."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
         tw = None if tw is None else self.padded(tw, self.dtype)
@@ -363,7 +375,10 @@ class _Chunks:
         return [self.weighted(y), *others]
 
     def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
-        """Return the residuals for a chunk's derivative; recompute statistics if not saved."""
+        """Return the residuals of a chunk's derivative by name.
+
+        Statistics that were not saved are recomputed.
+        """
         operands = rows.operands(logits)
         kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
         return operands | kept
@@ -372,7 +387,10 @@ class _Chunks:
         return losses if self.where is None else weighted(losses, _like(self.where, losses))
 
     def scale(self) -> jax.Array:
-        """Return the factor of the sum of losses: 1 for a sum, 1 / (sum of weights) for a mean."""
+        """Return the factor by which the sum of losses is multiplied.
+
+        It is 1 for a sum, and 1 / (sum of weights) for a mean.
+        """
         if self.head.reduction == "sum":
             return jnp.ones((), self.wide)
         if self.where is None:
@@ -390,19 +408,25 @@ class _Chunks:
         return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
 
     def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Pad the classes of weight, of bias or of their tangents with zeros."""
+        """Cast weight, bias or a tangent of one, and pad its axis of classes with zeros."""
         a = a.astype(dtype)
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
-        """Contract one axis of each operand. The sums are float32 (float64), rounded once."""
+        """Return the matmul of two matrices that contracts the axes `over[0]` of a, `over[1]` of b.
+
+        The sums are float32 (or float64) and are rounded once, to `dtype`.
+        """
         axes = ((over[:1], over[1:]), ((), ()))
         return lax.dot_general(
             a, b, axes, precision=self.head.precision, preferred_element_type=dtype
         )
 
     def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
-        """Return the call of the cross-entropy of a chunk's logits and labels."""
+        """Return the call of the function of logits that runs on a chunk.
+
+        `shape` is the shape of the chunk's logits.
+        """
         call = linear_loss_call.call_of(
             self.head,
             shape,
@@ -432,7 +456,10 @@ class _Chunks:
         return self.rows % self.chunk > 0
 
     def loop(self, step: Callable[["_Rows", Carry], Carry], carry: Carry) -> Carry:
-        """Return the carry after `step` has processed all chunks in order."""
+        """Run the loop over the chunks, and return the carry after the last one.
+
+        ``step(rows, carry)`` processes one chunk and returns the next carry.
+        """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
             return carry
@@ -448,21 +475,21 @@ class _Chunks:
         return lax.fori_loop(0, count, body, carry)
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
-        """Cast the loop's initial carry to the type that `step` returns.
+        """Cast an array of the loop's initial carry to the type that `step` returns.
 
-        Inside `jax.shard_map`, types say over which mesh axes an array varies. A carry of zeros
-        varies over none.
+        Inside `jax.shard_map`, a type says over which mesh axes an array varies. The initial carry,
+        an array of zeros, varies over none of them.
         """
         arrays = [a for a in (self.x, self.weight, self.labels) if a is not None]
         own = (jax.typeof(a).manual_axis_type.varying for a in arrays)
         over = frozenset().union(*own)
-        if name in self.head.outputs:  # these are summed over the classes already
+        if name in self.head.outputs:  # `step` sums these arrays over all shards of classes.
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 
 
 class _Teacher:
-    """The teacher's linear layer: the operands of a divergence that are constants."""
+    """The teacher's linear layer, whose logits a divergence takes as constants."""
 
     def __init__(self, chunks: _Chunks, arrays: dict[str, jax.Array]):
         self.chunks, self.x, weight = chunks, arrays["teacher_x"], arrays["teacher_weight"]
@@ -479,12 +506,12 @@ class _Teacher:
 
 
 class _Rows:
-    """The rows of a chunk.
+    """The rows of one chunk, with methods that slice the arrays of the call.
 
-    All chunks have the same size, without padding. If the rows are not a multiple of it, the first
-    chunk overlaps the second. The shared rows do not count in the first chunk, and the second one
-    overwrites what the first wrote there. Such chunks start at any row. They are copied for
-    kernels, which need aligned addresses.
+    All chunks have the same number of rows, without padding. If that does not divide the number of
+    all rows, the first chunk overlaps the second. The rows in both are masked in the first chunk,
+    and the second chunk overwrites the results of the first there. The first row of such a chunk is
+    not aligned, so its slices are copied for kernels, which need aligned addresses.
     """
 
     def __init__(self, chunks: _Chunks, index: jax.Array):
@@ -495,18 +522,18 @@ class _Rows:
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
-        # Rows that the next chunk also has are masked here, like rows that do not count.
+        # False for rows that are masked: by the user, or because the next chunk has them too.
         self.counted = own
 
     @property
     def mask(self) -> jax.Array:
-        """Return the part of the mask of classes that belongs to this chunk's rows."""
+        """The mask of classes for this chunk's rows. It has one row if all rows share the mask."""
         mask = self.chunks.mask
         assert mask is not None
         return mask if len(mask) == 1 else self.of(mask)
 
     def operands(self, logits: jax.Array) -> Carry:
-        """Return the operands of the function of logits, given a chunk's logits."""
+        """Return the operands of the function of logits by name, given this chunk's logits."""
         operands = {"x": logits, "saved": logits}
         if self.chunks.labels is not None:
             name = "candidates" if self.chunks.head.several else "labels"
@@ -522,7 +549,10 @@ class _Rows:
         return operands
 
     def kept(self) -> Carry:
-        """Return the saved statistics; a log_sum of -inf marks rows that do not count."""
+        """Return the saved residuals of this chunk's rows by name.
+
+        The statistic log_sum is -inf for masked rows, which makes the loss ignore them.
+        """
         kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
         if self.counted is not None:
             kept["log_sum"] = jnp.where(self.counted, kept["log_sum"], -jnp.inf)
@@ -533,9 +563,9 @@ class _Rows:
         return launching.own_buffer(part) if self.chunks.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
-        """Return this chunk's rows of x, with 0 in rows that do not count.
+        """Return this chunk's rows of x, with zeros in masked rows.
 
-        The gradient of weight is a sum over all rows, so a NaN in an excluded row would spread.
+        The gradient of weight is a sum over all rows, so a NaN in a masked row would spread to it.
         """
         part = self.of(x)
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
@@ -550,12 +580,12 @@ def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
-    """Return `rows` with axes of size 1 appended, so that it broadcasts against another array."""
+    """Append axes of size 1 to `of_rows`, so that it broadcasts against `a`."""
     return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
 
 
 def _power_of_two(scale: float) -> float:
-    """Return the largest power of two up to `scale`, by which multiplication is exact.
+    """Return the largest power of two that is at most `scale`; multiplying by it is exact.
 
     The exponent is limited, so that numbers near 1 stay finite if multiplied or divided by it.
     """
@@ -564,5 +594,5 @@ def _power_of_two(scale: float) -> float:
 
 
 def _inverse(total: jax.Array) -> jax.Array:
-    """Return 1 / total, or 0 if total is 0, because an empty mean is 0."""
+    """Return 1 / total; return 0 if total is 0, because the mean of nothing is defined as 0."""
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))

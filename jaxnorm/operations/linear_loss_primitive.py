@@ -1,13 +1,14 @@
-"""The JAX primitives of functions of linear logits: a forward, a tangent and a backward pass.
+"""The JAX primitives of the linear losses: a forward, a tangent and a backward pass.
 
-    "mean", "sum"   the forward's JVP rule binds the forward pass that also returns the gradients;
-                    the tangent is their inner product with the operands' tangents
-    rows' results   the forward's JVP rule binds the tangent, which takes the primals and the rows'
-                    statistics; the transpose of the tangent is the backward pass; both recompute
-                    the logits
+If the result is a mean or a sum, the JVP rule binds a forward pass that also returns the gradients.
+The tangent is the inner product of these gradients with the operands' tangents.
 
-A call that is not differentiated takes one matmul, the gradient of a mean three, and the gradient
-of rows' results four.
+If the results are those of each row, the JVP rule binds the tangent primitive, which takes the
+primals and the rows' statistics. Its transpose is the backward primitive. Both recompute the
+logits.
+
+A call that is not differentiated takes one matmul. The gradient of a mean or sum takes three, and
+the gradient of the rows' results four. (A divergence also computes the teacher's logits.)
 """
 
 import functools
@@ -33,12 +34,15 @@ _GRADIENT = "jaxnorm_linear_gradient"
 
 
 class _LossRules(Rules[LinearLossCall]):
-    """The JAX rules of functions of linear logits."""
+    """The JAX rules of the linear losses."""
 
     static = "head"
 
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
-        """Return the results' types: rows are sharded like x, gradients like their operands."""
+        """Return the types of a call's results.
+
+        Results with a number for each row are sharded like x, and gradients like their operands.
+        """
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
         wide = head.result_dtype(by_name)
@@ -67,7 +71,7 @@ class _LossRules(Rules[LinearLossCall]):
         return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
 
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        if head.wrt:  # The results may include gradients.
+        if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
             return self.second_order(head, primals, tangents)
         nonzeros = nonzero(zip(head.primals, tangents))
         if head.reduction == "none":
@@ -84,8 +88,8 @@ class _LossRules(Rules[LinearLossCall]):
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
-        # Bind the call with all gradients, because a policy decides before it is known which of
-        # them a derivative needs. Unused ones are dropped later.
+        # Compute all gradients, because a policy decides what to save before it is known which
+        # gradients are needed. Unused ones are removed later as dead code.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
     def names(self, head: LinearLossCall) -> list[str | None]:
@@ -105,7 +109,8 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[list[jax.Array], list[Any]]:
         """Return the total (a mean or a sum) and its tangent.
 
-        The tangent is the sum, over the operands, of the inner products of gradient and tangent.
+        The tangent is a sum over the operands: each term is the inner product of the operand's
+        gradient, which is in `outputs`, and its tangent.
         """
         total, *gradients = outputs
         of = dict(zip(head.wrt, gradients))
@@ -113,18 +118,20 @@ class _LossRules(Rules[LinearLossCall]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # `linear` saves the gradient in its own dtype, not as float32 in twice the memory.
+        # `linear` saves the gradient in its dtype, instead of the float32 copy that this function
+        # computes from it.
         terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
         self, head: LinearLossCall, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """Batch a call: if all batch elements share weight and bias, the batch becomes more rows.
+        """Batch a call: it becomes one call with more rows, or a loop over the batch elements.
 
-        Otherwise, or if each batch element has its own gradient of weight, a loop runs one element
-        at a time, whose matmuls are large enough. A batch of means becomes means over rows' losses,
-        so that a gradient taken outside `jax.vmap` sums weight's gradient over all rows directly.
+        The loop is used if weight or bias is batched, or if the call returns gradients of these,
+        which differ between batch elements. The matmuls of one element are large enough for a GPU.
+        A batch of means is computed from the losses of all rows of one call. So if the gradient is
+        taken outside `jax.vmap`, weight's gradient is accumulated over all rows in one loop.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -149,15 +156,17 @@ class _LossRules(Rules[LinearLossCall]):
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Split rows and classes over the mesh axes that shard them, if the sizes are divisible.
+        """Return the sharding of the loop's rows and classes, and each device's function.
 
-        Some mesh axes split neither the classes nor the rows at first: those that shard only the d
-        of x or weight, or V if another axis of V shards the rows. They also split the rows,
-        because otherwise the devices along these axes would repeat the same work. Devices with
-        shards of x along d exchange them for rows. Each device gathers weight along d once, before
-        the loop (FSDP). If a mesh axis shards both rows and classes, weight or x is gathered,
-        whichever is smaller. Gradients are reduced over the devices once, after the loop, and each
-        device keeps its shard. XLA would gather and reduce in each iteration.
+        The rows and classes stay sharded over the mesh axes that already shard them, if the number
+        of shards divides their sizes. The rows are also sharded over mesh axes that shard d only,
+        or that shard V but cannot shard the loop's classes: otherwise, devices along these axes
+        would repeat the same work. If x is sharded along d, devices exchange shards of d for shards
+        of rows. If weight is sharded along d (FSDP), it is gathered once, before the loop. If a
+        mesh axis shards both the rows and V, weight or x is gathered, whichever is smaller.
+
+        Gradients are reduced over the devices once, after the loop, and scattered to the sharding
+        of their operands. XLA's own partitioning would gather and reduce in each iteration.
         """
         by_name = dict(zip(head.takes, types))
         x, weight = by_name["x"], by_name["weight"]
@@ -173,7 +182,8 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        for name in reversed(features):  # The innermost axis comes first, to keep d in order.
+        # Start with the innermost mesh axis, so that the exchanges keep the order of d's elements.
+        for name in reversed(features):
             axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
                 moved[axis] += (name,)
@@ -194,7 +204,7 @@ class _LossRules(Rules[LinearLossCall]):
 
         def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
             names = axes[kind]
-            if kind == "mask":  # A mask may be broadcast along some axes.
+            if kind == "mask":  # Axes of size 1, along which a mask is broadcast, stay unsharded.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
             return PartitionSpec(*[over or None for over in names])
 
@@ -208,8 +218,8 @@ class _LossRules(Rules[LinearLossCall]):
     def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
-        # Weight's d is named differently from x's d, so that weight's gradient is sharded like
-        # weight.
+        # The axis d of weight has another name (k) than the axis d of x. So Shardy leaves weight
+        # and its gradient in weight's own sharding.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         factors |= {"teacher_x": f"{rows} e", "teacher_weight": "f v", "candidate": f"{rows} c"}
         if head.has_mask:
@@ -227,11 +237,17 @@ class _LossRules(Rules[LinearLossCall]):
 def _gathered_rows(
     x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, for each axis of x's rows, the mesh axes over which x is gathered.
+    """Return, for each axis of x's rows, the mesh axes over which x is gathered before the loop.
 
-    These mesh axes also split the classes. They are the innermost ones on their axis of the rows,
-    so that gathered rows stay in order. If it is cheaper to gather weight over these mesh axes,
-    none are returned.
+    These mesh axes shard both this axis and the classes. They are the innermost ones of the axis,
+    so that gathered rows are in order. If weight is smaller than x, so that it is cheaper to gather
+    weight over these mesh axes, the results are empty.
+
+    Args:
+      x, weight: types of the arrays.
+      rows: for each axis of x's rows, the mesh axes that shard it.
+      classes: the mesh axes that shard the classes.
+      mesh: the mesh.
     """
     gathered = []
     for names in rows:
@@ -247,11 +263,16 @@ def _gathered_rows(
 
 
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
-    """Split one axis of the rows over the mesh axis `name`. Return its index; None if no axis fits.
+    """Choose an axis of the rows to shard over the mesh axis `name`; return its index, or None.
 
-    `rows` lists the mesh axes that split each axis of the rows, and is changed in place. An axis
-    along which `name` already splits the labels (or another array of rows) is preferred, then the
-    leftmost axis.
+    An axis that `name` already shards in the labels is preferred, then the leftmost axis. The
+    result is None if no axis can be divided into that many shards.
+
+    Args:
+      rows: for each axis of the rows, the mesh axes that shard it. `name` is added in place.
+      name: name of the mesh axis.
+      labels: type of the labels, or of another array with the axes of the rows.
+      mesh: the mesh.
     """
     splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
     for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
@@ -265,7 +286,10 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
 def _without_left_out_rows(
     head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Set x's tangent to 0 in rows that do not count: NaN times their zero gradient is NaN."""
+    """Return the tangents with x's tangent set to 0 in rows whose weight in ``where`` is 0.
+
+    x's gradient is 0 there, but 0 times a tangent of NaN would be NaN.
+    """
     where = dict(zip(head.primals, primals)).get("where")
     if where is None or "x" not in tangents:
         return tangents

@@ -1,4 +1,4 @@
-"""softmax_cross_entropy_with_integer_labels and log_prob_and_entropy, and their checks."""
+"""softmax_cross_entropy_with_integer_labels, log_prob_and_entropy, and the checks of arguments."""
 
 from typing import Any, Literal
 
@@ -33,21 +33,23 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array:
     r"""Cross-entropy between the softmax of logits and integer labels.
 
-    The counterpart of ``optax.softmax_cross_entropy_with_integer_labels``.
+    It replaces ``optax.softmax_cross_entropy_with_integer_labels``.
 
     .. math::
       L - \sum_j q_j z_j + \mathrm{z\_loss} \cdot L^2 \qquad L = \log \sum_j \exp(z_j) \qquad
       q_j = (1 - a) [j = \mathrm{label}] + a / V \qquad a = \mathrm{label\_smoothing}
 
-    where z = logits or, with ``logits_scale`` and ``logit_softcap``,
+    Here, V is the number of classes, and z = logits or, with ``logits_scale`` and
+    ``logit_softcap``,
 
     .. math::
       z = c \tanh (\mathrm{logits\_scale} \cdot \mathrm{logits} / c)
       \qquad c = \mathrm{logit\_softcap}
 
-    The forward pass reads the logits once and writes no array of their size. The residuals are the
-    logits and L, as two numbers for each position. The backward pass reads the logits once and
-    writes the gradient. A loss near 0 is as accurate as a large one. The arithmetic is float32
+    A position is an index into the axes of logits other than ``axis``: it has one label and one
+    loss. The forward pass reads the logits once and writes no array of their size. The residuals
+    are the logits and, for each position, L as two numbers. The backward pass reads the logits once
+    and writes the gradient. A loss near 0 is as accurate as a large one. The arithmetic is float32
     (float64 for float64 logits).
 
     Args:
@@ -55,45 +57,48 @@ def softmax_cross_entropy_with_integer_labels(
       labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
         ``axis``. If a label is out of range, such as a negative one, the loss of its position and
         the gradient of its logits are NaN.
-      axis: the axis of the classes. If there are several (or all, for None), labels count classes
-        in row-major order of the axes as given, like optax's: the last axis varies fastest. Axes
-        that are not in ascending order cost a transpose of logits.
-      where: booleans that say which positions count, such as ``labels != -100``, or float weights
-        of positions, of any sign, by which the losses are multiplied. They have as many axes as
-        labels, and broadcast to their shape. Weights are cast to the loss's dtype and have no
-        gradient. Where it is False or 0, loss and gradient are 0, whatever labels and logits are. A
-        boolean mask with as many axes as logits, which broadcasts to their shape, selects the
-        classes in the sum in L. A position without a class has loss and gradient 0. The logit of
-        the label counts even if its class is masked.
-      label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
-        over all classes; 0 with a mask of classes.
-      z_loss: a finite Python number of at least 0.
-      logits_scale: 1 over a temperature: a number above 0; a scalar array, which may be traced, so
-        that a schedule compiles once; or an array with as many axes as labels that broadcasts to
-        their shape, a scale for each position. Values of arrays are not checked, and have no
-        derivative.
+      axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
+        row-major order of the axes as given, as in optax: the last axis varies fastest. If they are
+        not in ascending order, logits are transposed.
+      where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
+        A boolean mask (such as ``labels != -100``) or float weights of positions have as many axes
+        as labels, and broadcast to their shape. The losses are multiplied by the weights, which may
+        be negative, are cast to the loss's dtype and have no gradient. Where ``where`` is False or
+        0, loss and gradient are 0 for any labels and logits. A boolean mask of classes has as many
+        axes as logits, and broadcasts to their shape. Classes where it is False are excluded from
+        the sum in L, but the logit of the label is used even if its class is masked. If all classes
+        of a position are masked, loss and gradient are 0.
+      label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
+        spread evenly over all classes. It must be 0 with a mask of classes.
+      z_loss: a finite Python number of at least 0, the factor in the equation above.
+      logits_scale: factor of the logits, 1 over a temperature: a number above 0; a scalar array,
+        which may be traced, so that a schedule of temperatures compiles once; or an array with as
+        many axes as labels that broadcasts to their shape, with a scale for each position. Values
+        of arrays are not checked, and have no derivative.
       logit_softcap: a Python number above 0, the bound of the logits, as in Gemma 2; or None. A
-        logit of -inf becomes -logit_softcap: use ``where`` to exclude entries. In kernels, tanh is
-        accurate to 2 units in the last place of 1.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+        logit of -inf becomes -logit_softcap, so use ``where`` to exclude classes. In kernels, the
+        absolute error of tanh is at most 2 ulps of 1.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of labels' shape, the loss of each position: float32, or float64 for float64 logits. It
-      is NaN if logits have +inf or NaN, or are all -inf, and infinite if a class with a nonzero
-      target has the logit -inf.
+      Array of labels' shape, the loss of each position: float32, or float64 for float64 logits. A
+      loss is NaN if the position's logits include +inf or NaN, or are all -inf. It is infinite if a
+      class with a nonzero target has the logit -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
-        integers or, with logits' axes, not boolean, ``label_smoothing``, ``z_loss`` or
-        ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
+      TypeError: the dtype of logits is not a supported float dtype, labels are not integers,
+        ``where`` has an integer dtype or is a mask of classes that is not boolean,
+        ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number, or
+        ``logits_scale`` is differentiated.
+      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers, or
         ``implementation`` is wrong.
 
-    Source: the smoothed targets are those of `Rethinking the Inception Architecture
-    <https://arxiv.org/abs/1512.00567>`_, z_loss that of `PaLM <https://arxiv.org/abs/2204.02311>`_,
-    the cap that of `Gemma 2 <https://arxiv.org/abs/2408.00118>`_.
+    Sources: label smoothing is from `Rethinking the Inception Architecture
+    <https://arxiv.org/abs/1512.00567>`_, z_loss from `PaLM <https://arxiv.org/abs/2204.02311>`_,
+    and the softcap from `Gemma 2 <https://arxiv.org/abs/2408.00118>`_.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,7 +107,7 @@ def softmax_cross_entropy_with_integer_labels(
       >>> losses = jaxnorm.softmax_cross_entropy_with_integer_labels(
       ...     logits, labels, where=labels != -100
       ... )
-      >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000); 0 for what does not count
+      >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000), and 0 where masked
       [6.91, 0.0]
     """
     (loss,), weights = of_rows(
@@ -131,9 +136,10 @@ def of_rows(
     logits_scale: checks.ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Return the results of a function of logits and labels, and the weights of positions or None.
+    """Check the arguments of a function of logits and labels; return its results, unweighted.
 
-    `options` are those of `loss_call`. The caller multiplies the results by the weights.
+    `options` are further arguments of `loss_call`. The second return value is the mask or the
+    weights of positions, or None. The caller multiplies the results by the weights.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -147,7 +153,7 @@ def of_rows(
     if where is not None:
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
-    if in_order != axes:  # labels count in row-major order of the axes as given
+    if in_order != axes:  # A label is an index in row-major order of the axes as given.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")
@@ -194,12 +200,19 @@ def loss_call(
     has_scale: bool = False,
     logit_softcap: float | None = None,
 ) -> Call:
-    """Check the arguments and return the forward call.
+    """Check the options of a function of logits and labels, and return its forward call.
 
     Args:
+      function: name of the public function.
+      shape, dtype: shape and dtype of the logits.
+      axis: the axis or axes of the classes.
       mask: shape of the mask of classes, or None.
-      candidates: number of labels per position. None if labels have no axis for it, and each
-        position has one label.
+      has_positions: True if the call has a mask of positions.
+      implementation: name of the implementation that the user requested, or None.
+      candidates: number of labels of each position, if labels have an axis for them; otherwise
+        None, and each position has one label.
+      label_smoothing, z_loss, logits_scale, logit_softcap: the public function's arguments.
+      has_scale: True if ``logits_scale`` is an operand of the call; `logits_scale` is then 1.
     """
     axes = checks.axes(function, axis, shape, of="logits")
     of_candidates = () if candidates is None else (candidates,)
@@ -237,7 +250,10 @@ def loss_call(
 def check_numbers(
     function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
 ) -> None:
-    """Raise unless the options of a loss are finite in the arithmetic dtype."""
+    """Raise ValueError unless the numbers among a loss's options are finite in `dtype`.
+
+    `dtype` is the dtype of the arithmetic. Factors must not underflow to 0 either.
+    """
     checks.finite_in(function, dtype, {"z_loss": z_loss})
     positive: dict[str, float | None] = {
         "logits_scale": logits_scale,
@@ -249,27 +265,31 @@ def check_numbers(
 
 
 def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
-    """Return `value`, which must be a number above 0, or None."""
+    """Check a softcap, which must be a number above 0 or None, and return it."""
     return None if value is None else checks.positive(function, name, value)
 
 
 def counted(weights: jax.Array) -> jax.Array:
-    """Return a boolean array, True for positions with a nonzero weight."""
+    """Convert a mask or weights of positions to a mask: True where the weight is not 0."""
     return weights if weights.dtype == bool else weights != 0
 
 
 def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
-    """Multiply losses by float weights. For a boolean `weights`, the losses are 0 already."""
+    """Multiply losses by float weights of positions.
+
+    With a boolean mask, losses are returned unchanged, because the call has set them to 0 already.
+    """
     return loss if weights.dtype == bool else loss * weights
 
 
 def masks(
     function: str, where: jax.Array, view: RowView, of: str = "labels'"
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return `where` as (mask, None) if it has the logits' axes, else as (None, weights).
+    """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
-    A mask selects classes; weights belong to positions. `of` says in errors whose shape positions
-    have.
+    One of them is None: `where` is a mask of classes if it has as many axes as the logits.
+    Otherwise, it is weights, or a boolean mask, of positions. `of` says in errors what has the
+    shape of positions.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):
@@ -299,65 +319,69 @@ def log_prob_and_entropy(
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Log-probability of a label, and the entropy of the distribution that it is drawn from.
+    r"""Log-probability of a label, and entropy of the distribution over all classes.
 
     .. math::
       \log p_{\mathrm{label}}, \quad - \sum_j p_j \log p_j
       \qquad p = \mathrm{softmax}(z)
 
-    where z = logits, or is computed with ``logits_scale`` and ``logit_softcap`` as in
-    :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO use these
-    two results (`Losses <losses.html>`_).
+    Here, z = logits, or z is computed with ``logits_scale`` and ``logit_softcap`` as in
+    :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO are computed
+    from log-probabilities and entropies (`Losses <losses.html>`_).
 
-    The forward pass reads the logits once and writes no array of their size. The residuals are the
-    logits and three numbers for each position. The backward pass reads the logits once and writes
-    the gradient of both results. A log-probability near 0 is as accurate as a large one, and the
+    A position is an index into the axes of logits other than ``axis``. The forward pass reads the
+    logits once and writes no array of their size. The residuals are the logits and three numbers
+    for each position. The backward pass reads the logits once and writes their gradient, to which
+    both results contribute. A log-probability near 0 is as accurate as a large one, and the
     entropy is never negative. The arithmetic is float32 (float64 for float64 logits).
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
       labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
         ``axis``. If a label is out of range, such as a negative one, both results of its position
-        and the gradient of its logits are NaN. Labels may have one axis more, the last one,
-        wherever ``axis`` is: then there are k labels for each position, fewer than classes, such as
-        a teacher's top k. If one of these is out of range, its own log-probability is NaN, and the
-        entropy is as without it: replace padding by any class, and weight its result by 0.
-      axis: the axis of the classes. If there are several (or all, for None), labels count classes
-        in row-major order of the axes as given.
-      where: booleans that say which positions count, such as ``labels != -100``, or float weights
-        of positions, by which both results are multiplied. They have the axes of positions (logits
-        without ``axis``), and broadcast to their shape. Where it is False or 0, both results and
-        the gradients are 0, whatever labels and logits are. A boolean mask with as many axes as
-        logits selects classes instead. A position without a class has 0 for both results. The logit
-        of a label counts even if its class is masked.
-      logits_scale: 1 over a temperature, a number or an array, as in
+        and the gradient of its logits are NaN. Labels may have one more axis at the end, whatever
+        ``axis`` is: then each position has k labels, such as a teacher's top k. k must be less than
+        V, the number of classes. If one of the k labels is out of range, only its own
+        log-probability is NaN; the entropy is not affected. For fewer than k labels, fill up with
+        any class, and multiply its log-probability by 0.
+      axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
+        row-major order of the axes as given.
+      where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
+        A boolean mask (such as ``labels != -100``) or float weights of positions have the axes of
+        logits without ``axis``, and broadcast to their shape. Both results are multiplied by the
+        weights. Where ``where`` is False or 0, both results and the gradients are 0 for any labels
+        and logits. A boolean mask of classes has as many axes as logits. Classes where it is False
+        are excluded from the sums, but the logit of a label is used even if its class is masked. If
+        all classes of a position are masked, both results are 0.
+      logits_scale: factor of the logits, a number or an array, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      logit_softcap: a Python number above 0, or None for no cap.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      logit_softcap: a Python number above 0, the bound of the logits; None for no bound.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
       (log_prob, entropy): log_prob has labels' shape, and entropy the shape of logits without
-      ``axis``. Both are float32, or float64 for float64 logits. They are NaN if logits have +inf or
-      NaN, or are all -inf. If a label's logit is -inf, log_prob is -inf.
+      ``axis``. Both are float32, or float64 for float64 logits. They are NaN if the position's
+      logits include +inf or NaN, or are all -inf. If a label's logit is -inf, log_prob is -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
-        integers or, with logits' axes, not boolean, ``logit_softcap`` is not a Python number, or
-        ``logits_scale`` is differentiated.
-      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
+      TypeError: the dtype of logits is not a supported float dtype, labels are not integers,
+        ``where`` has an integer dtype or is a mask of classes that is not boolean,
+        ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
+      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers, or
         ``implementation`` is wrong.
 
-    Source: both sums are computed in one pass as in `Online normalizer calculation for softmax
-    <https://arxiv.org/abs/1805.02867>`_, extended by the sum that the entropy needs.
+    Source: the sum of exponentials is computed in one pass as in `Online normalizer calculation for
+    softmax <https://arxiv.org/abs/1805.02867>`_, together with the sum that the entropy needs.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxnorm
       >>> logits, tokens = jnp.zeros((2, 1000), jnp.bfloat16), jnp.array([3, 7])
       >>> log_prob, entropy = jaxnorm.log_prob_and_entropy(logits, tokens)
-      >>> [round(v, 2) for v in (*log_prob.tolist(), *entropy.tolist())]  # of 1000 alike
+      >>> [round(v, 2) for v in (*log_prob.tolist(), *entropy.tolist())]  # 1000 equal logits
       [-6.91, -6.91, 6.91, 6.91]
       >>> jaxnorm.log_prob_and_entropy(logits, jnp.array([[3, 4, 5], [7, 8, 9]]))[0].shape
       (2, 3)

@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and rms_norm_gated, and the checks that all functions of norms share."""
+"""layer_norm, rms_norm and rms_norm_gated, and the checks of arguments that all norms share."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save
 
-# Names of operands in errors, where they differ from the names in the table of operations.
+# The names of operands in errors, if they differ from those in the table of operations.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
 
 
@@ -32,10 +32,15 @@ def norm_call(
     activation: Activation | None = None,
     **options: Any,
 ) -> Call:
-    """Check the arguments and return the forward call.
+    """Check the options and the shapes of parameters of a norm, and return its forward call.
 
-    `given` has the residual and the parameters of the call. `options` are checked fields of
-    `NormOptions` that only this operation has.
+    Args:
+      function: name of the public function.
+      x: the array that is normalised, or its shape and dtype.
+      given: the residual and the parameters of the call, by their names in the table of operations.
+      axis, epsilon, scale_offset, dtype, save, implementation: the public function's arguments.
+      activation: name of the activation of the norm's result or of the gate, or None.
+      options: further fields of `NormOptions`, already checked, that only this operation has.
     """
     axes = checks.axes(function, axis, x.shape)
     view = RowView.of(x.shape, axes)
@@ -46,7 +51,7 @@ def norm_call(
         kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
-    # In a view, `()` means: the parameter has exactly the normalised axes.
+    # In a view, the shape `()` stands for a parameter with exactly the normalised axes.
     view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
@@ -61,7 +66,7 @@ def norm_call(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        saved=save if activation is None else "input",  # an activation has no inverse
+        saved=save if activation is None else "input",  # An activation cannot be inverted.
         activation=activation,
         **dtypes,
         **options,
@@ -80,7 +85,10 @@ def common_options(
     save: Save,
     implementation: Name | None,
 ) -> dict[str, Any]:
-    """Return the options of all norms by name; the arguments are in the order of signatures."""
+    """Return a dict of the options that all norms have.
+
+    The arguments are in the order of the public functions' signatures.
+    """
     return {
         "axis": axis,
         "epsilon": epsilon,
@@ -102,10 +110,10 @@ def normalise(
     activation: NormActivation | None = None,
     **options: Any,
 ) -> list[jax.Array]:
-    """Check the arguments of an operation in the table, and return its results.
+    """Check the arguments of a norm, run it, and return its results.
 
-    `gate` is the user's name for the factor of x in a residual sum; the table calls it
-    branch_scale. `options` are those of `norm_call`.
+    `gate` is the factor of x in a residual sum, which the table of operations calls branch_scale.
+    `options` are further arguments of `norm_call`.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
@@ -150,51 +158,53 @@ def layer_norm(
       y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}}
           \, (\mathrm{scale} + \mathrm{scale\_offset}) + \mathrm{bias}
 
-    Mean and biased variance are computed over ``axis`` in two passes, in float32 (float64 if x or
-    the output is float64).
+    The mean and the biased variance are computed over ``axis`` in two passes, in float32 (float64
+    if x or the output is float64).
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
-      scale: array with the sizes of the normalised axes, in the order of x, or 1 where it is
-        broadcast along such an axis. It may have any of x's dtypes. Leading axes give a scale to
-        each group of rows (adaLN); they broadcast, right-aligned as in numpy, to the other axes of
-        x. None multiplies by 1 (``scale_offset`` is then unused).
-      bias: like ``scale``, with axes of its own. None adds nothing.
-      axis: axis or axes to normalise, negative ones count from the end; None for all.
+      scale: array whose last axes are the normalised axes, in the order of x, each of the same size
+        as in x or of size 1; any of x's dtypes. It may have axes before these, which broadcast,
+        right-aligned as in NumPy, to the other axes of x: each group of rows then has its own scale
+        (adaLN). None for no scale (``scale_offset`` is then unused).
+      bias: like ``scale``, but its shape may differ from scale's. None for no bias.
+      axis: axis or axes to normalise; negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.
       scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
-      dtype: dtype of the output; x's by default.
-      save: the residual of the backward pass. ``"output"`` saves y, which the next layer usually
-        saves anyway, and frees x. Gradients of ``scale`` then lose accuracy in columns with
-        ``|bias|`` far above ``|scale|`` (and, in float16, ``|scale|`` below 2**-14). They are 0
-        where ``scale`` is 0 next to a nonzero bias, because x cannot be recovered from y there.
-        :func:`jaxnorm.check_params` finds these columns. ``"input"`` saves x and the row means.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      dtype: dtype of the output; by default, x's dtype.
+      save: the array that is saved for the backward pass. ``"output"`` saves y, which the next
+        layer usually saves anyway, so that x can be freed. Gradients of ``scale`` then lose
+        accuracy in columns where ``|bias|`` is far above ``|scale|`` (and, in float16, where
+        ``|scale|`` is below 2**-14). They are 0 in columns with a ``scale`` of 0 and a nonzero
+        bias, because x cannot be recovered from y there. :func:`jaxnorm.check_params` finds such
+        columns. ``"input"`` saves x and the row means.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
       activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
-        defaults (gelu is the tanh approximation), applied to the norm in the same pass. None
-        applies none. The backward pass cannot invert an activation, so it saves x whatever ``save``
-        is.
+        defaults (gelu is the tanh approximation), applied to the norm's result in the same pass.
+        None for no activation. An activation cannot be inverted in the backward pass, so x is saved
+        whatever ``save`` is.
 
     Returns:
       Array of x's shape in ``dtype``.
 
     Differentiable in reverse and forward mode, to any order. Gradients of the parameters have the
     parameters' shapes and dtypes, and are summed in float32. Tangents are also computed from the
-    saved array: along ``scale`` they have the accuracy of y's dtype with ``save="output"``, and of
-    float32 with ``save="input"``. For second derivatives prefer ``save="input"``: from the output,
-    those of ``scale`` have a relative error of about ``u / |scale|`` (u: the output dtype's
-    roundoff), and are NaN in columns with ``|scale| < 2**-60``.
+    saved array: the tangent along ``scale`` has the accuracy of y's dtype with ``save="output"``,
+    and of float32 with ``save="input"``. For second derivatives, prefer ``save="input"``. With
+    ``save="output"``, second derivatives along ``scale`` have a relative error of about ``u /
+    |scale|`` (u: the output dtype's roundoff), and are NaN in columns with ``|scale| < 2**-60``.
 
     For GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images with channels last,
-    reshape x to ``(N, H, W, G, C / G)`` and use ``axis=(1, 2, 4)`` with parameters
+    reshape x to ``(N, H, W, G, C / G)`` and use ``axis=(1, 2, 4)`` with parameters of shape
     ``(G, 1, 1, C / G)``; no transpose is needed. For InstanceNorm of x ``(N, H, W, C)``, use
-    ``axis=(1, 2)`` with parameters ``(C, 1, 1)``. ``activation="silu"`` fuses the activation that
-    follows each GroupNorm in the U-Net or VAE of a diffusion model.
+    ``axis=(1, 2)`` with parameters of shape ``(C, 1, 1)``. In the U-Net or VAE of a diffusion
+    model, ``activation="silu"`` fuses the activation that follows each GroupNorm.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: an axis, a parameter's shape, ``epsilon``, ``save``, ``implementation`` or
-        ``activation`` is wrong, or the implementation asked for cannot run this call.
+        ``activation`` is wrong, or the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -203,7 +213,7 @@ def layer_norm(
       >>> y = jaxnorm.layer_norm(x, jnp.ones(512), jnp.zeros(512), epsilon=1e-5)
       >>> y.shape, y.dtype.name
       ((8, 128, 512), 'bfloat16')
-      >>> jaxnorm.layer_norm(x, axis=(-2, -1)).shape  # of each sample
+      >>> jaxnorm.layer_norm(x, axis=(-2, -1)).shape  # normalises each sample as one row
       (8, 128, 512)
       >>> images = jnp.ones((2, 16, 16, 32, 8), jnp.bfloat16)  # 256 channels in 32 groups
       >>> scale = jnp.ones((32, 1, 1, 8))
@@ -238,23 +248,25 @@ def rms_norm(
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       scale: as in :func:`jaxnorm.layer_norm`.
-      axis: axis or axes to normalise, negative ones count from the end; None for all.
+      axis: axis or axes to normalise; negative ones count from the end; None for all.
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
-      dtype: dtype of the output; x's by default.
-      save: as in :func:`jaxnorm.layer_norm`. Without a bias, ``"output"`` is safe for any scale,
-        including 0, in bfloat16, float32 and float64; next to a bias, a scale of 0 is not.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
-      bias: like ``scale``, by keyword only; equinox's RMSNorm has one. None adds nothing.
+      dtype: dtype of the output; by default, x's dtype.
+      save: as in :func:`jaxnorm.layer_norm`. Without a bias, gradients with ``"output"`` are
+        accurate for any scale, including 0, in bfloat16, float32 and float64. With a bias, a scale
+        of 0 needs ``"input"``.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
+      bias: like ``scale``, by keyword only; equinox's RMSNorm has one. None for no bias.
       activation: as in :func:`jaxnorm.layer_norm`.
 
     Returns:
-      Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.layer_norm` is.
+      Array of x's shape in ``dtype``. Differentiable like :func:`jaxnorm.layer_norm`.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: an axis, scale's shape, ``epsilon``, ``save``, ``implementation`` or
-        ``activation`` is wrong, or the implementation asked for cannot run this call.
+        ``activation`` is wrong, or the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -287,7 +299,7 @@ def rms_norm_gated(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""RMSNorm over the last axis and a gate in one pass, as in Mamba 2 and gated delta nets.
+    r"""RMSNorm over the last axis, fused with a gate, as in Mamba 2 and gated delta nets.
 
     .. math::
       y = \mathrm{rms\_norm}(x) \cdot \mathrm{activation}(\mathrm{gate})
@@ -295,25 +307,26 @@ def rms_norm_gated(
       y = \mathrm{rms\_norm}(x \cdot \mathrm{activation}(\mathrm{gate}))
 
     Gated delta nets use the first form, over the columns of each head (Yang, Kautz and Hatamizadeh,
-    2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second (Dao
-    and Gu, 2024, https://arxiv.org/abs/2405.21060). Arithmetic is float32 (float64 if x, gate or
-    the output is float64), rounded once. The residuals are x, gate and a number for each row. The
-    backward pass recomputes the normalised x and the activated gate, without storing them.
+    2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second form
+    (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic is float32 (float64 if x,
+    gate or the output is float64), and the result is rounded once. The residuals are x, gate and a
+    number for each row. The backward pass recomputes the normalised x and the activated gate.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.
       gate: array of x's shape; any of these dtypes.
-      scale: (d,), as in :func:`jaxnorm.rms_norm`, or with axes before that, which broadcast to x's
-        other axes: (groups, d) where x is (..., groups, d), as in Mamba 2 with groups. None
-        multiplies by 1 (``scale_offset`` is then unused).
+      scale: array (d,), as in :func:`jaxnorm.rms_norm`. It may have axes before d, which broadcast
+        to x's other axes: for example (groups, d) for x (..., groups, d), as in Mamba 2 with
+        groups. None for no scale (``scale_offset`` is then unused).
       norm_before_gate: True to normalise x (the first form), False to normalise its product with
         the gate (the second form).
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
         function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
-      dtype: dtype of the output; x's by default.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      dtype: dtype of the output; by default, x's dtype.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
       Array of x's shape in ``dtype``. Differentiable in reverse and forward mode, to any order;
@@ -322,16 +335,16 @@ def rms_norm_gated(
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: x and gate differ in shape, scale's shape, ``activation``, ``epsilon`` or
-        ``implementation`` is wrong, or the implementation asked for cannot run this call.
+        ``implementation`` is wrong, or the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxnorm
       >>> x = gate = jnp.ones((2, 16, 8, 128), jnp.bfloat16)  # (batch, length, heads, d)
-      >>> y = jaxnorm.rms_norm_gated(x, gate, jnp.ones(128))  # a gated delta net's
+      >>> y = jaxnorm.rms_norm_gated(x, gate, jnp.ones(128))  # as in a gated delta net
       >>> y.shape, y.dtype.name
       ((2, 16, 8, 128), 'bfloat16')
-      >>> scale = jnp.ones((8, 128))  # Mamba 2's, in 8 groups
+      >>> scale = jnp.ones((8, 128))  # as in Mamba 2, with 8 groups
       >>> jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False).shape
       (2, 16, 8, 128)
     """

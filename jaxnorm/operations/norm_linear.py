@@ -1,8 +1,9 @@
-"""RMSNorm and the linear layer after it: rms_norm_linear, a composition.
+"""rms_norm_linear: RMSNorm and the linear layer after it.
 
-Only the norm is a primitive. Each step saves these residuals:
+The function is composed of three steps, of which only the norm is a primitive::
 
-    n = rms_norm(x, scale)  its primitive           x and rstd
+    step                    function                saved for the backward pass
+    n = rms_norm(x, scale)  the norm's primitive    x and rstd
     z = n weight + bias     `products.product`      weight; n is recomputed from x and rstd
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
@@ -30,8 +31,8 @@ from jaxnorm_kernels.specs import LinearActivation, Name
 
 NAME = "rms_norm_linear"
 
-# A Triton kernel of a norm and a matmul was removed: XLA's were faster in every timing
-# (docs/linear.md).
+# There was a Triton kernel that fused the norm and the matmul. It was removed, because the two
+# steps by XLA were faster in every timing (docs/linear.md).
 _NO_TRITON = (
     "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
     "was timed"
@@ -42,10 +43,11 @@ class _Linear(NamedTuple):
     """The static description of the linear layer.
 
     Attributes:
-      dtype: dtype of the matmul's operands. Sums, bias and activation are computed in `wide`.
-      y_dtype: dtype of y, which is rounded once.
-      activation: function of `jax.nn`, with its defaults; None for none.
-      precision: ``jax.default_matmul_precision`` when the call was made.
+      dtype: dtype of the matmul's operands.
+      wide: dtype in which sums, bias and activation are computed.
+      y_dtype: dtype of y, to which the result is rounded once.
+      activation: name of a function of `jax.nn`, used with its defaults; None for no activation.
+      precision: value of ``jax.default_matmul_precision`` when the user called the function.
     """
 
     dtype: np.dtype
@@ -108,42 +110,44 @@ def rms_norm_linear(
       \mathrm{bias})
 
     The residuals are x and one number for each row. The normalised array is never saved: the
-    gradient of weight recomputes it. With an activation, the activation's input is also saved.
+    computation of weight's gradient recomputes it. With an activation, the activation's input is
+    also saved.
 
-    The dtype of the matmul is the one to which x and weight promote, or ``dtype`` if that has fewer
-    bits; the normalised array is rounded to it. Sums, bias and activation are computed in float32
-    (float64 if x, weight or the output is float64), and the result is rounded once.
+    The operands of the matmul have the dtype to which x and weight promote, or ``dtype`` if that
+    has fewer bits; the normalised array is rounded to it. Sums, bias and activation are computed in
+    float32 (float64 if x, weight or the output is float64), and the result is rounded once.
 
     Args:
-      x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
-      weight: array (d, n), of these dtypes.
-      scale: array (d,), of these dtypes. None multiplies by 1 (``scale_offset`` is then unused).
-      bias: array (n,), of these dtypes. None adds nothing.
-      residual: array of x's shape, of these dtypes: h = x + residual, in residual's dtype, is
-        normalised in place of x, and returned.
+      x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64.
+      weight: array (d, n); any of these dtypes.
+      scale: array (d,); any of these dtypes. None for no scale (``scale_offset`` is then unused).
+      bias: array (n,); any of these dtypes. None for no bias.
+      residual: array of x's shape; any of these dtypes. If it is given, h = x + residual, in
+        residual's dtype, is normalised instead of x, and h is also returned.
       activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: the function of
-        :mod:`jax.nn` with its defaults (gelu is the tanh approximation). None applies none.
+        :mod:`jax.nn` with its defaults (gelu is the tanh approximation). None for no activation.
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of y; by default, the dtype to which x and weight promote.
-      implementation: None chooses one for the norm, and XLA computes the matmul. ``"mosaic"`` is a
-        forward kernel of both, with the derivative of None. It is not partitioned over a mesh: call
-        it inside `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
+      implementation: None lets jaxnorm choose an implementation of the norm, while XLA computes the
+        matmul. ``"mosaic"`` computes both in one kernel in the forward pass; its derivative is the
+        same as for None. The kernel is not partitioned over a mesh: call it inside `jax.shard_map`.
+        See :func:`jaxnorm.implementation_for`.
 
     Returns:
-      y, array (..., n) in ``dtype``; with a residual (y, h).
+      y, array (..., n) in ``dtype``; with ``residual``, the pair (y, h).
 
     Differentiable in reverse and forward mode, to any order; gradients have the dtypes of their
     arguments.
 
-    On a mesh, rows and n may be sharded. A weight that is sharded along d (FSDP), or along n over
-    mesh axes that also shard x, is gathered. If x's last axis is sharded, the partial sums of the
-    matmul are all-reduced.
+    On a mesh, the rows and n may be sharded. A weight that is sharded along d (FSDP), or along n
+    over mesh axes that also shard x, is gathered. If x's last axis is sharded, the partial sums of
+    the matmul are all-reduced.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: the shape of an array, ``activation``, ``epsilon`` or ``implementation`` is wrong,
-        or the implementation asked for cannot run this call.
+        or the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,8 +184,8 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # A no-op for XLA. Without it, each `jax.checkpoint` that takes the named array would save it
-    # once more. The result of this operation is recomputed from the saved array instead.
+    # XLA removes this operation. Without it, each `jax.checkpoint` whose function takes the named
+    # array would save a second copy. With it, JAX recomputes this result from the saved array.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -195,9 +199,9 @@ def _call_of(
     dtype: checks.DTypeLike | None,
     implementation: Name | None,
 ) -> tuple[Call, _Linear]:
-    """Check the arguments, and return the norm before the matmul and the linear layer.
+    """Check the options; return the norm's call, and the description of the linear layer.
 
-    `others`: weight, scale, bias, residual.
+    `others` has the arrays weight, scale, bias and residual by name, without those that are None.
     """
     shape, weight = x.shape, others["weight"]
     names = get_args(LinearActivation)
@@ -239,7 +243,7 @@ def _call_of(
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
-    # This norm is part of another function, so policies do not save its result (see `remat.name`).
+    # This norm is part of another function, so its result has no name for policies (`remat.names`).
     return norm.replaced(function=NAME, primitives=norm.function), layer
 
 
@@ -259,17 +263,20 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 
 
 def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
-    """Return y. `names` says which arrays are given: x, weight and, if present, scale and bias."""
+    """Return y, computed by the three steps of the module's docstring.
+
+    `names` are the names of the arrays: x, weight and, if present, scale and bias.
+    """
     operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
     for name in ("scale", "bias"):
-        # If these small arrays are sharded (FSDP), gather them. `product` gathers weight.
+        # Gather these small arrays if they are sharded (FSDP). `products.product` gathers weight.
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
-    # If nothing follows the matmul, it rounds its sums to y itself, without another pass. Partial
-    # sums over shards of x's columns are rounded before the all-reduce, as in plain JAX: in float32
-    # the devices would exchange twice the bytes.
+    # If no bias or activation follows, the matmul rounds its sums to y's dtype, which saves a pass.
+    # If x's columns are sharded, each device has partial sums. They are rounded before the
+    # all-reduce, as in plain JAX: in float32, the devices would exchange twice the bytes.
     is_split = layout is not None and bool(layout.cols)
     is_alone = is_split or ("bias" not in operands and layer.activation is None)
     z = products.product(
@@ -293,7 +300,10 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
 
 
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
-    """Return the norm of x. It saves x and its statistics; no policy can save the norm by name."""
+    """Return the norm of x, whose residuals are x and the row statistics.
+
+    The result has no name, so rematerialisation policies cannot save it by name.
+    """
     (n,) = row_operations.bind(norm, x, *scale)
     return n
 
@@ -303,10 +313,10 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
-    """Return y, computed by Mosaic's kernel of the norm and the matmul, on request only.
+    """Return y, computed by the Mosaic kernel that fuses the norm and the matmul.
 
-    Its derivative is that of `_composed`. Lowering raises ValueError on a platform without the
-    kernel.
+    This is used only if the user requests the implementation "mosaic". The derivative is that of
+    `_composed`. Lowering for a platform without the kernel raises ValueError.
     """
     return _kernel(norm, layer, names)(*arrays)
 
@@ -324,9 +334,10 @@ def _(
 
 
 def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[..., jax.Array]:
-    """Return the kernel as a function. Under vmap, a batch of x becomes more rows.
+    """Return a function that runs the Mosaic kernel of the norm and the matmul.
 
-    If parameters are batched, a loop runs one batch element at a time.
+    Under `jax.vmap`, a batched x becomes an x with more rows. If a parameter is batched, a loop
+    runs the kernel for one batch element at a time.
     """
     from jaxnorm_kernels import mosaic
 
@@ -345,11 +356,16 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
             activation=layer.activation,
         )
         y = launching.own_buffer(y).reshape(*lead, weight.shape[1])
-        # A kernel's result has no varying type. Inside `jax.shard_map`, give it the operands' type.
+        # Inside `jax.shard_map`, the type of a kernel's result does not say that it varies over the
+        # mesh axes. Cast it to a type that varies over those of x.
         return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:
-        """Bind Mosaic's norm, whose lowering raises ValueError on platforms without the kernel."""
+        """Bind the norm with implementation "mosaic".
+
+        This branch is lowered only for platforms without Mosaic kernels, where it raises the
+        ValueError that users get for any norm.
+        """
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):
             call = jax.vmap(call, (0, *[None] * (len(arrays) - 1)))
@@ -361,7 +377,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:
-        # The platform is unknown until the call is lowered.
+        # The platform is unknown until the call is lowered. Then one of the branches is chosen.
         branches = dict.fromkeys(platforms, kernel)
         y: jax.Array = lax.platform_dependent(*arrays, **branches, default=refused)
         return y
@@ -383,7 +399,10 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
 
 def _check_whole(arrays: Sequence[jax.Array]) -> None:
-    """Raise ValueError if arrays may be sharded over devices: the kernel is not partitioned."""
+    """Raise ValueError if the arrays may be sharded over devices.
+
+    The kernel has no partitioning rule.
+    """
     mesh = sharding.mesh_of([jax.typeof(a) for a in arrays])
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()

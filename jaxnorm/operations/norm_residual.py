@@ -23,31 +23,34 @@ def add_layer_norm(
     implementation: Name | None = None,
     gate: checks.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Residual addition and layer normalisation in one pass: a pre-norm block's step.
+    r"""Residual addition and then layer normalisation, in one pass, as in pre-norm blocks.
 
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
-    The backward pass adds the cotangent of h in the same pass, which also returns the gate's
-    gradient. Without a gate, x and residual have the same gradient: if their dtypes agree, it is
-    one array, written once.
+    The derivative is also computed in one pass, which adds the cotangent of h and computes the
+    gradient of gate. Without a gate, x and residual have the same gradient. If their dtypes agree,
+    it is written once, as one array.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       residual: array of x's shape; any of these dtypes.
       scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
-      dtype: dtype of y; x's by default.
-      save: the residual of the norm's backward pass: ``"output"`` saves y, ``"input"`` saves h and
-        the row means. Scales of 0 next to a bias need the latter; see :func:`jaxnorm.layer_norm`.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
-      gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
-        Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
-        2021, https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then also saved.
-        None adds x without a factor.
+      dtype: dtype of y; by default, x's dtype.
+      save: the array that is saved for the norm's backward pass: ``"output"`` saves y, ``"input"``
+        saves h and the row means. With a bias, scales of 0 need ``"input"``; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
+      gate: factor of x, of a shape like ``scale``, which may differ from scale's: for example
+        (batch, 1, channels) in adaLN-zero (Peebles and Xie, 2022,
+        https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al., 2021,
+        https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then also saved. None for
+        no factor.
 
     Returns:
       (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype. y is the norm of the
-      rounded h. Differentiable as :func:`jaxnorm.layer_norm` is.
+      rounded h. Differentiable like :func:`jaxnorm.layer_norm`.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -84,7 +87,7 @@ def add_rms_norm(
     implementation: Name | None = None,
     gate: checks.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Residual addition and root-mean-square normalisation in one pass: a pre-norm block's step.
+    r"""Residual addition and then RMSNorm, in one pass, as in pre-norm blocks.
 
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{rms\_norm}(h)
@@ -95,10 +98,10 @@ def add_rms_norm(
       dtype, save, implementation, gate: as in :func:`jaxnorm.add_layer_norm`.
 
     Returns:
-      (y, h), as :func:`jaxnorm.add_layer_norm` does.
+      (y, h), as for :func:`jaxnorm.add_layer_norm`.
 
     Raises:
-      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+      TypeError, ValueError: as for :func:`jaxnorm.add_layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -124,25 +127,26 @@ def rms_norm_add(
     scale_offset: float = 0.0,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Root-mean-square normalisation and residual addition in one pass: a post-norm block's step.
+    r"""RMSNorm and then residual addition, in one pass, as in post-norm blocks.
 
     .. math::
       y = \mathrm{residual} + \mathrm{rms\_norm}(x)
 
-    The norm's output is rounded only in the sum and not saved: the backward pass always starts from
-    x.
+    The norm's output is not rounded before the addition, and not saved: the backward pass always
+    starts from x.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
       scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of x's shape in residual's dtype. Differentiable as :func:`jaxnorm.rms_norm` is with
+      Array of x's shape in residual's dtype. Differentiable like :func:`jaxnorm.rms_norm` with
       ``save="input"``.
 
     Raises:
-      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+      TypeError, ValueError: as for :func:`jaxnorm.add_layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,34 +184,35 @@ def rms_norm_add_rms_norm(
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""RMSNorm after a branch, residual addition and the next branch's RMSNorm, in one pass.
+    r"""RMSNorm of x, residual addition, and RMSNorm of the sum, in one pass.
 
     .. math::
       h = \mathrm{residual} + \mathrm{rms\_norm}(x), \qquad y = \mathrm{rms\_norm}(h)
 
-    Gemma 2 and 3 compute this between two branches.
+    In Gemma 2 and 3, x is the output of attention or of an MLP, and y is the input of the next one.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
       scale, next_scale: scales of the first and the second norm, as in :func:`jaxnorm.rms_norm`.
       axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`, for both norms.
-      dtype: dtype of y; x's by default.
-      save: the residual of the second norm's backward pass: ``"output"`` saves y, ``"input"`` saves
-        h. The first norm saves x.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      dtype: dtype of y; by default, x's dtype.
+      save: the array that is saved for the second norm's backward pass: ``"output"`` saves y,
+        ``"input"`` saves h. The first norm always saves x.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      (y, h), as :func:`jaxnorm.add_layer_norm` does.
+      (y, h), as for :func:`jaxnorm.add_layer_norm`.
 
     Raises:
-      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+      TypeError, ValueError: as for :func:`jaxnorm.add_layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxnorm
       >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
-      >>> after, before = jnp.ones(512), jnp.ones(512)  # of the branch that was, of the next one
-      >>> y, h = jaxnorm.rms_norm_add_rms_norm(x, residual, after, before)
+      >>> post_attention, pre_mlp = jnp.ones(512), jnp.ones(512)  # the two scales
+      >>> y, h = jaxnorm.rms_norm_add_rms_norm(x, residual, post_attention, pre_mlp)
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """

@@ -1,4 +1,4 @@
-"""rms_norm_rope: RMSNorm of attention's heads, and rotary position embedding (RoPE) after it."""
+"""rms_norm_rope: RMSNorm of attention's heads, and then rotary position embedding (RoPE)."""
 
 import dataclasses
 
@@ -28,52 +28,55 @@ def rms_norm_rope(
     save: Save = "output",
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""RMSNorm over each head and rotary position embedding (RoPE) of the result, in one pass.
+    r"""RMSNorm of each head, and then rotary position embedding (RoPE), in one pass.
 
     Attention with QK norms (Qwen3, Gemma 3, OLMo 2) applies this to q and to k: RMSNorm as in
-    :func:`jaxnorm.rms_norm`, then the rotation of Su et al. (2021,
-    https://arxiv.org/abs/2104.09864) of pairs of columns. The result is rounded once:
+    :func:`jaxnorm.rms_norm`, then the rotation of pairs of columns by Su et al. (2021,
+    https://arxiv.org/abs/2104.09864). The result is rounded once:
 
     .. math::
       n = \mathrm{rms\_norm}(x), \qquad
       (y_i, y_j) = (n_i \cos - n_j \sin, \; n_j \cos + n_i \sin)
 
     Args:
-      x: array (..., d), a head in each row, typically (batch, length, heads, d); bfloat16, float16,
-        float32 or float64.
-      scale: (d,), of any of these dtypes. None multiplies by 1 (``scale_offset`` is then unused).
-      cos, sin: arrays of one shape that broadcasts to x.shape[:-1] + (r / 2,) by numpy's rules, for
-        an even r <= d. The first r columns are rotated; the others are only normalised. Typically
-        (length, 1, r / 2) for x (batch, length, heads, d): they are never broadcast in memory. Any
-        of these dtypes; the rotation is computed in float32.
+      x: array (..., d), where each row is a head; typically (batch, length, heads, d); bfloat16,
+        float16, float32 or float64.
+      scale: array (d,); any of these dtypes. None for no scale (``scale_offset`` is then unused).
+      cos, sin: arrays of the same shape, which broadcasts to x.shape[:-1] + (r / 2,) for an even
+        r <= d; any of these dtypes. The first r columns are rotated; the others are only
+        normalised. For x (batch, length, heads, d), the shape is typically (length, 1, r / 2); the
+        broadcast arrays are never stored. The rotation is computed in float32.
 
-        Two mistakes have valid shapes and raise no error. Tables that hold each angle twice, as
-        Hugging Face's do, are (..., r) wide: if r is d / 2 or less, they rotate the wrong columns;
-        pass their first half. Tables (length, d / 2) without the axis of the heads rotate by head
-        if there are as many heads as positions; pass (length, 1, d / 2).
+        Two mistakes give valid shapes and raise no error. First, tables with each angle twice, as
+        in Hugging Face's models, have r instead of r / 2 columns. If r is at most d / 2, the wrong
+        columns are rotated: pass the first half of such tables. Second, tables (length, d / 2) lack
+        the axis of the heads. If there are as many heads as positions, the angles then depend on
+        the head instead of the position: pass (length, 1, d / 2).
       interleaved: if True, pairs are columns 2i and 2i + 1 (GPT-J, the paper); if False, columns i
         and i + r / 2 (GPT-NeoX, Llama in Hugging Face's layout).
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
-      dtype: dtype of the output; x's by default.
-      save: the residual of the backward pass. ``"output"`` saves y, which attention saves anyway,
-        the tables, and a number for each row. The backward pass inverts the rotation by its
-        transpose over ``cos^2 + sin^2``, so tables may include a factor (YaRN, LongRoPE). If that
-        is 0 for a pair, use ``"input"``, which saves x. A column recovered from y has an error of
-        y's roundoff times its partner's scale over its own. A scale of 0 whose partner's is not 0
-        gets no correct gradient; :func:`jaxnorm.check_params` finds such columns, given the names
-        of these norms.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      dtype: dtype of the output; by default, x's dtype.
+      save: the array that is saved for the backward pass. ``"output"`` saves y, which attention
+        saves anyway, besides the tables and a number for each row. The backward pass inverts the
+        rotation: it multiplies by the transpose and divides by ``cos^2 + sin^2``, so tables may
+        include a factor (YaRN, LongRoPE). If the sum is 0 for a pair of columns, use ``"input"``,
+        which saves x. When column i of a pair (i, j) is recovered from y, its error is y's
+        roundoff times ``scale[j] / scale[i]``. If ``scale[i]`` is 0 and ``scale[j]`` is not,
+        the gradient of ``scale[i]`` is wrong. :func:`jaxnorm.check_params` finds such columns if it
+        is given the names of these norms.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.rms_norm` is, with respect
-      to x, scale and (in plain JAX, whatever the implementation) cos and sin.
+      Array of x's shape in ``dtype``. Differentiable like :func:`jaxnorm.rms_norm`, with respect to
+      x, scale, cos and sin. The gradients of cos and sin are always computed in plain JAX.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: scale is not (d,), the shapes of cos and sin differ or do not broadcast, r is more
-        than d, ``epsilon``, ``save`` or ``implementation`` is wrong, or the implementation asked
-        for cannot run this call.
+        than d, ``epsilon``, ``save`` or ``implementation`` is wrong, or the requested
+        implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp

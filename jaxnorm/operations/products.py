@@ -1,15 +1,14 @@
-"""Matmuls fused with a function before or after them: their residuals and cotangents' dtypes.
+"""Matmuls, with or without a function before or after them, that save few residuals.
 
-`dot`, `product` and `activated` are each a `jax.custom_jvp`, whose rule determines the residuals
-and the dtype of cotangents:
+`dot`, `product` and `activated` are each a `jax.custom_jvp`. Their JVP rules determine which arrays
+are saved, and the dtype of cotangents::
 
-    z = h weight            `dot`                        saves h and weight, as any matmul
-    z = f(x) weight         `product`                    saves x, weight and the residuals of f's
-                                                         own rule; recomputes f(x)
-    y = activation(z)       `activated`                  saves z, rounded to y's dtype
+    z = h weight            `dot`           saves h and weight, like any matmul
+    z = f(x) weight         `product`       saves x, weight and the residuals of f; recomputes f(x)
+    y = activation(z)       `activated`     saves z, rounded to y's dtype
 
-None of them is a primitive, so forward mode, `jax.vmap`, meshes and rematerialisation policies are
-JAX's own.
+None of them is a primitive, so JAX handles forward mode, `jax.vmap`, meshes and rematerialisation
+policies as for any function in plain JAX.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives.recomputation import linear
 
-#: Elementwise functions of `jax.nn`, with their defaults, by name.
+#: The activations that users can name. Each is the function of `jax.nn` with its default options.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "leaky_relu": jax.nn.leaky_relu,
@@ -51,23 +50,23 @@ def product(
 ) -> jax.Array:
     """Return ``f(*arrays) @ weight``; save `arrays` and `weight`, but not f's result.
 
-    The cotangent is rounded to `dtype`: the backward pass of a 16-bit matmul uses 16-bit matmuls,
-    even if its result is float32 because a bias or an activation follows.
+    The result's cotangent is rounded to `dtype`. So the backward pass of a 16-bit matmul uses
+    16-bit matmuls, even if the result is float32 because a bias or an activation follows.
 
     Args:
       f: function of `arrays` that returns the first operand, (..., d). It must be hashable, and
         equal for equal calls.
       arrays: arguments of f.
       weight: array (d, n) of any dtype.
-      dtype: dtype of both operands, to which f's result and weight are rounded.
-      result: dtype of the result, to which the sums are rounded.
-      precision: as ``jax.default_matmul_precision``.
-      weight_sharding: sharding to which weight is gathered (Explicit axes), in the forward pass and
-        again in the backward pass.
-      out_sharding: sharding of the result (Explicit axes).
+      dtype: dtype of the matmul's operands, to which f's result and weight are rounded.
+      result: dtype of the matmul's result.
+      precision: precision of the matmul, as for ``jax.default_matmul_precision``.
+      weight_sharding: sharding to which weight is gathered before the matmul, in the forward pass
+        and again in the backward pass; None without Explicit mesh axes.
+      out_sharding: sharding of the result; None without Explicit mesh axes.
 
     Returns:
-      Array (..., n) in `result`.
+      Array (..., n) of dtype `result`.
     """
     options = Dot(dtype, precision, weight_sharding, out_sharding)
     h = f(*arrays)
@@ -76,7 +75,7 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """The options of `product`, for the matmul of rows and a weight."""
+    """The matmul ``a @ weight`` with fixed options, which `product` describes."""
 
     dtype: np.dtype
     precision: str | None = None
@@ -97,9 +96,10 @@ class Dot:
         )
 
     def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array:
-        """Return the sum of `terms`, added in the arithmetic dtype and cast to `result`.
+        """Return the sum of the terms of a tangent, cast to the dtype `result`.
 
-        The terms have the matmuls' dtype, so that their cotangents are rounded to it.
+        The terms are results of matmuls, in the dtype of the matmuls' operands. The sum is computed
+        in float32 (or float64). Its transpose casts the cotangent to the terms' dtype.
         """
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
@@ -107,7 +107,10 @@ class Dot:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def dot(options: Dot, result: np.dtype, h: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return ``h @ weight`` in dtype `result`. Its cotangent is rounded to the matmul's dtype."""
+    """Return ``h @ weight`` in the dtype `result`.
+
+    The cotangent of the result is rounded to the dtype of the matmul's operands.
+    """
     return options(h, weight, result)
 
 
@@ -129,11 +132,11 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 def _product(
     static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    """Return z, which equals h weight for h = f(*arrays), with a derivative that does not save h.
+    """Return z, given z = h weight and h = f(*arrays), with a derivative that does not save h.
 
-    The caller computes h and z, so that rematerialisation policies see the matmul and the names in
-    f. The rule below computes z's tangent from `arrays`. It ignores the incoming tangents of h and
-    z, so JAX does not compute them.
+    The caller computes h and z outside this function, so that rematerialisation policies see the
+    matmul and the names of arrays in f. The JVP rule below computes z's tangent and ignores the
+    tangent of its argument z, which JAX then does not compute.
     """
     del static, h, weight, arrays
     return z
@@ -141,16 +144,18 @@ def _product(
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    """Return z and dz = dh weight + h dweight, with h recomputed from `arrays`.
+    """The JVP rule of `_product`: return z and dz = dh weight + h dweight.
 
-    The tangent of h includes those of `arrays`. `linear` saves the arguments that it is given, so
-    that neither h nor a cast or gathered copy of weight is saved.
+    dh is the tangent of h, which JAX has computed from the tangents of `arrays`. In the second
+    term, h is recomputed from `arrays`. `linear` saves exactly the arrays that it is given, so
+    neither h nor a cast or gathered copy of weight is saved.
     """
     f, options, result = static
     (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
     terms = []
     if nonzero(dh) is not None:
-        # XLA may reuse the forward's copy of weight, as it does in plain JAX.
+        # Without a barrier, XLA may reuse the cast or gathered copy of weight that the forward pass
+        # has made, as in plain JAX.
         along_h = linear(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
         terms.append(along_h)
     if nonzero(dweight) is not None:
@@ -159,7 +164,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
             *arrays, dweight = operands
             return options(f(*arrays), dweight, options.dtype)
 
-        # Without the barrier, XLA would compute h together with the forward pass's, and save it.
+        # Without the barrier, XLA would see that the forward pass computes h too, and save that h.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
@@ -168,7 +173,10 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
 def activated(
     activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
 ) -> jax.Array:
-    """Return ``activation(z)``. Its derivative is evaluated at `kept`: z, rounded to be saved."""
+    """Return ``activation(z)``; save only `kept`, which is z rounded to y's dtype.
+
+    The derivative of the activation is evaluated at `kept`.
+    """
     del kept
     return activation(z)
 
@@ -184,14 +192,14 @@ def _(
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    # There is no barrier: XLA fuses this with the computation of dz. In unrolled layers, a
-    # barrier around `kept` alone costs a gated MLP one more array per layer: the gate, which XLA
-    # otherwise recomputes. Without a gate, it saves one array per layer.
+    # There is no barrier, so XLA fuses this with the computation of dz. A barrier around `kept`
+    # would save one array per layer in unrolled MLPs without a gate. But in unrolled gated MLPs, it
+    # would cost one array per layer: the gate, which XLA otherwise recomputes.
     return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 
 def nonzero(tangent: Any) -> jax.Array | None:
-    """Return a tangent, or None if it is a symbolic zero."""
+    """Return a tangent; None if it is a symbolic zero."""
     return None if isinstance(tangent, SymbolicZero) else tangent
 
 
@@ -200,10 +208,16 @@ def nonzero(tangent: Any) -> jax.Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The Explicit mesh axes that split a matmul's rows, contracted axis and features.
+    """The sharding of a matmul of x (..., d) and weight (d, n) on a mesh with Explicit axes.
 
-    Weight's first axis is split like x's columns. Weight is gathered if it is stored in another
-    sharding (FSDP), or if its features are split over mesh axes that also split x.
+    Weight's first axis is sharded like the last axis of x. Weight is gathered if its own sharding
+    differs (FSDP), or if n is sharded over mesh axes that also shard x.
+
+    Attributes:
+      mesh: the mesh.
+      rows: for each axis of x except the last one, the names of the mesh axes that shard it.
+      cols: names of the mesh axes that shard d.
+      features: names of the mesh axes that shard n.
     """
 
     mesh: Any
@@ -226,9 +240,9 @@ class Layout:
 
 
 def layout_of(x: jax.Array, weight: jax.Array) -> Layout | None:
-    """Return the layout given by the types of x and weight; None without Explicit axes.
+    """Return the layout that the types of x and weight define; None without Explicit mesh axes.
 
-    If the size of a mesh axis does not divide an array axis, the array axis counts as not split.
+    An axis of an array counts as not sharded if the number of shards does not divide its size.
     """
     x_type, weight_type = jax.typeof(x), jax.typeof(weight)
     mesh = sharding.explicit_mesh([x_type, weight_type])

@@ -1,4 +1,7 @@
-"""Scales of logits: Python numbers, which are compiled in, or arrays, which are operands."""
+"""The arguments ``logits_scale`` of losses and ``scale`` of softmax, which multiply the logits.
+
+A Python number is a constant of the compiled program. An array is an operand of the call.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,11 +15,11 @@ from jaxnorm.operations import checks
 
 
 class Scale(NamedTuple):
-    """A scale of logits.
+    """The checked ``logits_scale`` of a loss.
 
     Attributes:
-      number: the scale if it is a number; 1 if it is an array.
-      array: the scale of each position in the arithmetic dtype; None if it is a number.
+      number: the scale if the user passed a number; 1 if the user passed an array.
+      array: the scale of each position, in the arithmetic dtype; None if the user passed a number.
     """
 
     number: float
@@ -24,7 +27,10 @@ class Scale(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return True if a scale is an array. NumPy's scalars and arrays without axes are numbers."""
+    """Return True if a scale is an array.
+
+    NumPy scalars, and NumPy arrays without axes, count as numbers.
+    """
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
@@ -36,8 +42,11 @@ def of_logits(
     """Check the ``logits_scale`` of a loss and return it.
 
     Args:
-      positions: shape of the positions; errors name it by `of`.
-      dtype: the dtype of the arithmetic.
+      function: name of the public function, for errors.
+      value: the argument that the user passed.
+      positions: shape of the logits without the axis of classes.
+      dtype: dtype of the arithmetic, to which an array is cast.
+      of: the owner of the shape `positions` in errors, such as "labels'".
     """
     if not is_array(value):
         return Scale(checks.positive(function, "logits_scale", value))
@@ -52,7 +61,10 @@ def of_logits(
 
 
 def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Check the scalar ``scale`` of a softmax, and return it broadcast to the shape `rows`."""
+    """Check the array ``scale`` of a softmax, which must be a scalar, and broadcast it to `rows`.
+
+    `rows` is the shape of x without the normalised axes.
+    """
     array = _checked(function, "scale", value, dtype)
     if array.ndim:
         raise ValueError(
@@ -63,7 +75,7 @@ def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype
 
 
 def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array:
-    """Return a scale as an array of a dtype. Differentiating it raises an error."""
+    """Convert a scale to an array of this dtype that raises an error when it is differentiated."""
     array = jnp.asarray(value)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(
@@ -75,7 +87,7 @@ def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
-    """Return a scale unchanged. Its derivative rule raises an error."""
+    """Return a scale unchanged. Differentiating this function raises an error."""
     del function, name
     return scale
 

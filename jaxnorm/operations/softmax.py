@@ -1,11 +1,12 @@
-"""softmax and log_softmax, their checks, and the attention weights of queries and keys.
+"""softmax and log_softmax, the checks of their arguments, and the weights of attention.
 
-Attention weights are the softmax of a matmul, as one function:
+`attention_weights`, which the Flax modules use, computes the weights from queries and keys::
 
     weights = softmax(scale query key^T + bias, masked)
 
-The logits of 16-bit queries and keys are float32. Their cotangent is 16 bits: the backward matmuls
-would round it, so the softmax's backward kernel writes it in 16 bits, in half the memory.
+The logits of 16-bit queries and keys are float32. In the backward pass, the softmax's kernel writes
+the logits' cotangent in 16 bits, which halves its memory. The matmuls that follow would round it to
+16 bits anyway.
 """
 
 import functools
@@ -39,7 +40,7 @@ def softmax(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Softmax that saves only its output; the counterpart of :func:`jax.nn.softmax`.
+    r"""Softmax that saves only its output; it replaces :func:`jax.nn.softmax`.
 
     .. math::
       y_i = \frac{\exp(z_i)}{\sum_j \exp(z_j)} \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
@@ -52,25 +53,28 @@ def softmax(
       axis: axis or axes over which the output sums to 1; None for all.
       where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
         their output and gradient are 0, even if the whole row is False.
-      scale: a finite number, or a scalar array, which may be traced: its value is not checked, and
-        has no derivative.
-      bias: float array that broadcasts to x's shape; its -inf count as those of x.
-      causal: if True, only columns j <= i of row i are included, as with ``where``. Columns are the
-        last axis, rows the axis before it, and both count from 0.
-      dtype: dtype of the output; x's by default.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      scale: a finite number, or a scalar array, which may be traced. The value of an array is not
+        checked, and has no derivative.
+      bias: float array that broadcasts to x's shape. An entry of -inf in it has the same effect as
+        -inf in x.
+      causal: if True, only columns j <= i of row i are included, like with a mask ``where``. The
+        last axis has the columns, the axis before it the rows, and both are counted from 0.
+      dtype: dtype of the output; by default, x's dtype.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row with +inf, NaN or nothing but -inf
-      is NaN.
+      Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row is NaN if it includes +inf or NaN,
+      or if all of its entries are -inf.
 
     Differentiable in reverse and forward mode, to any order; tangents are also computed from y.
 
     Raises:
-      TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
-        ``scale`` is no number or is differentiated, or ``causal`` is neither True nor False.
-      ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
-        axes than the last, or for an x of one axis) or ``implementation`` is wrong.
+      TypeError: the dtype of x or bias, or ``dtype``, is not a supported float dtype, ``where`` is
+        not boolean, ``scale`` is not a number or is differentiated, or ``causal`` is neither True
+        nor False.
+      ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale`` or ``implementation`` is
+        wrong, or ``causal`` is True although ``axis`` is not the last axis or x has only one axis.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,28 +110,30 @@ def log_softmax(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Log-softmax that saves only its output; the counterpart of :func:`jax.nn.log_softmax`.
+    r"""Log-softmax that saves only its output; it replaces :func:`jax.nn.log_softmax`.
 
     .. math::
       y_i = z_i - \log \sum_j \exp(z_j) \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
 
-    The backward pass recomputes probabilities as ``exp(y)``, so keep log-probabilities of a large
-    vocabulary in float32: with bfloat16 logits, pass ``dtype=jnp.float32``.
+    The backward pass recomputes the probabilities as ``exp(y)``, so the output should be float32
+    for a large vocabulary: with bfloat16 logits, pass ``dtype=jnp.float32``.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       axis: axis or axes over which ``exp`` of the output sums to 1; None for all.
       where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
         their output is -inf and their gradient 0.
-      scale, bias, causal: as in :func:`jaxnorm.softmax`; columns beyond the diagonal are -inf.
-      dtype: dtype of the output; x's by default.
-      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      scale, bias, causal: as in :func:`jaxnorm.softmax`. With ``causal``, the output is -inf above
+        the diagonal.
+      dtype: dtype of the output; by default, x's dtype.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.softmax` is.
+      Array of x's shape in ``dtype``. Differentiable like :func:`jaxnorm.softmax`.
 
     Raises:
-      TypeError, ValueError: as :func:`jaxnorm.softmax`.
+      TypeError, ValueError: as for :func:`jaxnorm.softmax`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -158,16 +164,19 @@ def filled_softmax(
     fill: float,
     dtype: checks.DTypeLike,
 ) -> jax.Array:
-    """Return the softmax over the last axis of x + bias, where `fill` replaces masked entries.
+    """Return the softmax over the last axis of x + bias, with `fill` in place of masked entries.
 
-    Flax masks the logits of attention like this: where `where` is False. `fill` is finite, so the
-    weights of a row without unmasked entries are equal.
+    Masked entries are those where `where` is False. Flax masks the logits of attention in this way.
+    `fill` is finite, so the weights of a row are equal if all of its entries are masked.
     """
     return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 
 
 def _softmax_of(function: str, x: checks.ArrayLike, **options: Any) -> jax.Array:
-    """Run a softmax; `options` are those of `softmax_call`."""
+    """Check the arguments of a softmax, run it, and return its result.
+
+    `options` are further arguments of `softmax_call`.
+    """
     x = checks.float_array(function, "x", x)
     call, mask, bias = softmax_call(function, x, **options)
     scale = None
@@ -190,7 +199,16 @@ def softmax_call(
     masked_logit: float = -math.inf,
     implementation: Name | None = None,
 ) -> tuple[Call, jax.Array | None, jax.Array | None]:
-    """Check the arguments. Return the call, and its mask and bias with x's number of axes."""
+    """Check the arguments of a softmax, and return its forward call, its mask and its bias.
+
+    The mask and the bias have as many axes as x, or are None.
+
+    Args:
+      function: name of the public function.
+      x: the logits, or their shape and dtype.
+      where, bias, dtype, axis, scale, causal, implementation: the public function's arguments.
+      masked_logit: the value that replaces masked logits; -inf excludes them.
+    """
     mask = None if where is None else checks.mask(function, where, x.shape)
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
@@ -233,22 +251,24 @@ def attention_weights(
     causal: bool,
     precision: Any,
 ) -> jax.Array:
-    """Return the softmax of scale query key^T + bias over the keys, in the dtype of the query.
+    """Return the weights of attention: the softmax over the keys of scale query key^T + bias.
+
+    The result has the dtype of the query.
 
     Args:
-      query: ``(batch..., q_length, heads, depth)``.
-      key: ``(batch..., kv_length, kv_heads, depth)`` of the same dtype, where heads is a multiple
-        of kv_heads.
-      where: mask that broadcasts to the logits, or None. `fill` replaces the logits where it is
-        False.
+      query: array ``(batch..., q_length, heads, depth)``.
+      key: array ``(batch..., kv_length, kv_heads, depth)`` of the same dtype, where heads is a
+        multiple of kv_heads.
+      where: boolean mask that broadcasts to the logits, or None. Logits are replaced by `fill`
+        where it is False.
       bias: float array that broadcasts to the logits, or None.
-      scale: multiplies the logits, without rounding.
-      fill: a finite number, or -inf to leave entries out.
-      causal: leave out the keys that come after the query; only with a `fill` of -inf.
-      precision: of the matmuls, as in `jax.numpy.einsum`.
+      scale: factor of the logits, applied without rounding.
+      fill: a finite number, or -inf to exclude masked entries.
+      causal: True to exclude the keys after the query's position; only with a `fill` of -inf.
+      precision: precision of the matmuls, as in `jax.numpy.einsum`.
 
     Returns:
-      ``(batch..., heads, q_length, kv_length)``.
+      Array ``(batch..., heads, q_length, kv_length)``.
     """
     logits = jax.eval_shape(functools.partial(logits_of, precision), query, key)
     call, mask, bias = softmax_call(
@@ -262,7 +282,7 @@ def attention_weights(
 def logits_of(
     precision: Any, query: jax.Array, key: jax.Array, dtype: np.dtype | None = None
 ) -> jax.Array:
-    """Return query key^T in `dtype`; by default, in the arithmetic dtype."""
+    """Return query key^T in `dtype`; by default, in float32 (float64 for float64 arrays)."""
     einsum = functools.partial(
         jnp.einsum,
         precision=precision,
@@ -271,7 +291,7 @@ def logits_of(
     size = query.shape[-2] // key.shape[-2]
     if size == 1:
         return einsum("...qhd,...khd->...hqk", query, key)
-    # Grouped-query attention: `size` query heads share a head of the keys.
+    # In grouped-query attention, `size` heads of the query share a head of the keys.
     split = query.reshape(*query.shape[:-2], key.shape[-2], size, query.shape[-1])
     logits = einsum("...qhgd,...khd->...hgqk", split, key)
     return logits.reshape(*logits.shape[:-4], query.shape[-2], *logits.shape[-2:])
@@ -287,10 +307,12 @@ def _with_narrow_derivative(
     mask: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Return the attention weights y. Their derivative computes the logits' cotangent in 16 bits.
+    """Return the given attention weights y, with a derivative that needs less memory.
 
-    The caller computes y, so that rematerialisation policies see its name. The rule below computes
-    y's tangent and ignores the incoming one, which JAX then does not compute.
+    The caller computes y from the other arguments outside this function, so that rematerialisation
+    policies see its name. The JVP rule below computes y's tangent from those of query, key and
+    bias. It ignores the tangent of the argument y, which JAX then does not compute. Its transpose
+    computes the logits' cotangent in the dtype of the query instead of float32.
     """
     del call, precision, query, key, mask, bias
     return y

@@ -1,1 +1,1 @@
-"""Passes of calls as JAX primitives: derivatives, batching, lowering."""
+"""The JAX primitives of the calls, with their differentiation, batching and lowering rules."""

@@ -1,8 +1,9 @@
-"""Calls outside `jax.jit`, compiled as a whole and cached, to save time in Python.
+"""Compilation of calls outside `jax.jit`, to save time in Python.
 
-Checking the arguments of a call takes longer than normalising a small array. If an argument is a
-tracer without a value, as inside `jax.jit`, the function itself runs, so that there is no inner
-`jax.jit` between the caller's code and the primitive.
+Checking a call's arguments in Python takes longer than normalising a small array. So each public
+function is compiled by `jax.jit`, including its checks, and the compiled function is cached. If an
+argument is a tracer without a value, as inside the caller's `jax.jit`, the public function runs
+uncompiled, so that no inner `jax.jit` separates the caller's code from the primitive.
 """
 
 import functools
@@ -20,14 +21,14 @@ from jax.extend.core import Primitive
 def compiled[**P, T](
     *arrays: str, functions: Collection[str] = (), either: Collection[str] = ()
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function so that calls outside `jax.jit` are compiled.
+    """Return a decorator that compiles the calls of a function outside `jax.jit`.
 
     Args:
       arrays: names of the arguments that are arrays or None.
-      functions: names of the arguments that may be functions. A call with a function is not
-        compiled, since each call may pass a new one.
-      either: names of the arguments that may be arrays, or numbers. A number is a constant of the
-        compiled program.
+      functions: names of the arguments that may be functions. A call that passes a function is not
+        compiled, because each call may pass a new function object.
+      either: names of the arguments that may be arrays or numbers. A number becomes a constant of
+        the compiled program.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
@@ -40,13 +41,13 @@ def compiled[**P, T](
             del types
             return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
-        named.__name__ = named.__qualname__ = function.__name__  # for profiles
+        named.__name__ = named.__qualname__ = function.__name__  # Profiles show this name.
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return the compiled function, and getters of its array and static arguments.
+            """Return the compiled function, and two getters: of its array and static arguments.
 
-            `others` are the arguments that are arrays in this call, besides `arrays`.
+            `others` are the names of those arguments in `either` that are arrays in this call.
             """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]
@@ -62,7 +63,7 @@ def compiled[**P, T](
             given = {**defaults, **given}
             others = tuple([name for name in either if _is_array(given.get(name))])
             fast, arrays_of, statics_of = forms(others)
-            # If the arguments do not fit the signature, the plain call below raises the error.
+            # If the arguments do not fit the signature, the uncompiled call below raises the error.
             if (
                 is_each_once
                 and given.keys() == parameters.keys()
@@ -82,13 +83,17 @@ def compiled[**P, T](
 def alone(
     primitive: Primitive, plain: Callable[..., Any], names: Callable[..., Sequence[str]]
 ) -> Callable[..., Any]:
-    """Return the function that evaluates a primitive outside `jax.jit`, by compiling it alone.
+    """Return the function that evaluates a primitive outside `jax.jit`.
 
-    Under `jax.disable_jit`, which exists to step through code, `plain` runs instead. If JAX checks
-    for NaNs or infinities, one in a result raises the same error as for JAX's own primitives. The
-    exception is -inf in ``log_sum``, by which a loss marks a position that does not count.
+    It compiles a program that consists of this primitive only. Under `jax.disable_jit`, which
+    exists to step through code, it runs `plain` instead. If JAX is configured to check for NaNs or
+    infinities, a result with one raises the same error as for JAX's own primitives. The exception
+    is -inf in the statistic ``log_sum``, with which a loss marks rows that are masked.
 
-    `names` takes the primitive's static arguments and returns the names of its results.
+    Args:
+      primitive: the primitive.
+      plain: function of the same arguments that computes the results in plain JAX.
+      names: function of the primitive's static arguments that returns the names of its results.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -96,7 +101,7 @@ def alone(
         def run(*arrays: jax.Array) -> Any:
             return primitive.bind(*arrays, **static)
 
-        run.__name__ = run.__qualname__ = primitive.name  # for profiles
+        run.__name__ = run.__qualname__ = primitive.name  # Profiles show this name.
         return jax.jit(run)
 
     def run(*arrays: jax.Array, **static: Any) -> Any:
@@ -108,8 +113,8 @@ def alone(
         checks_nans, checks_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
         if not (checks_nans or checks_infs):
             return run(*arrays, **static)
-        # If a result is NaN, jax.jit calls the function again, uncompiled. Here that would be this
-        # function itself, in an infinite recursion.
+        # JAX's own check is disabled here: when it finds a NaN, jax.jit evaluates the primitive
+        # again without compiling it, which calls this function, in an infinite recursion.
         with jax.debug_nans(False), jax.debug_infs(False):
             results = run(*arrays, **static)
             named = zip(names(**static), results, strict=True)
@@ -128,7 +133,7 @@ def alone(
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for arrays of numbers. NumPy arrays without axes count as numbers instead."""
+    """Return True for an array of numbers; a NumPy array without axes counts as a number."""
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
     return is_array and a.dtype.kind != "b"
 
@@ -136,10 +141,10 @@ def _is_array(a: Any) -> bool:
 def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    This includes arrays that are being differentiated. Outside `jax.jit`, `jax.grad` differentiates
-    one primitive at a time, and traces the derivative of a composition at each call. The derivative
-    of a compiled function is cached. But if JAX checks for infinities, it would find those that a
-    loss saves as marks (see `alone`).
+    The result is also True for a tracer of `jax.grad` outside `jax.jit`. There, JAX caches the
+    derivative of a compiled function, while it traces the derivative of an uncompiled one anew at
+    each call. If JAX checks for NaNs or infinities, the result is False for tracers: the check
+    would fail for the -inf that a loss saves for masked rows (see `alone`).
     """
     kind: type = type(a)
     if _is_concrete(kind):
@@ -153,9 +158,10 @@ def _is_given(a: Any) -> bool:
 
 
 def _keeps_value(a: np.ndarray) -> bool:
-    """Return True if `jax.jit` takes a NumPy array without changing its values.
+    """Return True if `jax.jit` converts a NumPy array to a JAX array without changing its values.
 
-    For other arrays, the plain function applies its own conversions and errors.
+    A call with any other array is not compiled: the public function converts the array, or raises
+    its own error.
     """
     if not a.dtype.isnative or a.dtype.kind not in "biuf":
         return False
@@ -173,10 +179,10 @@ def _is_concrete(kind: type) -> bool:
 
 
 def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the type of each value; for a tuple, the types of its elements.
+    """Return the type of each value; for a value that is a tuple, the types of its elements.
 
-    The types are part of the key of a compiled call. `jax.jit` compares static arguments by ``==``,
-    for which False equals 0 and 1.0 equals 1.
+    The types are an additional static argument of the compiled function: `jax.jit` compares static
+    arguments by ``==``, for which False equals 0 and 1.0 equals 1.
     """
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 

@@ -1,21 +1,22 @@
-"""Functions in the rules of differentiation that save exactly the arrays they are given.
+"""Two ways to write differentiable functions that save only their arguments for the backward pass.
 
-`recomputed` is a function whose backward pass recomputes everything from its arguments.
-`jax.checkpoint` does the same, but its optimization barrier is around all arguments. In a loop over
-layers, XLA copies the slice of each stacked array for such a barrier. Without a barrier, XLA would
-save the forward's intermediates and use them in the backward pass. Here the barrier is only around
-bools on which the recomputed values depend.
+`recomputed(f, ...)` evaluates f, and the backward pass recomputes f's intermediates from its
+arguments. `jax.checkpoint` does the same with an optimization barrier around all arguments. In a
+loop over layers, XLA copies the slice of each stacked array for such a barrier. Without any
+barrier, XLA would save the forward's intermediates and use them in the backward pass. Here the
+barrier is only around bools (`true` below). Each intermediate depends on a bool, because the bool
+selects between x and zeros::
 
     y = f(x, ..., *arrays)                              a `jax.custom_jvp`
     dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
     df(select(barrier(true, dy), x), ...)^T(dy)         its transpose, by the same primitive
 
-`linear` is for the rules themselves. A rule `dy = f(residuals, dx)` written in plain JAX saves
-whatever its operations save: a cast copy of a residual, or an array that is computed from
-residuals. Here f is one primitive, linear in dx, and f's transpose is the same primitive. Both
-compute what they need from the residuals. `jax.checkpoint` around f has the same effect, but under
-``jax_remat3`` it has no transpose (``RematTraced must implement transpose``, jax 0.11.2 to
-0.12.0.1).
+`linear(f, residuals, tangent)` is for JVP rules. A rule `dy = f(residuals, dx)` in plain JAX saves
+the residuals of its operations: a cast copy of a residual, or an array that is computed from
+residuals. `linear` makes f one primitive, linear in dx, whose transpose is the same primitive. Both
+compute their intermediates from the given residuals. `jax.checkpoint` around f has the same effect,
+but under ``jax_remat3`` it has no transpose (``RematTraced must implement transpose``, jax 0.11.2
+to 0.12.0.1).
 """
 
 import functools
@@ -37,11 +38,11 @@ Function = Callable[..., jax.Array]
 
 
 def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Return ``f(*rows, *arrays)`` and save nothing but rows, arrays and what f closes over.
+    """Return ``f(*rows, *arrays)``; save only `rows`, `arrays` and arrays that f closes over.
 
-    The gradients of `rows` depend on one bool, those of the other arrays on another. With a single
-    bool, XLA would share an expensive common subexpression (gelu's tanh, in float32) by storing it
-    in an array between two kernels.
+    The gradients of `rows` are recomputed with one bool behind a barrier (see the module), and the
+    gradients of `arrays` with another. With a single bool, both gradients would share expensive
+    intermediates such as gelu's tanh, and XLA would store them in float32 between two kernels.
 
     Args:
       f: function of arrays. All intermediates that XLA must not save depend on the first of `rows`.
@@ -60,7 +61,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a primitive with these rules. It runs the program that its parameter `jaxpr` holds."""
+    """Return a new primitive with these rules that evaluates its parameter `jaxpr`."""
     primitive = Primitive(name)
 
     def batch(
@@ -87,7 +88,10 @@ def _of_program(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
-    """The JVP rule, used for second derivatives only: plain JAX's, which saves more residuals."""
+    """The JVP rule for second derivatives: differentiate the program in plain JAX.
+
+    This saves more residuals than the primitives' own derivatives.
+    """
     return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
 
 
@@ -102,7 +106,7 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
 
     def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
-        # If the select were in f, it would be differentiated.
+        # The select is outside f, because it must not be differentiated.
         x = lax.select(true, x, jnp.zeros_like(x))
         return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
@@ -124,8 +128,8 @@ def _lower_recomputed(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # The barrier must include the cotangents: with the bools alone, XLA would compute f's
-        # derivative early and save it.
+        # The barrier must also include the cotangents. A barrier around only the bools would not
+        # wait for the backward pass: XLA would compute f's derivative early and save it.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)
@@ -141,7 +145,7 @@ def _transpose_recomputed(
     is_linear = [ad.is_undefined_primal(a) for a in operands]
     undefined, known = _partition(is_linear, operands)
     avals = [a.aval for a in undefined]
-    # Some tangents may be known values, if JAX transposes with respect to the others only.
+    # JAX may transpose with respect to some tangents only; the other tangents are known values.
     wanted = [group for group, linear in zip(groups, is_linear[-len(groups) :]) if linear]
     cotangents = [ad.instantiate_zeros(a) for a in cotangents]
 
@@ -171,16 +175,20 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# The primitive of a linear function (true, true, *arrays, *tangents) -> tangent. If `awaits`, it is
-# the transpose (true, true, *arrays, cotangent) -> cotangents, where the bools wait for the
-# cotangent. `groups` has, for each tangent, the index of the bool on which its cotangent depends.
+# A primitive that computes a tangent, (true, true, *arrays, *tangents) -> tangent, or the
+# transpose, (true, true, *arrays, cotangent) -> cotangents. If `awaits` is True (in the transpose),
+# a barrier makes the bools wait for the cotangent. `groups` has, for each tangent, the index (0 or
+# 1) of the bool with which its cotangent is recomputed.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 
 def _jvp_along(
     f: Callable[..., Any], along: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> Any:
-    """Call `jax.jvp` with tangents for the primals where `along` is True; others are constants."""
+    """Return `jax.jvp` of f along the primals for which `along` is True; the others are constants.
+
+    `tangents` has the tangents of these primals only.
+    """
     given, rest = _partition(along, primals)
     return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tuple(tangents))
 
@@ -194,12 +202,12 @@ def _split(arrays: Sequence[Any], *at: int) -> list[tuple[Any, ...]]:
 
 
 def _partition(chosen: Sequence[bool], arrays: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Split a sequence into the chosen elements and the others."""
+    """Split a sequence into the elements for which `chosen` is True, and the others."""
     return tuple(tuple(a for c, a in zip(chosen, arrays) if c is kind) for kind in (True, False))
 
 
 def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Merge two sequences into one: the inverse of `_partition`."""
+    """Merge two sequences into one, in the order given by `chosen`: the inverse of `_partition`."""
     sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
     return [next(sources[c]) for c in chosen]
 
@@ -214,14 +222,15 @@ def linear(
     *,
     barrier: bool = False,
 ) -> jax.Array:
-    """Return ``f(*residuals, tangent)``; its transpose saves `residuals` and nothing else.
+    """Return ``f(*residuals, tangent)``; only `residuals` are saved for its transpose.
 
     Args:
       f: a function of arrays, linear in the last one.
       residuals: arrays of any dtypes.
       tangent: the array in which f is linear.
-      barrier: if True, XLA computes the transpose's intermediates from the residuals, after the
-        cotangent is there. If False, it may reuse arrays that the forward pass has computed.
+      barrier: if True, XLA recomputes the transpose's intermediates from the residuals once the
+        cotangent is available. If False, XLA may reuse arrays that the forward pass has computed,
+        which keeps them in memory.
     """
     traced = jax.make_jaxpr(f)(*residuals, tangent)
     operands = (*traced.consts, *residuals, tangent)
@@ -231,7 +240,7 @@ def linear(
 
 
 def _without_constants(traced: Any) -> ClosedJaxpr:
-    """Return the program without constants: they become its first arguments."""
+    """Return the jaxpr of a traced program with its constants turned into the first arguments."""
     jaxpr = traced.jaxpr
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
@@ -276,6 +285,6 @@ def _jvp_linear(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) 
     return _linear_p.bind(*primals, **static), _linear_p.bind(*of, **static)
 
 
-# The program computes (*residuals, tangent) -> result. If `transposed`, it computes (*residuals,
-# cotangent) -> the tangent's cotangent.
+# A primitive that computes (*residuals, tangent) -> result. If its parameter `transposed` is True,
+# it computes (*residuals, result's cotangent) -> tangent's cotangent.
 _linear_p = _of_program("jaxnorm.linear", _run_linear, _jvp_linear, _transpose_linear)

@@ -1,15 +1,16 @@
-"""Names of the residuals, the policy that saves them, and JAX's two kinds of rematerialisation.
+"""The names of residuals for `jax.checkpoint` policies, and the policy `jaxnorm.save_policy`.
 
-JAX has two implementations of `jax.checkpoint`. The present one differentiates a block first, and
-applies the policy to the names in the derivative. The names in our JVP rules are enough for it.
+JAX has two implementations of `jax.checkpoint`. The default one differentiates a block first, and
+applies the policy to the names in the derivative. For it, the JVP rules name the residuals.
 
-The next one (``jax_remat3``) applies the policy while it evaluates the block, before any JVP rule
-runs, so that it sees no names in JVP rules. Each forward primitive has a rematerialisation rule:
+The new one (``jax_remat3``) applies the policy while it evaluates the block, before any JVP rule
+runs, so that it does not see names in JVP rules. For it, each forward primitive has a
+rematerialisation rule of two functions::
 
-    forward     call(*primals)       binds the call with its residuals, names them, and saves those
-                                     that the policy accepts
-    backward    restored(*primals)   returns the results; their derivative is that of the call, and
-                                     starts from the saved residuals
+    forward     call(*primals)       runs the forward pass, names its residuals, and saves the
+                                     residuals that the policy accepts
+    backward    restored(*primals)   returns the results again; their derivative is that of the
+                                     call, computed from the saved residuals
 """
 
 import functools
@@ -28,8 +29,8 @@ from jaxnorm_kernels.operations import OPERATIONS
 
 _PREACTIVATION = "jaxnorm_preactivation"
 
-# Names of norms' outputs and of row statistics, without the outputs of softmaxes, which are as
-# large as the attention matrix.
+# The names that `save_policy` saves: those of the norms' outputs and of all row statistics. The
+# output of a softmax is not saved, because it is as large as the attention matrix.
 _KEPT = sorted(
     {
         name
@@ -39,29 +40,31 @@ _KEPT = sorted(
     }
 )
 
-#: Policy for :func:`jax.checkpoint` that saves norms and recomputes everything else.
+#: Policy for :func:`jax.checkpoint` that saves the results of norms and recomputes everything else.
 #:
 #: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` saves the outputs and statistics of the
 #: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward pass recomputes no norm. It
-#: also saves the log-sum-exp of each row of a loss (``jaxnorm_lse``: two numbers, and results that
-#: a derivative takes), but not the logits. Two named arrays are not saved: a softmax's output, as
-#: large as the attention matrix (``jaxnorm_softmax_out``), and the matmul's result to which
-#: ``rms_norm_linear`` applies an activation (``jaxnorm_preactivation``). To save these, or arrays
-#: with names of your own, use :func:`jax.checkpoint_policies.save_only_these_names` with all of the
-#: names, or :func:`jax.checkpoint_policies.save_from_both_policies`.
+#: also saves the row statistics of a loss (``jaxnorm_lse``: the log-sum-exp as two numbers per row,
+#: and other results per row that the derivative needs), but not the logits. Two named arrays are
+#: not saved: a softmax's output, which is as large as the attention matrix
+#: (``jaxnorm_softmax_out``), and the input of the activation of ``rms_norm_linear``
+#: (``jaxnorm_preactivation``). To save these, or arrays that you name, pass all of the names to
+#: :func:`jax.checkpoint_policies.save_only_these_names`, or combine two policies with
+#: :func:`jax.checkpoint_policies.save_from_both_policies`.
 #:
-#: The policy is the return value of ``save_only_these_names``: a function or, depending on the
-#: version of JAX, data. Pass it to JAX, and do not call it.
+#: The policy is the return value of ``save_only_these_names``, which is a function or, depending on
+#: the version of JAX, data. Pass it to JAX, and do not call it.
 save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def names(call: Call) -> list[str | None]:
     """Return, for each result of a call, its name for policies, or None if it has no name.
 
-    Outputs of norms and results with one number per row have names. The latter may be factors of a
-    derivative, and are as cheap to save as statistics. h has a name only if the backward pass
-    starts from it. Otherwise, recomputing its sum is cheaper than saving it. A call inside another
-    function (rms_norm_linear) names its statistics only, since its y is not returned.
+    Two kinds of results have names: outputs of norms and softmaxes, and results with one number per
+    row, which derivatives may use and which are as cheap to save as statistics. The sum h has a
+    name only if the backward pass starts from it; otherwise, recomputing h is cheaper than saving
+    it. A norm inside another function, such as rms_norm_linear, names its statistics only, because
+    its y is not a result of that function.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -77,12 +80,18 @@ def named(
     arrays: Sequence[jax.Array],
     name: Callable[[jax.Array, str], jax.Array] = checkpoint_name,
 ) -> list[jax.Array]:
-    """Name arrays for policies of `jax.checkpoint`; a name of None leaves an array unnamed."""
+    """Return the arrays, named for `jax.checkpoint` policies, except where the name is None.
+
+    `name` is the function that names an array.
+    """
     return [a if n is None else name(a, n) for n, a in zip(names, arrays, strict=True)]
 
 
 def name_of_linear(result: str, a: jax.Array) -> jax.Array:
-    """Name the sum h, or the activation's input z, of rms_norm_linear."""
+    """Return an array of rms_norm_linear, named for policies.
+
+    `result` is "h", the sum that is normalised, or "z", the input of the activation.
+    """
     names = {"h": OPERATIONS["norm"].out_name, "z": _PREACTIVATION}
     return checkpoint_name(a, names[result])
 
@@ -91,9 +100,10 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 
 
 def register(primitive: Primitive, rules: Any) -> None:
-    """Add a rule to a forward primitive: under ``jax_remat3``, policies can save its named outputs.
+    """Register a forward primitive's rematerialisation rule for ``jax_remat3``.
 
-    `rules` are the `jaxnorm.primitives.rules.Rules` of its calls.
+    Policies can then save the residuals that the call names. `rules` is the object of
+    `jaxnorm.primitives.rules.Rules` that has the primitive's other rules.
     """
     private = private_jax.remat3()
     if private is None:
@@ -101,16 +111,16 @@ def register(primitive: Primitive, rules: Any) -> None:
     table, transform, name = private
 
     def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
-        """Return the results, what the policy saves, and a function for the backward pass.
+        """Return the results, an object with the saved arrays, and a function for backward.
 
-        That function takes what was saved and the primals, and returns the results again.
+        The function takes this object and the primals, and returns the results again.
         """
         (call,) = static.values()
         recompute = functools.partial(rules.bind, call)
         if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # A saved array replaces its recomputation. For second-order derivatives, its own derivative
-        # is that of the forward pass.
+        # In the backward pass, a saved array replaces its recomputation. If the backward pass is
+        # differentiated again, the saved array has the derivative of the forward pass.
         with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules
@@ -133,7 +143,10 @@ def register(primitive: Primitive, rules: Any) -> None:
 def _restored(
     rules: Any, call: Any, outputs: Sequence[jax.Array], *primals: jax.Array
 ) -> list[jax.Array]:
-    """Return the given `outputs` as the results of a call, with the call's derivative."""
+    """Return the results of a call, given its `outputs` (results and residuals).
+
+    The derivative is that of the call, computed from `outputs` instead of a new forward pass.
+    """
     del primals
     return rules.results(call, outputs)
 

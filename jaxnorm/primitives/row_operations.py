@@ -1,18 +1,23 @@
-"""The JAX primitives of operations: a forward, a tangent and a backward pass for each function.
+"""The JAX primitives of softmaxes, losses and norms, which process the rows of an array.
 
-    jaxnorm.rms_norm             x, scale                        its JVP rule binds the tangent, on
-    jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale     the residuals before the bar;
-    jaxnorm.rms_norm_backward    y, rstd, scale | dy             its transpose is the backward
+Each public function has three primitives. For RMSNorm, these are::
 
-This gives reverse mode, forward mode and their mixtures, under every transformation. If the output
-is saved, x is not among the residuals. The tangent and the backward pass are linear in the operands
-after the bar, and each is the transpose of the other. Second-order derivatives differentiate them
-along the residuals, using the xla implementation.
+    primitive                    operands
+    jaxnorm.rms_norm             x, scale
+    jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale
+    jaxnorm.rms_norm_backward    y, rstd, scale | dy
 
-An implementation is chosen when the primitive is lowered. While the call is traced, the platform is
-unknown (the work may be placed on a GPU host's CPU, or lowered for another machine), and so are the
-number of devices and whether the program is exported. Therefore a machine without a GPU never
-imports or traces a GPU kernel, and programs that cannot contain a kernel get XLA's code.
+The operands before the bar are the residuals. If the output is saved, x is not among them. The JVP
+rule of the forward primitive binds the tangent primitive. The tangent and the backward primitive
+are linear in the operands after the bar, and each is the transpose of the other. This gives reverse
+mode, forward mode and mixtures of both. For second-order derivatives, the tangent and the backward
+pass are differentiated along the residuals, in plain JAX (the xla implementation).
+
+The implementation is chosen when a primitive is lowered. While a call is traced, the platform is
+unknown (the program may run on the CPU of a GPU machine, or be lowered for another machine). The
+number of devices, and whether the program is exported, are unknown as well. Therefore a machine
+without a GPU never imports or traces a GPU kernel, and programs that cannot contain a kernel get
+plain JAX.
 """
 
 import functools
@@ -36,10 +41,14 @@ from jaxnorm_kernels.specs import Direction
 
 
 def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """Return the function whose code a call lowers to: a kernel, or plain JAX.
+    """Return the function to which a call is lowered: a kernel, or plain JAX.
 
-    ``bind(call, *arrays)`` binds another call. `partitioned` returns the function for a call whose
-    arrays XLA's partitioner shards.
+    Args:
+      ctx: the context of the lowering rule.
+      call: the call.
+      bind: ``bind(call, *arrays)`` binds the primitive of another call.
+      partitioned: function of a call whose arrays XLA's partitioner shards. It returns the function
+        to lower for it, which has a partitioning rule.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
@@ -49,9 +58,10 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
     axes = ctx.module_context.axis_context
     whole = auto_axes.are_whole(axes)
     if name == "xla":
-        # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, such as attention's
-        # mask. On a CPU, such a reshape hinders loops that write over their operands. Arrays that
-        # are sharded, or would be transposed, must stay as they are.
+        # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions. On a
+        # GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the computation
+        # of attention's mask. On a CPU, the reshape prevents loops from overwriting their operands.
+        # Arrays that are sharded, or that the reshape would transpose, must stay as they are.
         view, on_cpu = call.view, platforms[0] == "cpu"
         natural = view.moved or view.has_groups or view.logits_bias or view.table
         stays = call.spec.softmax.causal or (on_cpu and call.spec.is_softmax)
@@ -71,33 +81,35 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
 
 
 def _is_scattered(call: Call) -> bool:
-    """Return True if the parameters cannot be reshaped to the form that the implementation needs.
+    """Return True if the implementation that the user requested cannot use the call's parameters.
 
-    Only an implementation that the user requested counts.
+    Its kernels need parameters of shape ``(groups, cols)``, and the parameters cannot be reshaped
+    to that shape. If the user requested no implementation, the result is False.
     """
     name = call.implementation
     return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
 
 
 def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
-    """Return the name of the implementation that runs a call for which kernels are possible."""
+    """Return the name of the implementation to use for a call that kernels may support."""
     if call.implementation is not None:
         name = call.implementation
         backends.placed(call.function, name, platforms)
-        # Check the number of rows here: under `jax.vmap`, a backward pass has more than the user's
-        # call.
+        # The user's call was checked before, but under `jax.vmap`, a backward pass has more rows
+        # than that call. So check again, with this number of rows.
         call.forced(name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
-        return "xla"  # An exported program outlives this version's kernels.
+        return "xla"  # An exported program may outlive the kernels of this version.
     return backends.choose(call.as_seen_by, platforms[0]).name
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Return True if a kernel supports a plain norm's backward pass, but not with its operand dh.
+    """Return True if a kernel supports a plain norm's backward pass only without its operand dh.
 
-    The transpose rule adds this extra cotangent on its own. A call for which the user requested
-    that kernel must not fail because of it.
+    dh is a cotangent that the pass adds to dx. The transpose rule passes it to save a separate
+    addition, without the user's knowledge. If the user requested an implementation that does not
+    support dh, the call must not fail, so the addition is then done outside the kernel.
     """
     spec = call.spec
     takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
@@ -127,12 +139,15 @@ _accumulators = private_jax.accumulators()
 
 
 class _RowRules(Rules[Call]):
-    """The rules of row operations."""
+    """The JAX rules of softmaxes, losses and norms, which process the rows of an array."""
 
     # -------------------------------------------------------------------------------- evaluation
 
     def types(self, call: Call, *avals: Any) -> list[Any]:
-        """Return the results' types: rows are sharded like x, gradients like their parameters."""
+        """Return the types of a call's results.
+
+        Arrays with rows are sharded like x, and gradients of parameters like the parameters.
+        """
         x, *_ = avals
         mesh, spec, view = sharding.mesh_of(avals), x.sharding.spec, call.view
         types = []
@@ -158,7 +173,7 @@ class _RowRules(Rules[Call]):
         return self.bind(call, *arrays)
 
     def uncompiled(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
-        return self.plain(call, *arrays)  # JAX derives the sharding from plain code
+        return self.plain(call, *arrays)  # JAX derives the results' sharding from plain JAX code.
 
     def lowered(self, call: Call, ctx: Any) -> Run:
         return lowered(ctx, call, self.bind, self.partitioned)
@@ -171,7 +186,7 @@ class _RowRules(Rules[Call]):
     # --------------------------------------------------------------------------- differentiation
 
     def with_residuals(self, call: Call) -> Call | None:
-        # A call whose outputs include statistics is the forward pass of a derivative already.
+        # A call whose outputs include statistics is a forward pass that already returns residuals.
         return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
@@ -186,7 +201,7 @@ class _RowRules(Rules[Call]):
     def derived(self, call: Call, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats, operation = call.with_stats(), call.spec.operation
         arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.returns, outputs))
-        # The saved array must be the result itself: a reshaped or cast copy would be stored again.
+        # The saved array must be the result itself: a reshaped or cast copy would take memory too.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
         nonzeros = nonzero([(name, tangent_of[name]) for name in call.differentiable])
@@ -207,15 +222,19 @@ class _RowRules(Rules[Call]):
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the cotangents of a tangent pass's operands, given those of its results."""
+        """Transpose a tangent pass: return the cotangents of its tangent operands by name.
+
+        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
+        cotangents are needed. A returned cotangent of None stands for zero.
+        """
         by_name, statistics = dict(zip(call.returns, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
         if {*names}.isdisjoint(call.spec.operation.through_h):
             nonzeros.pop("h", None)
         if nonzeros.keys() <= {"h"}:
             return self.gradients_by_h(call, residuals, nonzeros.get("h"), names)
-        # The backward pass always takes y's cotangent, but those of h and of statistics only if
-        # nonzero.
+        # The backward pass always takes y's cotangent. It takes the cotangents of h and of the
+        # statistics only if they are nonzero.
         absent = {"h"} - nonzeros.keys()
         if nonzeros.keys().isdisjoint(statistics):
             absent.update(statistics)
@@ -228,7 +247,10 @@ class _RowRules(Rules[Call]):
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the result of `transposed_tangent` for a call whose y is unused."""
+        """Return the result of `transposed_tangent` if only h has a nonzero cotangent, `dh`.
+
+        If `dh` is None, no result has one.
+        """
         by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
         operation = call.spec.operation
         if dh is None:
@@ -251,11 +273,12 @@ class _RowRules(Rules[Call]):
         return by_name
 
     def into_accumulators(self, call: Call, cotangents: Any, *operands: Any) -> None:
-        """Transpose a norm's tangent in a JAX whose backward pass exposes gradient accumulators.
+        """Transpose a norm's tangent pass by adding to JAX's gradient accumulators.
 
-        In ``h = x + r; y = norm(h)``, h's accumulator already has the cotangent from the residual
-        branch. The backward kernel takes it as dh and writes the sum, which saves a separate pass
-        over three arrays of this size.
+        In ``h = x + r; y = norm(h)``, the norm's operand is h. When the norm is transposed, h's
+        accumulator already has the cotangent of the residual branch. The backward kernel takes that
+        cotangent as its operand dh and writes the sum. This saves a separate addition, which would
+        read two arrays of h's size and write one.
         """
         residuals, accumulators = operands[: call.residuals], operands[call.residuals :]
         wanted = {
@@ -281,10 +304,11 @@ class _RowRules(Rules[Call]):
     def batch(
         self, call: Call, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """Batch a call: batched rows become more rows, batched parameters become groups of rows.
+        """Batch a call: it becomes one call of the same operation with more rows.
 
-        A backward pass always returns batched gradients of parameters. A gradient that is taken
-        outside `jax.vmap` runs this backward pass, too.
+        A parameter that is batched has one value for each group of rows that belong to the same
+        batch element. A backward pass always returns a gradient of each parameter for each batch
+        element, even if the parameter is not batched; JAX then sums these.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         batched = {kind for kind, dim in zip(call.kinds_taken, dims) if dim is not None}
@@ -294,7 +318,7 @@ class _RowRules(Rules[Call]):
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):
-                if dim is None and name in call.parameters:  # The other scale is batched.
+                if dim is None and name in call.parameters:  # Only the other scale is batched.
                     call, by_name[name] = call.widened(name, by_name[name])
             arrays = list(by_name.values())
 
@@ -324,9 +348,9 @@ class _RowRules(Rules[Call]):
 
 
 def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
-    """Return the sum of the terms, rounded once to `dtype`. Terms that are None are left out.
+    """Return the sum of the terms that are not None, rounded once to `dtype`.
 
-    If all terms are None, so is the result.
+    If all terms are None, the result is None.
     """
     arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
     if not arrays:
@@ -341,7 +365,10 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 
 
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run a user's call; raise ValueError if the requested implementation cannot run it."""
+    """Run a call of a public function and return its results.
+
+    ValueError is raised if the user requested an implementation that cannot run the call.
+    """
     if call.implementation is not None:
         call.forced(call.implementation)
     return bind(call, *arrays)

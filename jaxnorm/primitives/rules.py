@@ -1,9 +1,9 @@
 """The differentiation, batching and lowering rules that the JAX primitives of all calls share.
 
-A call has a forward pass, a tangent and a backward pass, and each is a JAX primitive. The tangent
-and the backward pass are linear in the operands that follow the residuals, and each is the
-transpose of the other. Second-order derivatives differentiate them along the residuals, in plain
-JAX.
+A call has a forward, a tangent and a backward pass, and each pass is a JAX primitive. The tangent
+and the backward pass take residuals, and further operands in which they are linear. With respect to
+the latter, each is the transpose of the other. For second-order derivatives, both passes are
+differentiated along the residuals, in plain JAX.
 """
 
 import abc
@@ -30,7 +30,10 @@ _SUFFIXES = {"fwd": "", "tan": "_tangent", "bwd": "_backward"}
 
 
 class Pass(Protocol):
-    """The static part of a pass. For a row operation, it is a `jaxnorm.calls.call.Call`."""
+    """The static description of one pass of a call.
+
+    For softmaxes, losses and norms, it is a `jaxnorm.calls.call.Call`.
+    """
 
     @property
     def direction(self) -> Direction: ...
@@ -40,19 +43,19 @@ class Pass(Protocol):
 
     @property
     def primitives(self) -> str | None:
-        """The function whose primitives this call binds, if it is not `function` itself."""
+        """Name of the public function whose primitives the pass binds; None if it is `function`."""
 
     @property
     def wrt(self) -> tuple[str, ...]:
-        """Names of the primals that have a tangent or, in ``bwd``, a gradient."""
+        """Names of the operands that have a tangent or, in a backward pass, a gradient."""
 
     @property
     def residuals(self) -> int:
-        """Number of residuals, which are the first operands of ``tan`` and ``bwd``."""
+        """Number of residuals, which are the first operands of a tangent or backward pass."""
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Names of the operands. In ``bwd``, each cotangent has the name of its result."""
+        """Names of the operands. A cotangent has the name of its result."""
 
     @property
     def returns(self) -> tuple[str, ...]: ...
@@ -62,14 +65,20 @@ class Pass(Protocol):
     def backward(self, wrt: tuple[str, ...]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
-        """Return the pass without the unused results that can be left out."""
+        """Return the pass without those unused results that it need not compute.
+
+        `used` has a bool for each result.
+        """
 
 
 class Rules[P: Pass](abc.ABC):
-    """The JAX rules of a family of calls: row operations, or functions of linear logits.
+    """The JAX rules of a family of calls.
+
+    One family has the softmaxes, losses and norms; another has the linear losses, whose logits are
+    the result of a matmul. Each has a subclass.
 
     Attributes:
-      static: name of the primitive's parameter that holds the call, as jaxprs show it.
+      static: the name under which jaxprs show the call, a parameter of the primitive.
     """
 
     static = "call"
@@ -77,19 +86,19 @@ class Rules[P: Pass](abc.ABC):
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
 
-    # ------------------------------------------------------------------------ what a family says
+    # --------------------------------------------------------------------- defined by each family
 
     @abc.abstractmethod
     def types(self, call: P, *avals: Any) -> list[Any]:
-        """Return the types of a call's results, given the types of its operands."""
+        """Return the types of a pass's results, given the types of its operands."""
 
     @abc.abstractmethod
     def plain(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results in plain JAX."""
+        """Compute the results of a pass in plain JAX, without kernels."""
 
     @abc.abstractmethod
     def on_shard(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results on one device, from its shards of the operands."""
+        """Compute one device's shards of the results from its shards of the operands."""
 
     @abc.abstractmethod
     def forward_jvp(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -97,40 +106,49 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def with_residuals(self, call: P) -> P | None:
-        """Return the forward pass that also returns residuals; None if policies can save none."""
+        """Return the forward pass that also returns the residuals of the derivative.
+
+        The result is None if there are no residuals that a rematerialisation policy could save.
+        """
 
     @abc.abstractmethod
     def names(self, call: P) -> Sequence[str | None]:
-        """Return the names by which rematerialisation policies can save a forward's outputs."""
+        """Return the names of a forward pass's outputs for rematerialisation policies.
+
+        The name is None for an output that policies cannot save.
+        """
 
     @abc.abstractmethod
     def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return a forward's results and their tangents. The residuals are in `outputs`."""
+        """Return a forward pass's results and their tangents, without running the forward pass.
+
+        `outputs` are the outputs of the pass `with_residuals(call)`.
+        """
 
     @abc.abstractmethod
     def batch(
         self, call: P, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """The batching rule."""
+        """The batching rule: return the batched results and their batch axes."""
 
     @abc.abstractmethod
     def shards(self, call: P, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Return how arrays of these types are split into shards, and what each device runs.
+        """Return the sharding of arrays of these types, and the function that each device runs.
 
         ``run(call, *arrays)`` computes a pass on the shards of one device.
         """
 
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
-        """Return the rule by which shardings of some arrays determine those of the others."""
+        """Return Shardy's sharding rule for the pass: how the arrays' shardings are related."""
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
-        """Return the results of a call, selected from the `outputs` of `with_residuals(call)`."""
+        """Return the results of a call, given the `outputs` of the pass `with_residuals(call)`."""
         by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
         return [by_name[name] for name in call.returns]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results as `plain` does, in JAX code that can be differentiated again."""
+        """Compute the results like `plain`, in code that JAX can differentiate again."""
         return self.plain(call, *arrays)
 
     def uncompiled(self, call: P, *arrays: jax.Array) -> list[jax.Array]:
@@ -138,24 +156,25 @@ class Rules[P: Pass](abc.ABC):
         return self.anywhere(self.on_shard, call, *arrays)
 
     def lowered(self, call: P, ctx: Any) -> Run:
-        """Return the function that a pass lowers to on a mesh without Explicit axes."""
+        """Return the function to which a pass is lowered if the mesh has no Explicit axes."""
         axes = ctx.module_context.axis_context
         if auto_axes.can_partition(axes) and not auto_axes.are_whole(axes):
             return self.partitioned(call)
         return functools.partial(self.plain, call)
 
     def needs_shards(self, call: P) -> bool:
-        """Return True if the call may lower to code that XLA cannot partition."""
+        """Return True if the lowering of the call may contain code that XLA cannot partition."""
         return True
 
     # ---------------------------------------------------------------------------------- the call
 
     def bind(self, call: P, *arrays: jax.Array | None) -> list[jax.Array]:
-        """Bind the primitive of the pass and return its results. Absent operands are None."""
+        """Bind the primitive of a pass and return its results. Absent operands are None."""
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
-        # Arrays may vary over different mesh axes only inside `jax.shard_map`, where a mesh is set.
+        # Inside `jax.shard_map`, arrays may vary over different mesh axes, and must be cast to vary
+        # over the same ones. Outside, no mesh is set.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
@@ -164,8 +183,9 @@ class Rules[P: Pass](abc.ABC):
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
         """Return True if XLA's partitioner may need our partitioning rule for this call.
 
-        The rule requires that JAX has the devices when it lowers, which is impossible in programs
-        for an `AbstractMesh` or with several meshes. So the rule is requested only if needed.
+        The rule requires that JAX knows the devices when it lowers the program. Programs for an
+        `AbstractMesh` or with several meshes would therefore fail, so the rule is requested only if
+        it may be needed.
         """
         return (
             jax.device_count() > 1
@@ -184,7 +204,10 @@ class Rules[P: Pass](abc.ABC):
         return self.bind(call, *primals), self.bind(call, *primals[:count], *linear)
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return the results of a pass, and the tangents that plain JAX computes for them."""
+        """The JVP rule of a tangent or backward pass if a residual has a nonzero tangent.
+
+        Plain JAX computes the tangents.
+        """
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
             plain = functools.partial(self.anywhere, self.differentiated, call)
@@ -194,7 +217,10 @@ class Rules[P: Pass](abc.ABC):
     def tangents_of(
         self, call: P, residuals: Arrays, tangents: dict[str, Any]
     ) -> list[jax.Array | None]:
-        """Run the tangent pass of a call. A zero tangent is None, as operand and as result."""
+        """Run the tangent pass of a call and return the tangents of its results.
+
+        `tangents` has the operands' tangents by name. If all are zero, each result is None.
+        """
         nonzeros = nonzero(tangents.items())
         tangent = call.tangent((*nonzeros,))
         if not nonzeros:
@@ -219,15 +245,19 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the cotangents of a tangent pass's operands, given those of its results."""
+        """Transpose a tangent pass: return the cotangents of its tangent operands by name.
+
+        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
+        cotangents are needed.
+        """
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
         arrays = map(ad.instantiate_zeros, cotangents)
         return dict(zip(names, self.bind(call.backward((*names,)), *residuals, *arrays)))
 
     def drop_unused(self, used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-        """Eliminate dead code: drop an unused call, or its unused results."""
-        equation = rest[-1]  # Newer versions of JAX pass the inputs' liveness before it.
+        """The dead-code elimination rule: remove an unused equation, or its unused results."""
+        equation = rest[-1]  # Newer versions of JAX pass one more argument before the equation.
         if not any(used):
             return [False] * len(equation.invars), None
         if all(used):
@@ -241,12 +271,15 @@ class Rules[P: Pass](abc.ABC):
     # ---------------------------------------------------------------------------------- lowering
 
     def anywhere(self, run: Run, call: P, *arrays: jax.Array) -> list[jax.Array]:
-        """Return ``run(call, *arrays)``, computed on shards if the mesh has Explicit axes."""
+        """Return ``run(call, *arrays)``, in `jax.shard_map` if the mesh has Explicit axes."""
         whole, shards = functools.partial(run, call), functools.partial(self.shards, call, run)
         return sharding.run(whole, shards, arrays)
 
     def partitioned(self, call: P) -> Run:
-        """Return a function that runs the pass on shards if XLA's partitioner splits arrays."""
+        """Return a function that runs the pass, with a rule for XLA's partitioner.
+
+        If the partitioner shards the arrays, each device runs the pass on its shards.
+        """
         shards = functools.partial(self.shards, call, with_wide_types(self.on_shard))
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
@@ -269,14 +302,14 @@ class Rules[P: Pass](abc.ABC):
     # ------------------------------------------------------------------------------ registration
 
     def registered(self, function: str, direction: Direction, partitioned: bool) -> Primitive:
-        """Return a new primitive, whose rules are registered with JAX.
+        """Return a new primitive for one pass of a public function, with all its rules.
 
-        `partitioned`: True for the primitive of calls that `_may_be_partitioned` selects.
+        If `partitioned` is True, the primitive may have a rule for XLA's partitioner.
         """
         name = f"{function}{_SUFFIXES[direction]}"
         primitive = Primitive(f"jaxnorm.{name}")
         primitive.multiple_results = True
-        # Cached, so that identical layers of a model share the result.
+        # Cache the results' types, so that identical layers of a model share them.
         primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
         names = as_jax_calls(operator.attrgetter("returns"))
         primitive.def_impl(eager.alone(primitive, as_jax_rule(self.uncompiled), names))
@@ -296,7 +329,7 @@ class Rules[P: Pass](abc.ABC):
             private_jax.needs_devices(primitive)
         private_jax.check_floats(primitive)
         with contextlib.suppress(ImportError, AttributeError):
-            # Only for a better error: JAX's own names the primitive and nothing else.
+            # This rule only raises a better error: JAX's own error has just the primitive's name.
             from jax.experimental import jet
 
             jet.jet_rules[primitive] = functools.partial(_no_taylor_series, name)
@@ -304,22 +337,26 @@ class Rules[P: Pass](abc.ABC):
 
 
 def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule to JAX, which passes the call by keyword, while our rules take it first."""
+    """Adapt a rule to JAX's interface.
+
+    JAX passes the call, a static parameter of the primitive, by keyword. Our rules take it as their
+    first argument.
+    """
     return lambda *arguments, **static: rule(*static.values(), *arguments)
 
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule as `as_jax_calls` does, and enable 64-bit types if an array has them."""
+    """Adapt a rule like `as_jax_calls`; if an array has a 64-bit dtype, also enable such types."""
     return as_jax_calls(with_wide_types(rule))
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
-    """Return the tangents or cotangents by name, without symbolic zeros and None."""
+    """Return a dict of the named tangents or cotangents, without symbolic zeros and None."""
     return {n: t for n, t in tangents if t is not None and not isinstance(t, ad.Zero)}
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return `jax.jvp` of f, where primals with symbolic zero tangents are constants."""
+    """Return `jax.jvp` of f. Primals whose tangents are symbolic zeros are constants of f."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
 
     def function(*arrays: jax.Array) -> Any:
@@ -337,7 +374,10 @@ def zero_like(a: jax.Array) -> ad.Zero:
 
 
 def batch_first(a: jax.Array, dim: int | None, size: int) -> jax.Array:
-    """Move the batch axis to the front. If `dim` is None, broadcast along a new batch axis."""
+    """Return `a` with its batch axis `dim` moved to the front.
+
+    If `dim` is None, `a` is broadcast along a new first axis of length `size`.
+    """
     return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 
@@ -351,23 +391,26 @@ def _no_taylor_series(name: str, *_: Any, **__: Any) -> Any:
 def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
     """Call a function in a frame with a large chunk of Python's stack, which makes lowering faster.
 
-    Python's stack consists of 16 KiB chunks. In Python 3.12, a call that needs a new chunk maps its
-    memory, and its return unmaps it. A loop that makes such calls deep in a trace takes up to three
-    times as long (https://github.com/python/cpython/issues/142183). A frame larger than a chunk
-    gets a chunk of the frame's size, rounded up to a power of two.
+    CPython's stack of frames consists of 16 KiB chunks. In Python 3.12, a call that does not fit in
+    the current chunk maps a new one, and its return unmaps it. If a loop makes such calls, it takes
+    up to three times as long (https://github.com/python/cpython/issues/142183). A frame larger than
+    a chunk gets a chunk of the frame's size, rounded up to a power of two. The frame of this
+    function is that large, so calls in `function` rarely need a new chunk.
     """
     return function(*arguments, **named)
 
 
-# The frame takes a little over 1 MiB, so its chunk has 2 MiB: nearly 1 MiB is left for the callees.
+# 2**17 stack entries make the frame a little over 1 MiB large, so its chunk has 2 MiB. Nearly 1 MiB
+# of it is left for the frames of the functions that it calls.
 in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 
 
 def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Enable 64-bit types if one of the arrays or abstract values has a 64-bit dtype.
+    """Return a context that enables 64-bit types if one of the arrays has a 64-bit dtype.
 
-    JAX runs a rule later than the call: when it lowers, differentiates or batches. By then the
-    caller may have left `jax.enable_x64`, and `astype(float64)` would give float32.
+    `arrays` may also be abstract values. JAX lowers, differentiates or batches a primitive after
+    the call that bound it. By then, the caller may have left `jax.enable_x64`, and
+    `astype(float64)` would give float32.
     """
     if jax.config.jax_enable_x64:
         return contextlib.nullcontext()
@@ -377,7 +420,7 @@ def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[A
 
 
 def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a rule so that it runs with 64-bit types if one of its arrays has them."""
+    """Wrap a rule so that 64-bit types are enabled in it if one of its arrays has such a dtype."""
 
     @functools.wraps(rule)
     def run(*arguments: P.args, **options: P.kwargs) -> T:

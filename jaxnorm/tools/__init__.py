@@ -1,1 +1,1 @@
-"""Tools that inspect calls, parameters and programs: plans, checks and reports."""
+"""Tools for users that inspect calls, parameters and programs, and print plans and reports."""

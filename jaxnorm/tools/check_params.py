@@ -1,4 +1,4 @@
-"""check_params: which norms of a model can save their output without losing gradient accuracy."""
+"""check_params: find norms whose gradients would be inaccurate if they saved their output."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# For each output dtype, what rounding y costs: the relative error of x_hat where y is a normal
-# number (half a unit roundoff, the measured mean), and the spacing of subnormal numbers.
+# For each dtype of y, two sizes of rounding errors: the relative error of y if it is a normal
+# number (half a unit roundoff, which is the measured mean), and the spacing of subnormal numbers.
 _ROUNDING = {
     "bfloat16": (2.0**-9, 2.0**-133),
     "float16": (2.0**-12, 2.0**-24),
@@ -22,14 +22,14 @@ _ROUNDING = {
     "float64": (2.0**-54, 2.0**-1074),
 }
 
-# save="input" is advised if the predicted error of the worst column exceeds this limit, which is
-# about the noise of ordinary minibatch gradients.
+# save="input" is advised if the predicted relative error of a column's gradient exceeds this limit,
+# which is about the noise of ordinary minibatch gradients.
 _ADVISE_INPUT = 0.1
 
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Names of scales and biases in norm classes that models define themselves.
+# Parameter names of scales and biases. `_OWN_SCALES` are those in norm classes that models define.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
@@ -41,19 +41,19 @@ _Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class NormReport:
-    """The cost of saving the output of one norm, in gradient accuracy.
+    """The predicted accuracy of gradients if a norm saves its output.
 
     Attributes:
       path: path of the norm's parameters in the tree.
-      columns: number of scales, over all layers if they are stacked.
+      columns: number of elements of scale, in all layers if layers are stacked.
       under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
-        ``dtype``. The forward pass raises it to 2**-60 in bfloat16 and float32; in float16,
+        ``dtype``. In bfloat16 and float32, the forward pass raises it to 2**-60; in float16,
         accuracy degrades below 2**-14.
-      max_bias_ratio: largest ``|bias / (scale + scale_offset)|``; 0 without a bias.
-      dscale_error: predicted relative error of the scale's gradient in the worst column.
-      verdict: ``"safe"``, or advice.
-      max_partner_ratio: for a norm whose output is rotated, the largest ratio of the scale of a
-        column's partner to the column's own; None for any other norm.
+      max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
+      dscale_error: predicted relative error of the scale's gradient, in the worst column.
+      verdict: ``"safe"``, or the advice to use ``save="input"``.
+      max_partner_ratio: for a norm whose output is rotated in pairs of columns, the largest ratio
+        of the scales of a pair's two columns; None for any other norm.
     """
 
     path: str
@@ -67,14 +67,19 @@ class NormReport:
 
 @dataclasses.dataclass(frozen=True)
 class ParamReport:
-    """The norms of a model, in the order of the tree; prints as a table."""
+    """The reports on all norms of a model, in the order of the tree. `str` returns a table.
+
+    Attributes:
+      dtype: name of the dtype of the norms' outputs.
+      norms: the reports.
+    """
 
     dtype: str
     norms: tuple[NormReport, ...]
 
     @property
     def safe(self) -> bool:
-        """True if norms were found, and every one of them may save its output."""
+        """True if norms were found, and all of them can save their output."""
         return bool(self.norms) and all(norm.verdict == SAFE for norm in self.norms)
 
     def __iter__(self) -> Iterator[NormReport]:
@@ -103,7 +108,7 @@ class ParamReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Rotation:
-    """The columns that `rms_norm_rope` pairs.
+    """The pairs of columns that `rms_norm_rope` rotates.
 
     Attributes:
       columns: number of leading columns that are rotated; None for all.
@@ -114,7 +119,10 @@ class _Rotation:
     interleaved: bool
 
     def partners(self, path: str, columns: int) -> np.ndarray:
-        """Return each column's partner, by index; an unrotated column is its own partner."""
+        """Return, for each column, the index of the other column of its pair.
+
+        For a column that is not rotated, this is its own index.
+        """
         rotated = columns if self.columns is None else self.columns
         if rotated % 2 or not 0 <= rotated <= columns:
             raise ValueError(
@@ -137,22 +145,24 @@ def check_params(
     interleaved: bool = False,
     scale_names: str | Sequence[str] | None = None,
 ) -> ParamReport:
-    """Predict, for each norm, what ``save="output"`` costs in gradient accuracy.
+    """Predict, for each norm of a model, how accurate gradients are with ``save="output"``.
 
-    From the saved y the backward pass recovers ``x_hat = (y - bias) / scale``. Its rounding error
-    depends only on the parameters, so a checkpoint can be judged without data:
+    From the saved y, the backward pass recovers ``x_hat = (y - bias) / scale``. The rounding error
+    of x_hat depends only on the parameters, so the report needs no data. The predicted relative
+    error of the gradient of scale is, in column j::
 
         error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
 
-    with u and q the rounding of normal and subnormal numbers of ``dtype``. If y is rotated
-    (:func:`jaxnorm.rms_norm_rope`), a column also has its partner's rounding error: the first term
-    is ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2`` instead. The function runs on the host, and
-    copies the parameters there.
+    Here, u is the mean relative rounding error of normal numbers of ``dtype``, and q the spacing of
+    its subnormal numbers. If y is rotated in pairs of columns (:func:`jaxnorm.rms_norm_rope`), the
+    rounding error of the pair's other column is added: the first term is ``(0.83 u)^2 (1 +
+    (partner_j / scale_j)^2) / 2`` instead, where partner_j is the scale of the other column. The
+    function runs on the host, and copies the parameters there.
 
     Args:
-      params: a tree of parameters, with names of Flax (linen and nnx alike), equinox or PyTorch,
-        nested or joined by dots or slashes, or a model that is such a tree, as equinox's are.
-        Leaves may be stacked over layers. A norm is
+      params: a tree of parameters with the names of Flax (linen or nnx), equinox or PyTorch. Names
+        may be nested, or joined by dots or slashes. It may be a model that is such a tree, as in
+        equinox. Leaves may be stacked over layers. A norm is
 
         - a leaf named ``scale``, with the ``bias`` next to it, if any;
         - a leaf named ``weight`` next to a ``bias`` of the same shape (the bias of a linear layer
@@ -161,28 +171,28 @@ def check_params(
           like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``) or has a class with
           ``Norm`` in its name;
         - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
-          if any, as in norm classes that models define themselves, such as Tunix's.
+          if any, as in norm classes that models define (for example Tunix).
 
       dtype: dtype of the norms' *output*, not of the parameters.
-      scale_offset: added to every scale, as in the functions.
-      rotated: names of the norms whose output is rotated, or one name: the last part of their
-        paths, or more of it, such as ``("q_norm", "k_norm")``. The last axis of their scales must
-        be the columns of a head.
-      rotated_columns, interleaved: for these norms, the number of rotated columns (twice the last
-        axis of the tables; None for all), and how they are paired, as in
-        :func:`jaxnorm.rms_norm_rope`.
-      scale_names: further names of scales, or one name, in norm classes that the model defines. A
-        leaf with such a name is treated like one named ``weight``.
+      scale_offset: added to every scale, as in the norm functions.
+      rotated: name or names of the norms whose output is rotated, such as ``("q_norm",
+        "k_norm")``. A name is the last part of a norm's path, or several of the last parts. The
+        last axis of the scales must have the columns of a head.
+      rotated_columns: number of rotated columns in these norms: twice the last axis of the tables;
+        None for all columns.
+      interleaved: how columns form pairs in these norms, as in :func:`jaxnorm.rms_norm_rope`.
+      scale_names: further name or names of scales, in norm classes that the model defines. A leaf
+        with such a name is treated like one named ``weight``.
 
     Returns:
-      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. An
-      empty report is not ``safe``.
+      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. If
+      no norm is found, its attribute ``safe`` is False.
 
     Raises:
-      TypeError: ``dtype`` is not a supported float dtype, or a scale or bias is not a real float
+      TypeError: ``dtype`` is not a supported float dtype, a scale or bias is not a real float
         array, or an option is of the wrong type.
-      ValueError: a bias's shape differs from its scale's; ``rotated`` names no norm, or one with a
-        bias; or ``rotated_columns`` is odd, or more than a norm has.
+      ValueError: a bias and its scale differ in shape; ``rotated`` names no norm, or one with a
+        bias; or ``rotated_columns`` is odd, or more than the columns of a norm.
 
     Example:
       >>> import jax.numpy as jnp
@@ -206,7 +216,8 @@ def check_params(
     of_norms = {path for path, module in modules.items() if _is_norm(module)}
     norms, found = [], set[str]()
     for path, scale in leaves.items():
-        # nnx wraps a parameter: its path ends in the name and then in an attribute.
+        # In nnx, a parameter is an object with its array as an attribute, so that the parameter's
+        # name is the last but one part of the path.
         at = next((i for i in (-1, -2) if len(path) >= -i and path[i] in scales), None)
         if at is None:
             continue
@@ -246,13 +257,13 @@ def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> t
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Return True if a path ends with `name`, whose parts are joined by dots or slashes."""
+    """Return True if the last parts of a path are those of `name`, joined by dots or slashes."""
     parts = re.split("[./]", name)
     return path.split("/")[-len(parts) :] == parts
 
 
 def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) -> int:
-    """Return the number of columns whose gradients `check_params` would consider inaccurate."""
+    """Return the number of columns for which `check_params` would advise save="input"."""
     b = None if bias is None else bias.astype(np.float64)
     _, error = _ratio_and_error(scale.astype(np.float64), b, y_dtype)
     return int(np.sum(~(error <= _ADVISE_INPUT)))
@@ -284,7 +295,8 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # A gradient of pure noise has a relative error of about 1, because x_hat is clipped.
+    # The relative error is at most about 1, even of a gradient of pure noise, because the backward
+    # pass clips x_hat.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,
@@ -300,9 +312,9 @@ def _report(
 def _ratio_and_error(
     scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return |bias / scale| and the predicted error, for each column.
+    """Return |bias / scale| and the predicted error of scale's gradient, for each column.
 
-    If |scale| is below the floor of the forward pass, the floor replaces it.
+    If |scale| is smaller than the value to which the forward pass raises it, that value is used.
     """
     ratio = np.zeros_like(scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -312,18 +324,22 @@ def _ratio_and_error(
 
 
 def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return, for each column, its partner's |scale| over its own |scale|."""
+    """Return, for each column, |scale| of the other column of its pair, divided by its own |scale|.
+
+    `partners` has the index of the other column.
+    """
     carried = _carried(scale, y_dtype)
     of_partner = carried[..., partners]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # If both are 0, and there is no floor, y has neither column, and the ratio does not matter.
+        # If both scales are 0 (which needs a dtype without a floor), y is 0 in both columns, and
+        # the ratio does not matter.
         return np.where(of_partner == carried, 1.0, of_partner / carried)
 
 
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return the predicted error of each column: the rounding error of y, relative to the column.
+    """Return the predicted relative error of scale's gradient, for each column.
 
-    `spread` is the size of y relative to that of x_hat times the scale.
+    `spread` is the root mean square of y divided by that of x_hat times scale.
     """
     u, quantum = _ROUNDING[y_dtype.name]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -332,7 +348,7 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
 
 def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return |scale| as the forward pass uses it: raised to the floor."""
+    """Return |scale| as the forward pass uses it: raised to `_floor_of(y_dtype)` if smaller."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 
@@ -342,7 +358,10 @@ def _shown(ratio: float | None) -> str:
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
-    """Return the smallest |scale| that a norm uses if it saves its output; None for no floor."""
+    """Return the value to which a norm that saves its output raises a smaller |scale|.
+
+    The result is None if it does not raise it (for float16).
+    """
     float32 = np.dtype(np.float32)
     return Spec(
         "norm", "fwd", 1, 1, float32, y_dtype, ("y",), NormOptions(scale_dtype=float32)
@@ -373,13 +392,13 @@ def _flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[_Path
 
 
 def _is_norm(node: Any) -> bool:
-    """Return True for a module with a weight whose class has "norm" in its name."""
+    """Return True for a module that has a weight and whose class has "norm" in its name."""
     is_container = isinstance(node, (Mapping, list, tuple))
     return not is_container and "norm" in type(node).__name__.lower() and hasattr(node, "weight")
 
 
 def _is_scale(weight: Any, bias: Any, is_in_norm: bool) -> bool:
-    """Return True if a leaf named ``weight`` is a norm's scale, and not a matrix."""
+    """Return True if a leaf named ``weight`` is the scale of a norm, and not a matrix."""
     shape = np.shape(weight)
     if bias is not None or not shape:
         return bool(shape) and np.shape(bias) == shape
@@ -387,7 +406,7 @@ def _is_scale(weight: Any, bias: Any, is_in_norm: bool) -> bool:
 
 
 def _key(entry: Any) -> str:
-    """Return a path entry's bare name: a dict key, an attribute or an index."""
+    """Return an entry of a JAX tree path as a string: its dict key, attribute name or index."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

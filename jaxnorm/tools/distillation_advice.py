@@ -1,7 +1,8 @@
-"""Advice on divergences of two distributions, as losses of distillation compute them.
+"""Advice on Kullback-Leibler divergences in plain JAX, which distillation losses compute.
 
-A divergence is recognised by two features: the exponentials of a row of logits, with the logarithm
-of their sum; and a sum over products of one row's probabilities and numbers of the other row.
+A divergence is recognised in the traced program by two features: the exponentials of a row of
+logits, together with the logarithm of their sum; and a sum over a row of products of probabilities
+and values that are computed from the other distribution.
 """
 
 import math
@@ -12,7 +13,7 @@ from jaxnorm.tools import kept_arrays, loss_advice
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION, _LINEAR = "kl_divergence", "linear_kl_divergence"
-# Elementwise operations on a row, alone or with the same element of the other row.
+# Primitives of elementwise operations on one array of logits, or on two of the same shape.
 _STEPS = {
     "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "stop_gradient",
     "sub", *NAMING,
@@ -20,7 +21,7 @@ _STEPS = {
 _REDUCTIONS = ("reduce_", STACKED)
 _ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
 
-#: Primitives that this module looks for, and that no other table lists.
+#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
 PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
 
 
@@ -28,10 +29,11 @@ class _Divergence(NamedTuple):
     """A divergence that was found in a program.
 
     Attributes:
-      student, teacher: both arrays of logits, before casts and factors.
-      inside: the arrays of the same size that are computed from the logits for the divergence only.
-      source: the line of the student's exponentials.
-      options: the part of the advice about a scale.
+      student, teacher: the two arrays of logits, before casts and constant factors.
+      inside: the arrays of the same size that are computed from the logits and used only by the
+        divergence.
+      source: the user's line that computes the student's exponentials.
+      options: text of the advice about ``logits_scale``; "" if no scale is needed.
     """
 
     student: Value
@@ -42,7 +44,9 @@ class _Divergence(NamedTuple):
 
 
 def divergences(program: Program) -> Iterator[Advice]:
-    """Recognise a divergence of two softmaxes, optionally with the linear layers before them.
+    """Recognise a divergence between two softmaxes, with or without the linear layers before them.
+
+    Such code looks like this.
 
     ::
 
@@ -61,7 +65,7 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence that contains `exponentials`, of the student's logits; None if none."""
+    """Return the divergence in which `exponentials` are those of the student's logits, or None."""
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)
@@ -97,18 +101,27 @@ def _found(exponentials: Value) -> _Divergence | None:
 
 
 def _region(logits: Sequence[Value]) -> dict[int, Value]:
-    """Return the logits and all arrays of their size that are computed elementwise from them."""
+    """Return the logits and all arrays of their size that are computed elementwise from them.
+
+    The keys are identities (`id`).
+    """
     size = logits[0].size
     return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])
 
 
 def _is_inside(value: Value, region: dict[int, Value]) -> bool:
-    """Return True if this value is used by the divergence and by nothing else."""
+    """Return True if an array is used only by arrays in `region` and by reductions.
+
+    `region` has the arrays of a divergence, by identity.
+    """
     return all(id(t) in region or t.made_by.startswith(_REDUCTIONS) for t in value.users)
 
 
 def _logits_of(value: Value) -> tuple[Value, float]:
-    """Return the logits of a softmax or log-softmax, and the constant factor of the logits."""
+    """Return the logits from which a softmax or log-softmax is computed, and their constant factor.
+
+    `value` is the softmax, the log-softmax, or an intermediate array.
+    """
     value = origin(value)
     while value.operands:
         first, *others = value.operands
@@ -133,7 +146,10 @@ def _of_logits(found: _Divergence, program: Program) -> Advice:
 
 
 def _of_linear(found: _Divergence, program: Program) -> Advice | None:
-    """Return advice to use the divergence of two linear layers, if nothing else uses the logits."""
+    """Return advice to use `linear_kl_divergence`, or None if it does not apply.
+
+    It applies if both logits are results of linear layers that are used by the divergence only.
+    """
     student, teacher = map(loss_advice.from_matmul, (found.student, found.teacher))
     if student is None or teacher is None:
         return None

@@ -1,8 +1,9 @@
-"""A traced derivative as a graph of arrays, through calls and loops, and advice on its arrays.
+"""A traced derivative as a graph of arrays, which `memory_report` searches for code to improve.
 
-Calls (`jax.jit`, custom rules, `jax.checkpoint`) become part of the graph of their caller. The body
-of a scan is traced once: its values stand for one layer, and what the scan stacks is the value of a
-layer, as many times as there are layers.
+A node of the graph is an array, with the primitive that makes it, its operands and its users. The
+body of a called function (`jax.jit`, custom rules, `jax.checkpoint`) becomes part of its caller's
+graph. The body of a scan over layers occurs once: its arrays stand for those of one layer. An array
+that the scan stacks is a separate node, whose operand is the array of one layer.
 """
 
 import functools
@@ -16,45 +17,47 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
-# Library packages whose frames are skipped when a source line is looked up.
+# Libraries whose frames are skipped in a traceback, to find the line in the user's code.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
-# Primitives whose body runs once, on their operands in order.
+# Primitives that run an inner program once, whose arguments are their operands in the same order.
 _CALLS = {
     "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
-# JAX's next rematerialisation (``jax_remat3``) has primitives of these classes. They are treated
-# like the present primitives of these names.
+# The classes of the primitives of JAX's new rematerialisation (``jax_remat3``). Each is treated
+# like the primitive of the default rematerialisation with this name.
 _HIGH_LEVEL = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
     "RematTraced": "checkpoint",
 }
 
-#: Name of the operation that stacks the layers of a scan. (JAX's "stack" is jnp.stack.)
+#: The value of `Value.made_by` for an array that a scan stacks from its iterations. (It is not
+#: "stack", because JAX has a primitive of that name.)
 STACKED = "stacked layers"
 
-#: Primitives that return their operand unchanged; they do not count as the maker of an array.
+#: Primitives that return their operand unchanged. `origin` skips them.
 NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary"}
 
 
 class Value:
-    """An array of the program.
+    """An array of the program, a node of the graph.
 
     Attributes:
-      shape, dtype: its type.
-      local: the shape of one device's part, if the program says how it is sharded.
-      made_by: the name of the primitive that makes it. An input of the program, or of the body of a
-        scan, is made by ``"argument"``, ``"carry"`` or ``"layer's"``.
-      operands: the values that it is made of.
-      source: the user's line.
-      layers: how often the scans around it run.
-      users: the values that are made of it.
-      equation: the equation that makes it; None if it is given.
-      is_active: True if it depends on an argument that is differentiated.
-      number: the value of a literal.
+      shape, dtype: shape and dtype of the array.
+      local: shape of one device's shard if the program has the sharding, otherwise `shape`.
+      made_by: name of the primitive that computes the array. Other names are ``"argument"``
+        (constants and arguments of the program), ``"carry"`` and ``"layer's"`` (the carry of a
+        scan, and its slices of stacked arrays), ``"literal"`` and `STACKED`.
+      operands: the operands of that primitive.
+      source: the user's line, ``"file.py:12 (function)"``; "" if unknown.
+      layers: number of times that the array is computed, in the iterations of the scans around it.
+      users: the values that have this one among their operands.
+      equation: the equation of the jaxpr; None if no equation makes the array.
+      is_active: True if the array depends on an argument that is differentiated.
+      number: the number, if the array is a literal.
     """
 
     def __init__(
@@ -83,12 +86,12 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes on one device."""
+        """Number of bytes of the array (of one iteration of a scan) on one device."""
         return math.prod(self.local) * self.dtype.itemsize
 
 
 def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one device's part of the array, if Explicit mesh axes split it."""
+    """Return the shape of one device's shard if Explicit axes shard an array, else `shape`."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or all(axes is None for axes in getattr(sharding, "spec", ())):
         return shape
@@ -96,18 +99,19 @@ def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Graph:
-    """All values of a program, in the order in which they are made.
+    """The graph of a traced program whose first results are the arrays that a derivative saves.
 
     Attributes:
-      values: the arrays.
-      saved: the first results of the program, each once, without arguments and constants.
-      outputs: the value of each of these results, in order, by its identity.
+      values: all arrays that equations compute, in that order.
+      saved: the saved arrays, each once, without arguments, constants and empty arrays.
+      outputs: the first results of the program, in order; arrays may occur several times.
     """
 
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
-        """Build the graph of a closed jaxpr whose first `count` results are saved.
+        """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
-        Its other results are users in the graph, made by ``"result"``.
+        In the graph, each other result has a user whose `made_by` is ``"result"``. `is_active` has
+        a bool for each argument: True if it is differentiated.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
@@ -131,10 +135,15 @@ class Graph:
         source: str = "",
         around: str = "",
     ) -> list[Value]:
-        """Return the results of a jaxpr, given its constants and arguments.
+        """Add the arrays of a jaxpr to the graph, and return its results.
 
-        `source` is the line that calls the library function with this jaxpr. `around` is the line
-        of the call with this jaxpr, for equations without a line.
+        Args:
+          jaxpr: the jaxpr of the program, or of an inner call or scan.
+          given: the values of its constants and arguments.
+          layers: number of times that the jaxpr runs.
+          source: the user's line that calls the jaxpr if it is that of a library function. Its
+            arrays all get this line.
+          around: the line of the call, for equations without a line.
         """
         values: dict[Var, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
 
@@ -174,7 +183,7 @@ class Graph:
         consts, carries = _counts(equation, body)
         layers *= equation.params["length"]
         line = source or _line(equation)
-        # A carry is active after the first layer if anything in the loop is.
+        # If any operand of the scan is active, a carry may be active after the first iteration.
         is_active = any(v.is_active for v in operands)
         carried, sliced = body.invars[consts:][:carries], body.invars[consts + carries :]
         given = [
@@ -196,9 +205,9 @@ class Graph:
 
 
 def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
-    """Return the array that a scan stacks from one layer's value.
+    """Return the array that a scan stacks, or that consists of the shards of `jax.shard_map`.
 
-    For `jax.shard_map`, it is the array that consists of the devices' parts.
+    `part` is the array of one iteration, or of one device.
     """
     stacked = Value(aval, STACKED, [part], line, layers)
     axes = len(stacked.shape) - len(part.shape)
@@ -208,9 +217,9 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
 
 
 def origin(value: Value) -> Value:
-    """Return the value that made an array, skipping primitives that only name or copy it.
+    """Return the array before primitives that only name or copy it.
 
-    For a scan's stack, it is one layer's value.
+    For an array that a scan stacks, the result is the array of one iteration.
     """
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
@@ -220,13 +229,13 @@ def origin(value: Value) -> Value:
 def reached(
     start: Iterable[Value], following: Callable[[Value], Iterable[Value]]
 ) -> dict[int, Value]:
-    """Return all values reached from `start`, by identity, in breadth-first order.
+    """Return all values that can be reached from `start`, in breadth-first order.
 
-    `following` returns the values that follow a value directly.
+    The keys are identities (`id`). `following` returns the next values after a value.
     """
     seen = {id(v): v for v in start}
     queue = [*seen.values()]
-    for value in queue:  # grows in the loop
+    for value in queue:  # The list grows during the loop.
         new = {id(v): v for v in following(value) if id(v) not in seen}
         seen |= new
         queue += new.values()
@@ -236,8 +245,8 @@ def reached(
 def _counts(equation: Any, body: Jaxpr) -> tuple[int, int]:
     """Return the number of a scan's constants, and the number of arrays in its carry.
 
-    Stacked operands have one axis more than their slices. The parameters of the equation that
-    contain these counts differ between versions of JAX.
+    Constants and carries have as many axes outside the body as inside; a stacked array has one axis
+    more outside. The equation's parameters with these numbers differ between versions of JAX.
     """
     carries = _unstacked(equation.outvars, body.outvars)
     return _unstacked(equation.invars, body.invars) - carries, carries
@@ -277,7 +286,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _line(equation: Any) -> str:
-    """Return the innermost line of the traceback that is not in a library; "" if unknown."""
+    """Return the innermost line of an equation's traceback outside libraries; "" if unknown."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith((*_folders(), "<")):
@@ -287,12 +296,18 @@ def _line(equation: Any) -> str:
 
 
 def _line_of(operands: Sequence[Value]) -> str:
-    """Return the line of the first operand that has one: equations of derivatives may have none."""
+    """Return the line of the first operand that has one; "" if none has.
+
+    It stands in for the line of an equation without a line, which derivatives may have.
+    """
     return next((v.source for v in operands if v.source), "")
 
 
 def _is_library_s(body: Jaxpr) -> bool:
-    """Return True for a jitted function of a library, whose trace all its callers share."""
+    """Return True if a jaxpr is that of a jitted function of a library.
+
+    All calls of such a function share one trace, so the lines in it may be those of another caller.
+    """
     place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
     return any(folder in place for folder in _folders())
 
@@ -300,7 +315,7 @@ def _is_library_s(body: Jaxpr) -> bool:
 # -------------------------------------------------------------------------- elementwise operations
 
 
-# Primitives that return the same elements in another shape or dtype.
+# Primitives that return the elements of their operand in another shape, order or dtype.
 COPYING = {"reshape", "transpose", "squeeze", "convert_element_type"}
 
 ELEMENTWISE = {
@@ -313,18 +328,19 @@ ELEMENTWISE = {
     "tanh", "xor", *NAMING,
 }  # fmt: skip
 
-# Primitives of activation functions. Products with a gate, and norms, consist of others.
+# Elementwise primitives that occur in activation functions, but not in a multiplication by a gate
+# or in a norm.
 NONLINEAR = {
     "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
     "max", "min", "select_n", "tanh",
 }  # fmt: skip
 
-# Ways to make values that need no computation.
+# Values of `Value.made_by` for arrays that are not computed.
 GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:
-    """Yield the users of a value, including users of its casts and of its named copies."""
+    """Yield the users of a value, of its casts, and of its copies by primitives in `NAMING`."""
     for user in value.users:
         yield user
         if user.made_by in NAMING or user.made_by == "convert_element_type":
@@ -332,7 +348,7 @@ def users(value: Value) -> Iterator[Value]:
 
 
 def uncast(value: Value) -> Value:
-    """Return the `origin` of an array, skipping casts."""
+    """Return the array before casts, and before primitives that only name or copy it."""
     value = origin(value)
     while value.made_by == "convert_element_type":
         value = origin(value.operands[0])
@@ -340,7 +356,10 @@ def uncast(value: Value) -> Value:
 
 
 def number(value: Value) -> float | None:
-    """Return the number that all elements of a value have: a literal, or its cast or broadcast."""
+    """Return the number that all elements of a value are equal to, or None.
+
+    The value is a literal, or a cast, reshape or broadcast of one.
+    """
     value = origin(value)
     while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
         value = origin(value.operands[0])
@@ -348,10 +367,11 @@ def number(value: Value) -> float | None:
 
 
 def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
-    """Return the factors of a linear layer's matmul; None for any other value.
+    """Return the operands of a linear layer's matmul, the rows and the weight.
 
-    The factors may come in either order, and the matmul may be along any axis of the rows:
-    `jax.vmap` of ``weight @ x`` puts the weight first.
+    The result is None if the value is not such a matmul: a contraction of one axis, without batch
+    axes, where the weight has two axes. The weight may be the first operand, as in `jax.vmap` of
+    ``weight @ x``, and the contracted axis may be any axis of the rows.
     """
     if product.made_by != "dot_general" or product.equation is None:
         return None
@@ -368,7 +388,7 @@ def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
 
 
 def _is_given(value: Value) -> bool:
-    """Return True for a value that needs no computation, such as a parameter, or its copy."""
+    """Return True for an argument, such as a parameter, a literal, or a copy of one."""
     value = origin(value)
     while value.made_by in COPYING:
         value = origin(value.operands[0])
@@ -376,7 +396,7 @@ def _is_given(value: Value) -> bool:
 
 
 def is_product(value: Value) -> bool:
-    """Return True for a matmul. A bias, a cast or a reshape may follow the matmul."""
+    """Return True for the result of a matmul, also if a bias, a cast or a reshape follows it."""
     value = origin(value)
     if value.made_by == "dot_general":
         return True
@@ -384,7 +404,7 @@ def is_product(value: Value) -> bool:
         return is_product(value.operands[0])
     if value.made_by == "add":
         rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
-        # A number is not a bias: softplus and hard_swish add one to their operand.
+        # The addition of a number is not a bias: softplus and hard_swish add 1 to their operand.
         is_number = any(v.made_by == "literal" for v in value.operands)
         return len(rest) == 1 and not is_number and is_product(rest[0])
     return False
@@ -392,9 +412,9 @@ def is_product(value: Value) -> bool:
 
 @functools.cache
 def is_spread(value: Value) -> bool:
-    """Return True if a value has one number per row, or per column, of a larger array.
+    """Return True for the broadcast of a smaller array, such as of one number per row or column.
 
-    Such a value is computed elementwise from smaller arrays and their broadcasts.
+    The value may also be computed elementwise from smaller arrays and their broadcasts.
     """
     value = origin(value)
     if value.made_by == "broadcast_in_dim":
@@ -407,13 +427,19 @@ def is_spread(value: Value) -> bool:
 
 
 def is_zeros(value: Value, like: Value) -> bool:
-    """Return True for a broadcast constant of the same shape, as some derivatives of JAX save."""
+    """Return True for a broadcast constant with the shape of `like`.
+
+    Some derivatives of JAX save such arrays.
+    """
     is_of_literals = all(v.made_by == "literal" for v in value.operands)
     return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
 
 
 def is_reduced(value: Value, limit: int) -> bool:
-    """Return True if an array depends on a sum, or on another reduction; see `ancestors`."""
+    """Return True if the computation of a value includes a reduction, such as a sum, or a matmul.
+
+    `limit` is the argument of `ancestors`, which determines how many steps are searched.
+    """
     return any(
         v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
     )
@@ -422,7 +448,7 @@ def is_reduced(value: Value, limit: int) -> bool:
 def ancestors(value: Value, limit: int) -> Iterable[Value]:
     """Return a value and the values that it is computed from.
 
-    Arrays of `limit` elements or more are included, but not what these are computed from.
+    The search ends at arrays of `limit` elements or more, except casts and broadcasts.
     """
 
     def made_of(v: Value) -> Sequence[Value]:
@@ -436,16 +462,16 @@ def ancestors(value: Value, limit: int) -> Iterable[Value]:
 
 
 class Advice(NamedTuple):
-    """A change to the user's code that saves fewer bytes, and the line to change.
+    """A change to a line of the user's code after which fewer bytes are saved for backward.
 
     Attributes:
-      function: the function to use, as the report's summary names it.
+      function: name of the function to use.
       line: the line to change: ``"file.py:12 (function)"``.
-      template: an instruction, with ``{at}`` in place of "at file.py:12".
-      members: saved arrays that are no longer saved if the advice is followed.
-      instead: number of bytes that are saved in place of the members.
+      template: the instruction, with ``{at}`` in place of "at file.py:12".
+      members: the arrays that are no longer saved if the user follows the advice.
+      instead: number of bytes of other arrays that are then saved instead.
       runs: number of times that the line runs.
-      label: first words of the sentence, if not the function.
+      label: the first words of `sentence`; "" for `function`.
     """
 
     function: str
@@ -458,7 +484,7 @@ class Advice(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file name and line number of the line."""
+        """The file name and number of the line, such as ``"file.py:12"``."""
         return self.line.partition(" ")[0] or "an unknown line"
 
     @property
@@ -472,13 +498,13 @@ class Advice(NamedTuple):
 
 
 class Program:
-    """A graph with lookup tables for recognisers.
+    """A graph with lookup tables, which the recognisers of code patterns take.
 
     Attributes:
-      values: all arrays, in the order in which they are made.
+      values: all arrays that equations compute, in that order.
       saved: the arrays that the forward pass saves for the backward pass.
-      by_origin: a dict from the identity of each saved array's `origin` to the saved array.
-      advised: identities of the saved arrays that have advice already.
+      by_origin: the saved arrays. A key is the identity of the saved array's `origin`.
+      advised: identities of the saved arrays for which advice has been found.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -487,20 +513,23 @@ class Program:
         self.advised: set[int] = set()
 
     def saved_of(self, values: Iterable[Value]) -> list[Value]:
-        """Return the saved arrays among `values`, each once, without those that have advice."""
+        """Return the saved arrays among `values`, each once, except those that have advice."""
         found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
         return [v for v in found.values() if id(v) not in self.advised]
 
     def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved constants of a value's shape, without those that have advice."""
+        """Return the saved constant arrays of a value's shape, except those that have advice."""
         zeros = [v for v in self.saved if is_zeros(origin(v), value)]
         return [v for v in zeros if id(v) not in self.advised]
 
     def extra_bytes(self, value: Value) -> int:
-        """Return the bytes that saving a value in all layers adds; 0 if it exists anyway."""
+        """Return the number of bytes that are added if a value is saved in all layers.
+
+        It is 0 if the value is saved already, or is an argument.
+        """
         is_there = id(value) in self.by_origin or value.made_by in GIVEN
         return 0 if is_there else value.bytes * value.layers
 
 
-#: A function that finds pieces of advice. Its docstring shows the code that it recognises.
+#: A function that finds code to improve in a program. Its docstring shows such code.
 Recogniser = Callable[[Program], Iterator[Advice]]

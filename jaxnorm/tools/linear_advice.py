@@ -1,4 +1,4 @@
-"""Advice on linear layers after an activation: gated_linear and activation_linear."""
+"""Advice to replace a linear layer after an activation: gated_linear and activation_linear."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,17 @@ from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, r
 
 
 def linear_layers(program: Program) -> Iterator[Advice]:
-    """Recognise a linear layer after an activation, optionally with dropout between them.
+    """Recognise a linear layer after an activation, with or without dropout between them.
+
+    On the left is such code, on the right its replacement.
 
     ::
 
         y = (silu(gate) * up) @ weight      jaxnorm.gated_linear: saves gate and up
         y = gelu(x) @ weight                jaxnorm.activation_linear: saves x
 
-    Any elementwise function is an activation. The weight may be trained, frozen or a constant.
+    Any elementwise function with a nonlinear primitive is an activation. The weight may be trained,
+    frozen or a constant.
     """
     for value in program.values:
         factors = kept_arrays.rows_and_weight(value)
@@ -25,13 +28,13 @@ def linear_layers(program: Program) -> Iterator[Advice]:
 
 
 def clear_caches() -> None:
-    """Clear the caches, whose keys are values of one graph."""
+    """Clear the caches. Their keys are arrays of one graph, and should not outlive it."""
     _sources.cache_clear()
 
 
 def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
     sources, is_nonlinear, is_alone = _sources(h)
-    # Leave out random bits: the mask of a dropout is recomputed from its key.
+    # Leave out random bits: the mask of dropout is recomputed from the random key, and not saved.
     arrays = [s for s in sources.values() if s.made_by != "random_bits"]
     if not (is_nonlinear and is_alone and len(arrays) in (1, 2)):
         return None
@@ -40,7 +43,7 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
     by_origin = program.by_origin.items()
     between = [v for key, v in by_origin if key not in sources and _is_between(origin(v), sources)]
     members = [v for v in between if id(v) not in program.advised]
-    members += program.zeros_like(h)[: bool(members)]  # one per layer
+    members += program.zeros_like(h)[: bool(members)]  # Some derivatives save one in each layer.
     function = "gated_linear" if len(arrays) == 2 else "activation_linear"
     if function == "gated_linear":
         how = "replace the down projection {at} with jaxnorm.gated_linear"
@@ -56,10 +59,10 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
 
 @functools.cache
 def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
-    """Return the arrays of h's size from which h is computed elementwise, and two flags.
+    """Return the arrays of h's size from which h is computed elementwise, and two bools.
 
-    The first flag is True if an activation is among the operations. The second is True if no
-    operand is a sum over rows, as in a norm or a softmax.
+    The first bool is True if one of the operations is nonlinear. The second is False if an operand
+    is computed by a reduction, such as the sum over a row in a norm or a softmax.
     """
     sources: dict[int, Value] = {}
     is_nonlinear, is_alone = False, True
@@ -80,7 +83,7 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
 
 
 def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if the arrays between the sources and h are used by this matmul only."""
+    """Return True if the arrays between `sources` and h are used only to compute this matmul."""
 
     def before(value: Value) -> list[Value]:
         made_of = (v for v in map(origin, value.operands) if not kept_arrays.is_spread(v))
@@ -99,6 +102,6 @@ def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
 
 
 def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:
-    """Return True if an array is computed elementwise from the sources, and from nothing else."""
+    """Return True if an array is computed elementwise, and only from `sources`."""
     own, _, is_alone = _sources(value)
     return bool(own) and is_alone and own.keys() <= sources.keys()

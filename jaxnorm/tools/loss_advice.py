@@ -1,7 +1,8 @@
-"""Advice on cross-entropies of integer labels, and on functions of linear logits.
+"""Advice on cross-entropies of integer labels, with or without the linear layer before them.
 
-A cross-entropy is recognised by two features: the logarithm of a sum of exponentials over a row,
-and an element that is picked from that row, by a gather, or by a product with a one-hot array.
+A cross-entropy is recognised in the traced program by two features: the logarithm of a sum of
+exponentials over a row, and the selection of an element of that row, by a gather or by a
+multiplication with a one-hot array.
 """
 
 import dataclasses
@@ -13,28 +14,30 @@ from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
-# For each function of logits: the function that replaces it together with the linear layer before
+# For each function of logits, the function that computes it together with the linear layer before
 # it.
 _LINEAR = {
     _FUNCTION: "linear_softmax_cross_entropy",
     "log_prob_and_entropy": "linear_log_prob_and_entropy",
 }
 
-# Elementwise operations of a cross-entropy on a row, alone or with one number per row.
+# Primitives of a cross-entropy's elementwise operations on logits, or on logits and one number per
+# row.
 _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop_gradient", "sub"}
 
-# Elementwise operations of a softcap and of its derivative.
+# Primitives of the elementwise operations of a softcap, and of its derivative.
 _OF_CAPS = {
     "convert_element_type", "div", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub",
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Operations that may use whole rows, because their derivative saves no array of that size. With the
-# linear layer's loss, there are no logits for an argmax.
+# Primitives that may use arrays of the logits' size without being part of the loss, because their
+# derivatives save no such array. Advice that keeps the logits (`_OF_LOGITS`) also allows an argmax,
+# which needs the logits.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
-#: Primitives that this module looks for, and that no other table lists.
+#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
 PRIMITIVES = {
     "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
     "slice",
@@ -43,14 +46,14 @@ PRIMITIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A cross-entropy, or another function of logits and labels, that was found in a program.
+    """A cross-entropy, or a log-probability and entropy, that was found in a program.
 
     Attributes:
-      logits: the logits before they are capped and cast.
-      inside: the arrays of the logits' size that are computed from them for the loss only.
-      source: the line of the loss.
-      ours: the name of the function, if it is jaxnorm's.
-      options: the part of the advice about a softcap.
+      logits: the logits, before the softcap and casts.
+      inside: the arrays of the logits' size that are computed from them and used only by the loss.
+      source: the user's line that computes the loss.
+      ours: name of the function if it is one of jaxnorm's; None for a loss in plain JAX.
+      options: text of the advice about the softcap; "" if there is none.
     """
 
     logits: Value
@@ -61,18 +64,20 @@ class Loss:
 
 
 def losses(program: Program) -> Iterator[Advice]:
-    """Recognise a loss of integer labels, optionally with the linear layer before it.
+    """Recognise a loss of integer labels, with or without the linear layer before it.
+
+    Such code looks like this.
 
     ::
 
         logits = x @ weight                                      or with a bias, a cast, a slice
-        logits = cap * tanh(logits / cap)                        logit_softcap=cap
+        logits = cap * tanh(logits / cap)                        optional: logit_softcap=cap
         logp = log_softmax(logits)                               or logsumexp, or log(softmax(..))
         loss = -take_along_axis(logp, labels, -1)                or a product with one_hot(labels)
         loss = jaxnorm.log_prob_and_entropy(logits, labels)      or another function of jaxnorm's
 
-    With the linear layer, the advice is jaxnorm.linear_softmax_cross_entropy, which saves the
-    gradients of x and weight, as far as they are trained. Otherwise it is
+    If a linear layer computes the logits, the advice is to use linear_softmax_cross_entropy, which
+    saves the gradients of x and weight (of those that are trained). Otherwise, it is to use
     softmax_cross_entropy_with_integer_labels, which saves the logits.
     """
     for loss in _found(program):
@@ -81,7 +86,7 @@ def losses(program: Program) -> Iterator[Advice]:
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
-    """Return advice to use jaxnorm's loss of logits, which saves the logits before any cast."""
+    """Return advice to use jaxnorm's loss of logits, which saves only the uncast logits."""
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
     how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
@@ -108,7 +113,7 @@ def _found(program: Program) -> Iterator[Loss]:
 
 
 def _ours(value: Value) -> Loss | None:
-    """Return the call of one of jaxnorm's losses that takes this value as its logits, or None."""
+    """Return the call of one of jaxnorm's losses whose logits are `value`, or None."""
     for user in kept_arrays.users(value):
         name = user.made_by.removeprefix("jaxnorm.")
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
@@ -119,7 +124,7 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the loss, written in plain JAX, whose exponentials of the logits are this value."""
+    """Return the loss in plain JAX in which `value` has the exponentials of the logits, or None."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
@@ -137,9 +142,10 @@ def _plain(value: Value) -> Loss | None:
 
 
 def _uncapped(loss: Loss) -> Loss:
-    """Return the loss including the softcap before it, ``cap * tanh(logits / cap)``.
+    """Extend a loss by the softcap before it, ``cap * tanh(logits / cap)``, and return it.
 
-    If there is no softcap, or if anything but the loss uses it, the loss is returned unchanged.
+    If there is no softcap, or if its result has other users than the loss, the loss is returned
+    unchanged.
     """
     sliced = [loss.logits] * _is_slice(loss.logits)
     capped, factors = factors_of(sliced[0].operands[0] if sliced else loss.logits)
@@ -171,7 +177,7 @@ def _uncapped(loss: Loss) -> Loss:
 
 
 def factors_of(value: Value) -> tuple[Value, list[float]]:
-    """Return the value inside multiplications by constants and casts, and these constants."""
+    """Return the array before casts and multiplications by constants, and these constants."""
     value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
         numbers = [kept_arrays.number(v) for v in value.operands]
@@ -185,7 +191,7 @@ def factors_of(value: Value) -> tuple[Value, list[float]]:
 
 
 def _inside(logits: Value) -> list[Value]:
-    """Return the arrays that are computed elementwise from the logits and from numbers per row."""
+    """Return the arrays computed elementwise from the logits, and from one number per row."""
 
     def is_step(value: Value) -> bool:
         same = [v for v in value.operands if v.size == logits.size]
@@ -198,9 +204,10 @@ def _inside(logits: Value) -> list[Value]:
 
 
 def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
-    """Return True if these exponentials are summed over the last axis, and a logarithm follows.
+    """Return True if exponentials are summed over the last axis and a logarithm follows.
 
-    It may be the logarithm of the sum, or of the exponentials divided by the sum.
+    The logarithm may be that of the sum, or of the exponentials divided by the sum. `inside` are
+    the arrays that are computed elementwise from the logits.
     """
     last = len(exponential.shape) - 1
     sums = [t for t in kept_arrays.users(exponential) if t.made_by == "reduce_sum"]
@@ -221,7 +228,7 @@ def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
 
 
 def _is_logged(value: Value) -> bool:
-    """Return True if a probability is used by a logarithm, and by nothing else."""
+    """Return True if all users of an array are logarithms, or copies that only logarithms use."""
     users = [t for t in value.users if t.made_by != STACKED]
     names = (*kept_arrays.COPYING, *NAMING)
     of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in users]
@@ -229,7 +236,7 @@ def _is_logged(value: Value) -> bool:
 
 
 def _one_hots(values: Sequence[Value]) -> list[Value]:
-    """Return the one-hot arrays by which these values are multiplied."""
+    """Return the one-hot arrays with which `values` are multiplied."""
     found: dict[int, Value] = {}
     for value in values:
         for user in value.users:
@@ -241,7 +248,7 @@ def _one_hots(values: Sequence[Value]) -> list[Value]:
 
 
 def _is_one_hot(value: Value) -> bool:
-    """Return True for one-hot labels: a comparison of labels with an iota over the classes."""
+    """Return True for one-hot labels, which compare labels with the indices of all classes."""
     compared = kept_arrays.uncast(value)
     if compared.made_by != "eq":
         return False
@@ -253,9 +260,9 @@ def _is_pick(user: Value) -> bool:
 
 
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
-    """Return True if the loss alone uses a value; operations named in `others` may use it, too.
+    """Return True if a value is used only by the loss and by primitives named in `others`.
 
-    The derivatives of these operations do not need the value.
+    The derivatives of these primitives do not need the value. `inside` are the arrays of the loss.
     """
     members = {*map(id, inside)}
     return all(
@@ -268,10 +275,11 @@ def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str,
 
 
 def _of_linear(loss: Loss, program: Program) -> Advice | None:
-    """Return advice to use the loss of the linear layer, if nothing else uses its logits.
+    """Return advice to use a linear loss; None if the logits have other users or are no matmul.
 
-    The layer's cross-entropy saves the gradients of its differentiated operands. An operand that
-    was saved for the matmul alone is no longer saved. The log-probabilities save the operands.
+    The linear cross-entropy saves the gradients of the differentiated operands of the matmul. An
+    operand that is saved only for the matmul need not be saved any more. The linear
+    log-probabilities save the operands.
     """
     path = from_matmul(loss.logits)
     if path is None:
@@ -303,7 +311,7 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
 
 
 def from_matmul(logits: Value) -> list[Value] | None:
-    """Return the arrays from the logits back to a linear layer's matmul; None if none."""
+    """Return the chain of arrays from the logits back to the matmul of a linear layer, or None."""
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
         path.append(value)
@@ -323,12 +331,12 @@ def from_matmul(logits: Value) -> list[Value] | None:
 
 
 def _is_slice(value: Value) -> bool:
-    """Return True for a slice of whole rows, for example of all positions but the last."""
+    """Return True for a slice with all columns, for example of all positions but the last."""
     return value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
 
 
 def _is_saved(operand: Value, program: Program) -> bool:
-    """Return True if an operand, or the array it copies, is saved for the backward pass."""
+    """Return True if an operand, or the array of which it is a copy, is saved or is an argument."""
     value = origin(operand)
     while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
         value = origin(value.operands[0])
@@ -336,7 +344,10 @@ def _is_saved(operand: Value, program: Program) -> bool:
 
 
 def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
-    """Return the saved array that belongs to an operand, if only this matmul needs it."""
+    """Return the array that is saved only for an operand of a matmul, or None.
+
+    The result is None if the operand is not saved, or if other computations need it as well.
+    """
     value, user = origin(operand), matmul
     while True:
         others = [t for t in value.users if t is not user and t.made_by != STACKED]

@@ -1,4 +1,4 @@
-"""The report of ``python -m jaxnorm``: versions, devices, implementations and missing extras."""
+"""The report of ``python -m jaxnorm``: versions, devices, implementations, missing extras."""
 
 import ctypes
 import platform
@@ -18,15 +18,15 @@ from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
-# Shapes for which the report lists implementations: a transformer's activations, and attention's
-# heads.
+# Shapes of x for which the report lists implementations: a transformer's activations, and, for
+# functions of attention's heads, (batch, length, heads, columns).
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
-# Functions that have a scale but are not in the table of operations.
+# Functions that take a scale but are not in the table of operations.
 _WITH_SCALE = ("rms_norm_linear",)
 
 
 def report() -> str:
-    """Return the whole report, in paragraphs."""
+    """Return the report as text: a title and an indented paragraph for each subject."""
     parts = {
         "versions": _columns(_versions()),
         "devices": "\n".join(map(_device, jax.local_devices())),
@@ -66,7 +66,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _cuda_versions() -> Iterator[tuple[str, str]]:
-    """Yield the newest CUDA that the driver supports, and the runtime that JAX has loaded."""
+    """Yield the newest CUDA version that the driver supports, and that of JAX's CUDA runtime."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -102,7 +102,7 @@ def _implementations() -> Iterator[tuple[str, str]]:
         yield name, f"can run on {here}" if absence is None else f"not on {here}: {absence}"
 
 
-# Public functions that run on the host, with a description of each.
+# Public objects that run no code on the device, with a description of each.
 _TOOLS = {
     "check_params": "judges a model's parameters on the host",
     "implementation_for": "traces a call on the host, and runs nothing",
@@ -112,7 +112,10 @@ _TOOLS = {
 
 
 def _choices() -> Iterator[tuple[str, str, str]]:
-    """Yield the plan of each function, with the reasons; passes with the same plan share a line."""
+    """Yield lines with the implementation of each function and pass, and the reason for it.
+
+    If both passes have the same implementation and reason, they share a line.
+    """
     for function in functions():
         # Functions outside the table need no scale, except for those in _WITH_SCALE.
         op = FUNCTIONS[function].op if function in FUNCTIONS else None
@@ -133,7 +136,10 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 
 
 def _advice() -> str | None:
-    """Return advice to install the extra `triton`, if its kernels are this GPU's default."""
+    """Return advice to install the extra `triton`, or None.
+
+    The advice is given if Triton's kernels are the default on this GPU but cannot be imported.
+    """
     capability = launching.local_capability()
     if capability is None or not backends.is_default_on("triton", capability):
         return None
@@ -150,7 +156,7 @@ def _advice() -> str | None:
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Yield the extras with a missing package, each with the command that installs it."""
+    """Yield the optional extras of which a package is missing, and the command to install each."""
     needed: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("jaxnorm") or []
@@ -168,6 +174,9 @@ def _missing_extras() -> Iterator[tuple[str, str]]:
 
 
 def _package_of(requirement: str) -> str:
-    """Return the package that a requirement installs; for ``jax[cuda13]``, JAX's CUDA plugin."""
+    """Return the name of the package that shows whether a requirement is installed.
+
+    For ``jax[cuda13]``, this is JAX's CUDA plugin.
+    """
     name, of_jax = re.findall(r"^([\w.-]+)(?:\[(\w+)\])?", requirement)[0]
     return f"{name}-{of_jax}-plugin" if of_jax else name

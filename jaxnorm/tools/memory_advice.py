@@ -1,9 +1,9 @@
-"""Advice where jaxnorm's functions, or `jax.checkpoint`, save fewer residuals.
+"""Advice for code where jaxnorm's functions, or `jax.checkpoint`, would save fewer residuals.
 
-Patterns are recognised by the primitives that make an array and that use it, in the graph of
-`kept_arrays`. Each recogniser is a function whose docstring shows the code that it recognises.
-`RECOGNISERS` lists them in the order in which they run, with the primitives that they look for. If
-a new version of JAX renames one of these primitives, its recognisers must be updated.
+A recogniser is a function that finds code of a certain kind in the graph of `kept_arrays`, by the
+primitives that make and use an array. Its docstring shows such code. `RECOGNISERS` lists the
+recognisers in the order in which they run, with the primitives that they depend on. If a new
+version of JAX renames one of these primitives, these recognisers must be updated.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,16 @@ from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program, Recogniser
 
 
 def saved_twice(program: Program) -> Iterator[Advice]:
-    """Recognise, in a scan, a copy that is saved beside its original.
+    """Recognise, in a scan, a reshaped or cast copy that is saved in addition to its original.
+
+    On the left is such code, on the right what it saves.
 
     ::
 
-        y = heads.reshape(batch, length, -1) @ weight    saves heads (for what made it) and the copy
-        y = wide.astype(jnp.bfloat16) @ weight           likewise
+        y = heads.reshape(batch, length, -1) @ weight    heads, and the reshaped copy for the matmul
+        y = wide.astype(jnp.bfloat16) @ weight           wide, and the cast copy for the matmul
 
-    Outside of a loop XLA recomputes such a copy.
+    Outside of a loop, XLA recomputes such a copy.
     """
     for value in program.saved:
         made = origin(value)
@@ -47,7 +49,7 @@ def saved_twice(program: Program) -> Iterator[Advice]:
 
 
 def _original(copy: Value, program: Program) -> Value | None:
-    """Return a saved array that is a copy of a value in another shape or dtype, or None."""
+    """Return the saved array of which `copy` is a reshaped or cast copy, or None."""
     while copy.made_by in kept_arrays.COPYING:
         copy = origin(copy.operands[0])
         if id(copy) in program.by_origin:
@@ -56,7 +58,7 @@ def _original(copy: Value, program: Program) -> Value | None:
 
 
 class Recognised(NamedTuple):
-    """A recogniser, and the names of the primitives that it looks for."""
+    """A recogniser, and the names of the primitives that it depends on."""
 
     find: Recogniser
     primitives: frozenset[str]
@@ -64,7 +66,7 @@ class Recognised(NamedTuple):
 
 _COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in_dim", "scan"}
 
-#: All recognisers, in the order in which they run. An array gets the first advice that is found.
+#: All recognisers, in the order in which they run. An array gets the first advice found for it.
 RECOGNISERS = (
     Recognised(linear_advice.linear_layers, frozenset({*_COMMON, "dot_general", "random_bits"})),
     Recognised(norm_advice.gated_sums, frozenset({*_COMMON, "reduce_sum"})),
@@ -82,7 +84,10 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return each saved array's advice, by identity, and the bytes that it saves there."""
+    """Return, for each saved array that has advice, the advice and the number of bytes it saves.
+
+    The keys are identities of arrays. The bytes are at most the size of the array.
+    """
     program = Program(graph)
     found: dict[int, tuple[Advice, int]] = {}
     try:
@@ -90,16 +95,17 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
             for one in recognised.find(program):
                 found |= _shared_out(one, program)
                 program.advised.update(found)
-    finally:  # the caches' keys are values of this graph
+    finally:  # Clear the caches, because their keys are arrays of this graph.
         linear_advice.clear_caches()
         kept_arrays.is_spread.cache_clear()
     return found
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return the advice for each member, and the bytes that it saves there.
+    """Return, for each array that is no longer saved, the advice and the number of bytes it saves.
 
-    The bytes that are saved in place of the members are subtracted from the largest members first.
+    If the advice makes the program save other bytes instead, these are subtracted from the largest
+    arrays first.
     """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)

@@ -1,4 +1,4 @@
-"""memory_report: what a derivative saves between forward and backward, and what would save less."""
+"""memory_report: list the arrays that a derivative saves, with advice to save fewer of them."""
 
 import collections
 import contextlib
@@ -18,29 +18,31 @@ from jaxnorm.tools import kept_arrays, memory_advice
 from jaxnorm.tools.kept_arrays import Advice
 from jaxnorm.tools.text import table
 
-# Limits of the printed table: columns, rows, and the fraction of the total below which rows are
-# combined.
+# Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
+# of the total bytes below which a row is not shown.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
-# The fields that arrays in one row share, in the order of the fields of `KeptArray`.
+# The fields of `KeptArray` that are equal for all arrays of a row: shape, dtype, source, made_by,
+# layers and advice.
 type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
 _HEADER = ("MiB", "array", "count", "made by", "source", "advice")
-# Maximum widths of columns. The column "source" takes the rest.
+# Maximum widths of some columns, in characters. The column "source" gets the remaining width.
 _LIMITS = {"array": 28, "made by": 16, "advice": 20}
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptArray:
-    """Equal arrays that go from forward to backward.
+    """A group of equal arrays that the forward pass saves for the backward pass.
 
     Attributes:
       bytes: total size of these arrays, in all layers.
-      shape, dtype: of one array, with the axes that scans stack; on a mesh, of one device's part.
-      source: ``"file.py:12 (function)"``, the line that makes it; for a function of a library, the
-        line that calls it.
-      made_by: the operation that makes it, by JAX's name.
-      layers: how often scans stack it; 1 outside of them.
-      advice: the change after which they are not saved; None if there is no advice.
-      saves: number of bytes of these arrays that following the advice saves.
+      shape, dtype: shape and dtype of one array, including the axes that scans stack; on a mesh,
+        those of one device's shard.
+      source: the user's line that computes the array, ``"file.py:12 (function)"``. If a library
+        computes it, this is the line that calls the library.
+      made_by: JAX's name of the operation that computes the array.
+      layers: number of layers that scans stack in the array; 1 outside of scans.
+      advice: a change to the code after which these arrays are not saved; None if there is none.
+      saves: number of bytes by which the total falls, for these arrays, if the advice is followed.
       count: number of arrays, times their layers.
     """
 
@@ -57,15 +59,16 @@ class KeptArray:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The arrays that a derivative saves, largest first; prints as a table and a summary of advice.
+    """The arrays that a derivative saves. `str` returns a table and a summary of the advice.
 
     Attributes:
-      total: bytes of all rows.
-      rows: groups of equal arrays, each with ``bytes`` (of the group), ``shape`` and ``dtype`` (of
-        one array, with the axes that scans stack), ``source`` (``"file.py:12 (function)"``, the
-        user's line), ``made_by`` (JAX's operation), ``layers`` (how often scans stack it),
-        ``advice`` (the change after which they are not saved, or None), ``saves`` (the number of
-        their bytes that the change saves) and ``count`` (number of arrays, times their layers).
+      total: number of bytes of all rows.
+      rows: groups of equal arrays, the largest first. Each has ``bytes`` (of the group), ``shape``
+        and ``dtype`` (of one array, including the axes that scans stack), ``source`` (the user's
+        line, ``"file.py:12 (function)"``), ``made_by`` (JAX's name of the operation), ``layers``
+        (number of layers that scans stack in the array), ``advice`` (a change to the code after
+        which these arrays are not saved, or None), ``saves`` (number of bytes that the change
+        saves) and ``count`` (number of arrays, times their layers).
     """
 
     total: int
@@ -89,8 +92,8 @@ class MemoryReport:
         """Return the rows as text, at most 100 columns wide.
 
         Args:
-          max_rows: how many rows are shown, the largest; None for all. A last line says how many
-            rows, and how many MiB, are not shown.
+          max_rows: maximum number of rows to show, the largest ones; None for all. If rows are left
+            out, a last line has their number and size.
 
         Raises:
           TypeError, ValueError: ``max_rows`` is not an integer of at least 1.
@@ -125,7 +128,10 @@ class MemoryReport:
         return "\n\n".join([*rows, self._after_rows()])
 
     def _after_rows(self) -> str:
-        """Return a line per advised function, the largest saving first, and the totals."""
+        """Return the text below the table: the advice for each function, and the totals.
+
+        The function that saves most comes first.
+        """
         saves: dict[str, int] = {}
         pieces: dict[str, list[Advice]] = {}
         for sentence, advice in self._advice.items():
@@ -152,7 +158,7 @@ class MemoryReport:
         return "\n".join([*lines, *[""] * bool(lines), *_wrapped(total, "", "")])
 
     def _repr_html_(self) -> str:
-        """Return the report for notebooks: the largest rows as a table, and the summary."""
+        """Return the report as HTML for notebooks: the largest rows as a table, and the summary."""
         lines = [_HEADER, *map(self._cells, self.rows[:_ROWS])]
         rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines]
         table = "".join(f"<tr>{cells}</tr>" for cells in rows)
@@ -166,7 +172,7 @@ def _wrapped(text: str, first: str, others: str) -> list[str]:
 
 
 def _mib(size: int) -> str:
-    """Return a number of bytes in MiB, as text with three significant digits and no exponent."""
+    """Convert a number of bytes to MiB, as text with three significant digits and no exponent."""
     mib = size / 2**20
     return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
 
@@ -176,7 +182,7 @@ def _short(text: str, width: int) -> str:
 
 
 def _short_source(source: str, width: int) -> str:
-    """Return a source line that fits a width: if it is too long, without function or file name."""
+    """Shorten a source line to `width` characters: drop the function, then cut the file name."""
     place = source.partition(" ")[0]
     if len(source) <= width or len(place) <= width:
         return source if len(source) <= width else place
@@ -186,32 +192,32 @@ def _short_source(source: str, width: int) -> str:
 def memory_report(
     f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> MemoryReport:
-    """Report what the derivative of a function saves for its backward pass, and what saves less.
+    """Report the arrays that the derivative of a function saves, with advice to save fewer.
 
-    The function is traced, but not run: arguments may be shapes, and a large model takes seconds.
-    The report covers scan, `jax.checkpoint`, `jax.jit` and custom rules. Arguments and constants
-    are not counted, because they are in memory anyway. It counts the residuals of JAX; XLA may save
-    less if layers are not in a loop. On meshes, and inside ``jax.shard_map``, it counts the bytes
-    of one device. (If arguments are sharded over Auto axes, it compiles the forward pass to find
-    how XLA shards the residuals.)
+    The function is traced, but not run, so arguments may be shapes, and a large model takes only
+    seconds. The report covers scans, `jax.checkpoint`, `jax.jit` and custom rules. Arguments and
+    constants are not counted, because they are in memory anyway. The report counts the residuals of
+    JAX; XLA may save less if layers are not in a loop. On a mesh, and inside ``jax.shard_map``, the
+    bytes of one device are counted. (If arguments are sharded over Auto axes, the forward pass is
+    compiled to find how XLA shards the residuals.)
 
     Args:
-      f: function to differentiate, as ``jax.grad`` or ``jax.vjp`` would.
-      args: its arguments: trees of arrays or of ``jax.ShapeDtypeStruct``. Other leaves, such as
-        Python's numbers in a model, are passed unchanged.
-      argnums: the arguments whose floating-point arrays are differentiated.
+      f: the function to differentiate, as for ``jax.grad`` or ``jax.vjp``.
+      args: the function's arguments: trees of arrays or of ``jax.ShapeDtypeStruct``. Other leaves,
+        such as Python numbers in a model, are passed unchanged.
+      argnums: index or indices of the arguments whose floating-point arrays are differentiated.
       has_aux: True if f returns a pair of which only the first element is differentiated.
 
     Returns:
-      A :class:`MemoryReport`: ``total`` and ``saves`` in bytes, ``rows``, and text as its ``str``.
-      Advice covers linear layers after an activation, norms, softmaxes, masks, cross-entropies and
-      gated sums, and, in a scan, arrays that are saved twice.
+      A :class:`MemoryReport`, with ``total`` and ``saves`` in bytes, and ``rows``; ``print`` it for
+      a table. Advice covers linear layers after an activation, norms, softmaxes, masks,
+      cross-entropies, divergences and gated sums, and, in a scan, arrays that are saved twice.
 
     Raises:
       TypeError: f is not a function, or ``argnums`` is neither an integer nor a sequence of them.
-      ValueError: ``argnums`` names an argument that does not exist.
+      ValueError: ``argnums`` has the index of an argument that does not exist.
 
-    A function that JAX cannot differentiate raises what ``jax.grad`` raises.
+    If JAX cannot differentiate f, the error is that of ``jax.grad``.
 
     Example:
       >>> import jax
@@ -239,7 +245,7 @@ def memory_report(
     moving = [i for i, a in arrays.items() if arguments[i] in places and _is_inexact(a)]
 
     def residuals(arrays: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the residuals, and the results of f."""
+        """Return the residuals of f's derivative, and the results of f."""
 
         def of_moving(moving: dict[int, Any]) -> Any:
             return f(*jax.tree.unflatten(tree, (leaves | arrays | moving).values()))
@@ -247,7 +253,8 @@ def memory_report(
         primals = {i: arrays[i] for i in moving}
         results = jax.vjp(of_moving, primals, has_aux=has_aux)  # type: ignore[call-overload]
         y, backward, *aux = results
-        # Some functions cannot be transposed, for example a while loop of unknown length.
+        # Trace the backward pass as well, because it fails for some functions, such as a while loop
+        # of unknown length.
         jax.eval_shape(backward, jax.tree.map(_cotangent, y))
         returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
         return jax.tree.leaves(backward), returned
@@ -257,7 +264,7 @@ def memory_report(
     parts = _parts(residuals, arrays, graph)
     pieces = memory_advice.advice(graph)
     told: dict[str, Advice] = {}
-    groups: dict[_Key, list[int]] = {}  # [bytes, saved bytes, count] of equal arrays
+    groups: dict[_Key, list[int]] = {}  # For equal arrays: [bytes, bytes that advice saves, count].
     for value in graph.saved:
         advice, saves = pieces.get(id(value), (None, 0))
         made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)
@@ -275,7 +282,7 @@ def memory_report(
 
 
 def _cotangent(y: Any) -> Any:
-    """Return a zero cotangent for a result; its dtype is float0 if the result is an integer."""
+    """Return a zero cotangent of a result. For an integer result, its dtype is float0."""
     if jax.numpy.issubdtype(y.dtype, jax.numpy.inexact):
         return jax.numpy.zeros_like(y)
     return np.zeros(y.shape, jax.dtypes.float0)
@@ -284,9 +291,10 @@ def _cotangent(y: Any) -> Any:
 def _parts(
     residuals: Callable[..., Any], arrays: Mapping[int, Any], graph: kept_arrays.Graph
 ) -> dict[int, tuple[int, ...]]:
-    """Return each saved array's shape on one device, if XLA chooses the shardings.
+    """Return, for each saved array whose sharding XLA chooses, the shape of one device's shard.
 
-    XLA chooses them if arguments, or arrays in the function, are sharded over Auto axes of a mesh.
+    The keys are identities of arrays. XLA chooses shardings if arguments, or arrays in the
+    function, are sharded over Auto axes of a mesh; otherwise, the result is empty.
     """
     shardings = [getattr(a, "sharding", None) for a in arrays.values()]
     constraints = [v for v in graph.values if v.made_by == "sharding_constraint"]
@@ -294,7 +302,7 @@ def _parts(
     if not any(map(_is_auto, [*shardings, *inside])):
         return {}
     parts: dict[int, tuple[int, ...]] = {}
-    with contextlib.suppress(ValueError, RuntimeError):  # devices that are not here
+    with contextlib.suppress(ValueError, RuntimeError):  # The mesh's devices may not be here.
         compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(arrays).compile()
         for value, sharding in zip(graph.outputs, jax.tree.leaves(compiled.output_shardings)):
             if value.local == value.shape:
@@ -303,7 +311,7 @@ def _parts(
 
 
 def _is_auto(sharding: Any) -> bool:
-    """Return True if a sharding splits an array over Auto axes of a mesh of existing devices."""
+    """Return True if a sharding divides an array over Auto axes of a mesh of real devices."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return False
     kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
@@ -330,7 +338,10 @@ def _places(argnums: int | Sequence[int], count: int) -> set[int]:
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for arrays and shapes. Python's numbers are options of the model."""
+    """Return True for an array or a `jax.ShapeDtypeStruct`, and False for a Python number.
+
+    Python numbers among the arguments are options of the model, not data.
+    """
     is_number = isinstance(a, (bool, int, float, complex))
     return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not is_number
 

@@ -1,6 +1,7 @@
-"""Advice on norms: jaxnorm's save one array, even with an activation, rotation or gated sum.
+"""Advice on norms in plain JAX, with or without an activation, a rotation or a gated sum.
 
-A norm is x times the reciprocal root of a mean of squares, whatever class or function computes it.
+jaxnorm's functions save one array for all of these. A norm is recognised in the traced program, as
+a multiplication of x by the reciprocal root of a mean of squares, in any class or function.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,21 +9,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
-# Primitives whose derivative does not use their operand.
+# Primitives whose derivative does not need the value of their operand.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *kept_arrays.COPYING, *NAMING}
 
-# Activations that a norm can have. Each is recognised by its one nonlinear primitive, by another of
-# its primitives, and by the primitive that makes its result.
+# The activations that jaxnorm's norms support. An activation is recognised by three primitives: its
+# only nonlinear one, another one that it contains, and the one that makes its result.
 _ACTIVATIONS = {
     "silu": ("logistic", "mul", "mul"),
     "gelu": ("tanh", "integer_pow", "mul"),
     "relu": ("max", "gt", "max"),
 }
 
-# Primitives that occur in neither norms nor activations.
+# Elementwise primitives that occur neither in norms nor in activations.
 _WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
 
-#: Primitives that cut rows into pairs, rotate these, and put them together again.
+#: The primitives of a rotation: they split a row into pairs of columns, rotate the pairs, and join
+#: them again.
 STEPS = {
     "add", "broadcast_in_dim", "concatenate", "convert_element_type", "gather",
     "mul", "neg", "reshape", "slice", "split", "squeeze", "stack", "sub", *NAMING,
@@ -35,7 +37,9 @@ _WITH_GATE = (
 
 
 def norms(program: Program) -> Iterator[Advice]:
-    """Recognise a norm, optionally with an activation or a rotation of its result.
+    """Recognise a norm, with or without an activation or a rotation of its result.
+
+    On the left is such code, on the right its replacement.
 
     ::
 
@@ -46,7 +50,7 @@ def norms(program: Program) -> Iterator[Advice]:
         y = concatenate([a * cos - b * sin, b * cos + a * sin])     jaxnorm.rms_norm_rope: saves y
             where a, b = split(norm(x), 2)
 
-    In GroupNorm, x is reshaped for its sums.
+    In GroupNorm, x may also be reshaped for the sums.
     """
     for root, region in _regions(program):
         advice = _of_norm(root, region, program) if any(map(_is_by_a_root, region)) else None
@@ -55,15 +59,17 @@ def norms(program: Program) -> Iterator[Advice]:
 
 
 def gated_sums(program: Program) -> Iterator[Advice]:
-    """Recognise one of jaxnorm's norms after a sum whose gate multiplies a cast of the branch.
+    """Recognise a norm of jaxnorm after a sum in which a gate multiplies a cast branch.
+
+    On the left is such code, on the right its replacement.
 
     ::
 
         h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
         y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
 
-    The function on the right saves the branch as it is. (For a norm of plain code after a gated
-    sum, see `norms`.)
+    The replacement saves the branch before the cast. (`norms` recognises a norm in plain JAX after
+    such a sum.)
     """
     for norm in program.values:
         name = norm.made_by.removeprefix("jaxnorm.")
@@ -77,7 +83,10 @@ def gated_sums(program: Program) -> Iterator[Advice]:
 
 
 def _gated_branch(h: Value) -> Value | None:
-    """Return the branch of ``residual + gate * branch``, if the gate is per row or per column."""
+    """Return the branch if h is ``residual + gate * branch``, otherwise None.
+
+    The gate must have one number per row or per column.
+    """
     for operand in h.operands if h.made_by == "add" else ():
         product = kept_arrays.uncast(operand)
         if product.made_by == "mul" and product.size == h.size:
@@ -94,7 +103,9 @@ def _gated_branch(h: Value) -> Value | None:
 
 
 def activations(program: Program) -> Iterator[Advice]:
-    """Recognise an activation of what one of jaxnorm's norms returns.
+    """Recognise an activation of the result of one of jaxnorm's norms.
+
+    On the left is such code, on the right the option that replaces the activation.
 
     ::
 
@@ -109,14 +120,17 @@ def activations(program: Program) -> Iterator[Advice]:
 
 
 def rotations(program: Program) -> Iterator[Advice]:
-    """Recognise a rotation of what `jaxnorm.rms_norm` returns.
+    """Recognise a rotation of the result of `jaxnorm.rms_norm`.
+
+    On the left is such code, on the right its replacement.
 
     ::
 
         n = jaxnorm.rms_norm(x, scale)    jaxnorm.rms_norm_rope: saves y, not n
-        y = n * cos + partner(n) * sin    the elements of n in pairs: halves, or neighbours
+        y = n * cos + partner(n) * sin
 
-    Attention saves y in any case. (For a rotation of a norm of plain code, see `norms`.)
+    partner(n) swaps the columns of each pair, up to signs. Attention saves y anyway. (`norms`
+    recognises the rotation of a norm in plain JAX.)
     """
     for value in program.saved:
         norm = origin(value)
@@ -125,7 +139,7 @@ def rotations(program: Program) -> Iterator[Advice]:
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
-    """Yield each array that may be normalised, and the arrays computed elementwise from it."""
+    """Yield each array that a norm may take, and the arrays computed elementwise from it."""
     done: set[int] = set()
     for value in program.saved:
         root = _root(value)
@@ -136,14 +150,15 @@ def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Return the array at the start of a chain of elementwise operations that ends at a value.
+    """Return the array at the start of the chain of elementwise operations that computes a value.
 
-    Each step of the chain has a single operand of the value's size.
+    The chain ends at an operation with several operands of the value's size.
     """
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # A matmul's result that is cast to more bits may be cast by several users.
+        # Also skip a cast of a matmul's result to more bits, because each user may have such a
+        # cast.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -159,16 +174,18 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return the name of the activation that is applied to a norm, if a norm supports it.
+    """Return the name of an activation that jaxnorm's norms support, or None.
 
-    The result is None if the norm without the activation is among the results.
+    `region` are the arrays that are computed elementwise from one array, and `results` those of
+    them that are used outside of the region. The activation must compute all results: the norm
+    before the activation must not be among them.
     """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(
         o.size < v.size or kept_arrays.is_spread(o) for v in ends for o in v.operands
     ):
-        return None  # the result is a multiple of an activation
+        return None  # The result is an activation times something else.
     if _in_a_row(region):
         return None
     for name, (nonlinear, other, result) in _ACTIVATIONS.items():
@@ -178,9 +195,9 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
 
 
 def _in_a_row(region: Iterable[Value]) -> bool:
-    """Return True if an activation is applied to an activation's result."""
+    """Return True if a nonlinear primitive is applied to the result of another one."""
     after: set[int] = set()
-    for value in region:  # in order of computation
+    for value in region:  # The values are in the order of computation.
         is_nonlinear = value.made_by in kept_arrays.NONLINEAR
         is_after = any(id(v) in after for v in value.operands)
         if is_nonlinear and is_after:
@@ -191,7 +208,7 @@ def _in_a_row(region: Iterable[Value]) -> bool:
 
 
 def _region(root: Value) -> list[Value]:
-    """Return the arrays computed elementwise from `root` (and numbers per row or column)."""
+    """Return the arrays computed elementwise from `root`, and from numbers per row or column."""
     region = {id(root): root}
     stack = [root]
     while stack:
@@ -208,7 +225,7 @@ def _region(root: Value) -> list[Value]:
 
 
 def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
-    """Return the values of a region that have users outside of it."""
+    """Return the arrays in `region` that are used outside of it, other than by sums."""
     inside = {id(root), *map(id, region)}
 
     def leaves(value: Value) -> bool:
@@ -227,7 +244,7 @@ def _is_for_sums(reshaped: Value) -> bool:
 
 
 def _is_by_a_root(value: Value) -> bool:
-    """Return True for a product with the reciprocal root of a sum over rows, as in a norm."""
+    """Return True for a multiplication by the reciprocal root of a sum over rows, as in a norm."""
     for operand in value.operands:
         operand = origin(operand)
         if operand.size == value.size and not kept_arrays.is_spread(operand):
@@ -241,9 +258,10 @@ def _is_by_a_root(value: Value) -> bool:
 
 def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     inside = {id(root), *map(id, region)}
-    # A cast of x with users outside the region is not a result of the norm.
+    # Find the values that are already divided by the root: a cast of x is not a result of the norm,
+    # even if it has users outside the region.
     normalised: set[int] = set()
-    for value in region:  # in order of computation
+    for value in region:  # The values are in the order of computation.
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
             normalised.add(id(value))
     out = _leaving(root, region)
@@ -253,7 +271,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # Operands of full size that are not in the region: numbers per row times numbers per column.
+    # Operands from outside the region may have full size too: numbers per row times numbers per
+    # column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -261,9 +280,10 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         freed.append(root)
     members = program.saved_of(freed)
     if activation == "relu":
-        members += program.zeros_like(results[0])[:1]  # of one layer
+        members += program.zeros_like(results[0])[:1]  # relu's derivative saves it in each layer.
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
-    # The function's operands and results are saved. A grouped norm also saves a reshaped array.
+    # jaxnorm's norm saves its result, or its operand if it has an activation. A GroupNorm always
+    # saves an additional, reshaped array.
     its = results if activation is None else [root]
     if any(v.made_by == "reshape" for v in region):
         instead = sum(v.bytes * v.layers for v in its)
@@ -309,12 +329,12 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm") or activation is None:
         return None
     if norm.equation.params["call"].spec.norm.activation is not None:
-        return None  # it has one
+        return None  # The norm already has an activation.
     inside = {*map(id, region), *map(id, way)}
     is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.users)
     saved = [program.by_origin[id(v)] for v in region if id(v) in program.by_origin]
     if any(id(v) in program.advised for v in saved):
-        return None  # a linear layer's advice saves less
+        return None  # The advice on a linear layer applies instead, after which less is saved.
     freed = [v for v in region if v not in out] + (way if is_free else [])
     members = program.saved_of(freed)
     members += program.zeros_like(out[0])[: activation == "relu"]
@@ -325,7 +345,7 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
 
 
 def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
-    """Return the name of the function with its option, and the instruction."""
+    """Return the name of the function with its option ``activation``, and the advice's template."""
     how = (
         f"replace the norm {{at}} and the {activation} after it with jaxnorm.{name}, with "
         f'activation="{activation}"{cast}: only its input and its result are saved'
@@ -334,7 +354,7 @@ def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
 
 
 def _narrowest(result: Value) -> Value:
-    """Return an array as it was before it was cast to more bits."""
+    """Return the array before casts to more bits."""
     value = result
     while value.made_by == "convert_element_type" or value.made_by in NAMING:
         value = value.operands[0]
@@ -344,7 +364,10 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return repeated casts among the results, because a norm returns a single array."""
+    """Return the results that repeat the cast of an earlier result: same array, same dtype.
+
+    They are not needed, because a norm returns a single array.
+    """
     seen: set[tuple[int, str]] = set()
     again = []
     for value in results:
@@ -360,7 +383,10 @@ def _cast_again(results: Sequence[Value]) -> list[Value]:
 
 
 def _rotated(line: str, members: Sequence[Value], runs: int) -> Advice:
-    """Return advice for a norm whose result is rotated, where the rotated array is saved anyway."""
+    """Return advice to use rms_norm_rope, for a norm whose result is rotated.
+
+    `members` are the arrays that are then not saved. The rotated array is saved in any case.
+    """
     template = (
         "replace the norm {at} and the rotation after it with jaxnorm.rms_norm_rope: only the "
         "rotated result is saved"
@@ -369,7 +395,7 @@ def _rotated(line: str, members: Sequence[Value], runs: int) -> Advice:
 
 
 def _is_saved_rotated(result: Value, program: Program) -> bool:
-    """Return True if a norm's result is used by a rotation only, whose result is saved."""
+    """Return True if a norm's result is used only by a rotation, and the rotated array is saved."""
     inside = _made_of(result)
     for value in inside.values():
         if value.size != result.size or value.made_by not in ("add", "concatenate", "reshape"):
@@ -386,7 +412,10 @@ def _is_saved_rotated(result: Value, program: Program) -> bool:
 
 
 def _made_of(result: Value) -> dict[int, Value]:
-    """Return a norm's result and the arrays that a rotation computes from it, by identity."""
+    """Return a norm's result, and the arrays computed from it by primitives of a rotation.
+
+    The keys are identities (`id`).
+    """
 
     def steps(value: Value) -> list[Value]:
         return [t for t in value.users if t.made_by in STEPS and t.size <= result.size]
@@ -395,7 +424,10 @@ def _made_of(result: Value) -> dict[int, Value]:
 
 
 def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value]:
-    """Return the steps between a norm's result and `value`, a later step, including `value`."""
+    """Return the values between a norm's result and `value`, and `value` itself.
+
+    `inside` has the values that are computed from the result.
+    """
 
     def before(value: Value) -> list[Value]:
         return [v for v in value.operands if id(v) in inside and v is not result]
@@ -404,6 +436,6 @@ def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value
 
 
 def _is_for_it(values: list[Value], inside: Mapping[int, Value]) -> bool:
-    """Return True if `values` are used by steps of the rotation only."""
+    """Return True if `values` are used only by values in `inside`, those of a rotation."""
     users = (user for value in values for user in value.users)
     return all(id(user) in inside or user.made_by == STACKED for user in users)

@@ -1,4 +1,4 @@
-"""implementation_for: report which implementation a call gets, and why, without running it."""
+"""implementation_for: report which implementation would run a call, and why."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# Functions without kernels: XLA fuses their elementwise work into what surrounds it.
+# Functions without kernels, and the reason: XLA fuses their elementwise operations.
 _XLA_ONLY = {
     "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
     "activation_linear": "its matmul is XLA's, which computes the rest in fusions",
@@ -27,7 +27,7 @@ _XLA_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The implementations that run a call's forward and backward pass, with the reasons."""
+    """The implementations that run the forward and the backward pass of a call, with reasons."""
 
     forward: backends.Choice
     backward: backends.Choice
@@ -45,33 +45,33 @@ def implementation_for(
     platform: str | None = None,
     **arguments: Any,
 ) -> Plan:
-    """Return which implementation runs a call of `function`, forward and backward, and why.
+    """Return the implementations that would run a call of `function`, and the reasons.
 
-    The call is traced, but not run. The plan does not say whether plain code, which XLA fuses with
-    its surroundings, would be slower. Under ``jax.vmap``, a batch of x is more rows: put its size
-    in front of `shape`. A batch of parameters, or of parameters' gradients taken inside
-    ``jax.vmap`` (one for each example), corresponds to parameters of groups of rows, with the batch
-    as their first axis.
+    The call is traced, but not run. The plan does not say whether the same function in plain JAX,
+    which XLA fuses with the operations around it, would be slower. Under ``jax.vmap``, a batched x
+    is an x with more rows: put the size of the batch in front of `shape`. If parameters are
+    batched, or if their gradients are computed for each batch element, pass parameters whose first
+    axis is the batch.
 
     Args:
-      function: name of a function of this package, such as ``"add_rms_norm"``.
+      function: name of a public function, such as ``"add_rms_norm"``.
       shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, those of a shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
-        default device. (Calls do not depend on that device: they decide when they are lowered.)
-      arguments: arguments of the function, by name. Arrays, such as ``scale``, may be given as
-        ``jax.ShapeDtypeStruct``. Required arrays may be omitted: a residual or a gate is then like
-        x, labels are int32, a weight is square, and cos and sin are float32 tables of all columns,
-        (length, 1, d / 2) for an x (..., length, heads, d). The backward pass computes all
-        gradients except those of cos and sin.
+        default device. (A real call uses the platform for which its program is lowered.)
+      arguments: further arguments of the function, by name. Arrays, such as ``scale``, may be given
+        as ``jax.ShapeDtypeStruct``. Required arrays may be omitted: by default, a residual or a
+        gate has the shape and dtype of x, labels are int32, a weight is square, and cos and sin are
+        float32 tables for all columns, (length, 1, d / 2) for an x (..., length, heads, d). The
+        plan is for a backward pass that computes all gradients except those of cos and sin.
 
     Returns:
-      A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
-      is two lines to print. Matmuls are XLA's. The plan of ``"rms_norm_linear"`` is that of its
-      norm, unless ``implementation="mosaic"`` requests the forward kernel of norm and matmul. The
-      plan of a function of linear logits is that of a chunk of its logits.
+      A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; ``print`` it
+      for two lines of text. XLA computes all matmuls. The plan of ``"rms_norm_linear"`` is that of
+      its norm, unless ``implementation="mosaic"`` requests the kernel that fuses the norm and the
+      matmul in the forward pass. The plan of a linear loss is that of the loss of a chunk's logits.
 
     Raises:
-      TypeError, ValueError: as the function itself would; also for an unknown function or platform.
+      TypeError, ValueError: as for the function; also for an unknown function or platform.
 
     Example:
       >>> import jax
@@ -91,7 +91,7 @@ def implementation_for(
     x_dtype = checks.dtype(caller, "dtype", dtype)
     try:
         x = jax.ShapeDtypeStruct(tuple(shape), x_dtype)
-        jax.eval_shape(jnp.zeros_like, x)  # raises if a size is negative or no integer
+        jax.eval_shape(jnp.zeros_like, x)  # This raises an error for a size that is not valid.
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
@@ -128,7 +128,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # The call has no row operation. Its function has checked the name.
+        if first is None:  # One kernel computes norm and matmul. Its function has checked the name.
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 
@@ -136,16 +136,17 @@ def implementation_for(
 
 
 def functions() -> tuple[str, ...]:
-    """Return the names that `implementation_for` accepts: all public functions with a gradient."""
+    """Return the names of all public functions that `implementation_for` accepts."""
     return (*operations.FUNCTIONS, "rms_norm_linear", *_XLA_ONLY, *OF_LOGITS)
 
 
 def _of_linear_logits(
     function: str, x: jax.ShapeDtypeStruct, arguments: dict[str, Any], platform: str
 ) -> Plan:
-    """Return the plan for one chunk of the logits of a linear layer.
+    """Return the plan of a linear loss: that of the loss of one chunk's logits.
 
-    A chunk's logits are float32 (float64 for float64), or, for the cross-entropy, of x's dtype.
+    The logits are float32 (float64 for float64 operands). For the cross-entropy, they have x's
+    dtype or the argument ``dtype``.
     """
     weight = arguments["weight"]
     of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)
@@ -169,7 +170,7 @@ def _of_linear_logits(
 
 
 def calls_in(jaxpr: Any) -> Iterator[Call]:
-    """Yield the calls in a jaxpr in order, including those in loops and `jax.checkpoint`."""
+    """Yield the `Call` of each equation in a jaxpr, in order, including inner jaxprs."""
     for equation in jaxpr.eqns:
         if isinstance(equation.params.get("call"), Call):
             yield equation.params["call"]
@@ -184,7 +185,7 @@ def calls_in(jaxpr: Any) -> Iterator[Call]:
 def _required(
     call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Return abstract arrays for the operands that a function requires and `arguments` lacks."""
+    """Return abstract arrays for a function's required operands that `arguments` does not have."""
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}

@@ -1,10 +1,12 @@
-"""The functions and their gradients in float64 numpy, for ``--check`` and for the tests.
+"""References of the public functions and their gradients, for ``--check`` and for the tests.
 
-The formulas are written from the equations, by hand. They are free of JAX and share nothing with
-the code that they check. Each runs on numpy arrays, or on `Bounded` numbers, which carry a bound on
-the error that rounding adds. A function that is named like an operation returns the results and the
-gradients of a call. As the operations promise, these gradients start from what is saved: the output
-as it was stored. The operands' columns are the last axis.
+They are written in NumPy, by hand from the equations, and share no code with the functions that
+they check. A function that has the name of an operation, or of a public function, takes the
+operands and the cotangents of the results, and returns the results and the gradients. Like the
+functions themselves, it computes gradients from the saved array: the output after rounding. The
+arrays are `Bounded`: float64 values with bounds on the rounding errors of a computation in
+float32. (`probabilities`, `softmax_gradient` and `Norm` also take NumPy arrays.) The normalised
+axis is the last one.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from jaxnorm.tools import running_error
 from jaxnorm.tools.running_error import Axes, Bounded, exp, kept, largest, mean, rsqrt, total
 
 Arrays = dict[str, Any]
-#: The results of a call, and its gradients by the names of operands.
+#: The results of a call, and its gradients by names of operands.
 Results = tuple[list[Bounded], dict[str, Bounded]]
 
 
@@ -31,7 +33,10 @@ def softmax(
     scale: float = 1.0,
     causal: bool = False,
 ) -> Results:
-    """``y = exp(z) / sum exp(z)`` with ``z = scale x + bias``, or its logarithm."""
+    """Return ``y = exp(z) / sum exp(z)`` for ``z = scale x + bias``, or log(y), and the gradients.
+
+    The operands x, bias and where are in `given`.
+    """
     x, (d,) = given["x"], cotangents
     mask = np.broadcast_to(given.get("where", True), x.shape)
     if causal:
@@ -52,7 +57,7 @@ def softmax(
 def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = False) -> Any:
     """Return the softmax, or its logarithm, over the entries where the mask is True.
 
-    Other entries are 0, or -inf.
+    The result at the other entries is 0, or -inf for the logarithm.
     """
     shifted = z - largest(z, mask, axes)
     exponentials = kept(exp(shifted), mask)
@@ -62,12 +67,12 @@ def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = Fals
 
 
 def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
-    """Return the gradient of the logits, given the softmax or its logarithm, y."""
+    """Return the logits' gradient, given y, the softmax or its logarithm, and d, y's cotangent."""
     return d - exp(y) * total(d, axes) if log else y * (d - total(d * y, axes))
 
 
 def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
-    """Return the logarithm of `softmax`."""
+    """Return ``log_softmax`` and its gradients; `options` are those of `softmax`."""
     return softmax(given, cotangents, dtype, log=True, **options)
 
 
@@ -76,9 +81,9 @@ class Norm:
 
     Attributes:
       mean: the mean of each row; 0 for RMSNorm.
-      r: the reciprocal standard deviation, or root mean square, of each row.
+      r: the reciprocal of each row's standard deviation or, for RMSNorm, root mean square.
       x_hat: the normalised x.
-      y: the result, which is not rounded.
+      y: the result, without rounding.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Norm:
         subtract_mean: bool | None = None,
         epsilon: float = 1e-6,
     ) -> None:
-        """`subtract_mean` is True by default for norms with a bias."""
+        """Compute the forward pass. By default, norms with a bias are LayerNorms."""
         self.scale, self.bias = scale, bias
         self.subtract_mean = bias is not None if subtract_mean is None else subtract_mean
         self.mean = mean(x) if self.subtract_mean else 0.0
@@ -102,11 +107,14 @@ class Norm:
             self.y = self.y + bias
 
     def means(self, dg: Any, x_hat: Any) -> tuple[Any, Any]:
-        """Return the two means that the gradient of x subtracts: of dg, and of dg times x_hat."""
+        """Return the two row means in the formula of dx: mean(dg) and mean(dg x_hat).
+
+        dg is dy times scale. The first mean is 0 for RMSNorm.
+        """
         return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
 
     def backward(self, dy: Any, saved: Any = None) -> dict[str, Any]:
-        """Return the gradients, computed from the saved y; from x if `saved` is None."""
+        """Return the gradients, computed from y as it was saved, or from x if `saved` is None."""
         x_hat = self.x_hat
         if saved is not None:
             x_hat = (saved - self.bias if self.bias is not None else saved) / self.scale
@@ -121,7 +129,7 @@ class Norm:
 
 
 def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None = None) -> Results:
-    """Return a norm, or the silu of one, and the gradients of x and the parameters."""
+    """Return a norm, or the silu of a norm, and the gradients."""
     of = Norm(given["x"], given["scale"], given.get("bias"))
     if activation is not None:
         a, slope = _silu(of.y)
@@ -131,7 +139,10 @@ def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None 
 
 
 def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``h = x + residual``, ``y = norm(h)`` of h as it is stored."""
+    """Return ``y = norm(h)`` and ``h = x + residual``, and the gradients.
+
+    y is the norm of the rounded h.
+    """
     h = (given["x"] + given["residual"]).stored(dtype)
     of = Norm(h, given["scale"], given.get("bias"))
     y = of.y.stored(dtype)
@@ -141,7 +152,10 @@ def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``h = residual + gate x``, ``y = norm(h)`` of h as it is stored."""
+    """Return ``y = norm(h)`` and ``h = residual + gate x``, and the gradients.
+
+    y is the norm of the rounded h.
+    """
     x, gate = given["x"], given["gate"]
     h = (x * gate + given["residual"]).stored(dtype)
     of = Norm(h, given["scale"], given.get("bias"))
@@ -154,7 +168,7 @@ def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``y = residual + norm(x)``; the result of the norm is not rounded."""
+    """Return ``y = residual + norm(x)`` and the gradients. norm(x) is not rounded."""
     of = Norm(given["x"], given["scale"], None)
     gradients = of.backward(d[0])
     return [(given["residual"] + of.y).stored(dtype)], _stored(
@@ -163,7 +177,10 @@ def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``h = residual + norm(x)``, ``y = norm(h)``."""
+    """Return ``y = norm(h)`` and ``h = residual + norm(x)``, and the gradients.
+
+    y is the norm of the rounded h.
+    """
     first = Norm(given["x"], given["scale"], None)
     h = (given["residual"] + first.y).stored(dtype)
     last = Norm(h, given["next_scale"], None)
@@ -176,7 +193,10 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 class Rotation:
-    """The rotation of pairs of columns: ``v cos + partner(v) sin``, with signs in sin."""
+    """The rotation of pairs of columns: ``v cos + partner(v) sin``.
+
+    partner(v) swaps the two columns of each pair, and sin includes the signs.
+    """
 
     def __init__(self, cos: Any, sin: Any, cols: int, *, interleaved: bool):
         pairs = cos.shape[-1]
@@ -186,7 +206,10 @@ class Rotation:
         self.partner[first], self.partner[second] = second, first
 
         def along(table: Any, of_first: float, of_others: float) -> Any:
-            """Expand a table to one value per column; `of_others` is for unrotated columns."""
+            """Expand a table to one value per column, which is `of_others` in unrotated columns.
+
+            The values of the first columns of pairs are multiplied by `of_first`.
+            """
             if isinstance(table, Bounded):
                 return Bounded(along(table.value, of_first, of_others), along(table.error, 1, 0))
             spread = np.full((*table.shape[:-1], cols), float(of_others))
@@ -207,7 +230,7 @@ class Rotation:
 
 
 def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool = False) -> Results:
-    """``y = rotation(norm(x), cos, sin)``; the result of the norm is not rounded."""
+    """Return ``y = rotation(norm(x), cos, sin)`` and the gradients. norm(x) is not rounded."""
     cols = given["x"].value.shape[-1]
     rotation = Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
     of = Norm(given["x"], given["scale"], None)
@@ -218,9 +241,9 @@ def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool 
 def norm_gated(
     given: Arrays, d: list[Bounded], dtype: str, *, norm_before_gate: bool = True
 ) -> Results:
-    """Return ``norm(x) silu(gate)`` or ``norm(x silu(gate))``.
+    """Return ``norm(x) silu(gate)`` or ``norm(x silu(gate))``, and the gradients.
 
-    The gradients start from x and gate, not from y.
+    The gradients are computed from x and gate, not from y.
     """
     x, gate, scale = given["x"], given["gate"], given["scale"]
     a, slope = _silu(gate)
@@ -242,9 +265,9 @@ def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
 
 
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``rms_norm(x) @ weight + bias``, where the norm is rounded before the matmul.
+    """Return ``rms_norm(x) @ weight + bias`` and the gradients.
 
-    The gradients start from x.
+    The norm is rounded before the matmul. The gradients are computed from x.
     """
     of = Norm(given["x"], given["scale"], None)
     n, weight = of.y.stored(dtype), given["weight"]
@@ -254,7 +277,10 @@ def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``h @ weight`` for ``h = silu(gate) up``; h and its gradient are rounded."""
+    """Return ``h @ weight`` with ``h = silu(gate) up``, and the gradients.
+
+    h and its gradient are rounded to `dtype`.
+    """
     gate, up, weight = given["gate"], given["up"], given["weight"]
     a, slope = _silu(gate)
     h, dh = (a * up).stored(dtype), (d[0] @ weight.transposed).stored(dtype)
@@ -263,7 +289,10 @@ def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation: str) -> Results:
-    """Return ``h @ weight`` for ``h = silu(x)``; h and its gradient are rounded."""
+    """Return ``h @ weight`` with ``h = silu(x)``, and the gradients.
+
+    h and its gradient are rounded to `dtype`.
+    """
     assert activation == "silu"
     a, slope = _silu(given["x"])
     h, dh = a.stored(dtype), (d[0] @ given["weight"].transposed).stored(dtype)
@@ -272,20 +301,23 @@ def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation
 
 
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log sum exp(x) - x[label]`` for each row."""
+    """Return the loss ``log sum exp(x) - x[label]`` of each row, and the gradients."""
     loss, slope = _losses(given["logits"], given["labels"])
     of_rows = d[0].reshape(loss.value.shape)
     return [loss], {"logits": (of_rows * slope).stored(dtype)}
 
 
 def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` and ``-sum p log p`` for each row."""
+    """Return ``log p[label]`` and ``-sum p log p`` of each row, and the gradients."""
     results, gradient = _log_probs(given["logits"], given["labels"], d)
     return results, {"logits": gradient.stored(dtype)}
 
 
 def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool = False) -> Results:
-    """Return ``sum p log(p / q)`` for each row: p is the teacher's, q the student's."""
+    """Return ``sum p log(p / q)`` of each row, and the gradients.
+
+    p is the teacher's softmax, and q the student's; `reverse` swaps them.
+    """
     x, teacher = given["logits"], given["teacher_logits"]
     divergence, slope = _divergence(x, teacher, reverse=reverse)
     of_rows = d[0].reshape(divergence.value.shape)
@@ -294,7 +326,7 @@ def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool 
 
 
 def _divergence(x: Bounded, teacher: Bounded, *, reverse: bool) -> tuple[Bounded, Bounded]:
-    """Return the divergence of each row, as a column, and its derivative along x."""
+    """Return the divergence of each row, (..., 1), and its gradient with respect to logits x."""
     log_q, log_p = (_log_softmax(logits) for logits in (x, teacher))
     if not reverse:
         return (log_p.exp() * (log_p - log_q)).sum(), log_q.exp() - log_p.exp()
@@ -309,7 +341,10 @@ def _log_softmax(x: Bounded) -> Bounded:
 
 
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the mean loss of ``x @ weight + bias``; logits and matmuls are rounded to `dtype`."""
+    """Return the mean cross-entropy of the logits ``x @ weight + bias``, and the gradients.
+
+    The logits, and the operands of all matmuls, are rounded to `dtype`.
+    """
     x, weight = given["x"], given["weight"]
     logits = ((x @ weight).stored(dtype) + given["bias"]).stored(dtype)
     loss, slope = _losses(logits, given["labels"])
@@ -320,13 +355,16 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
-    # Gradients are saved in this dtype, and rounded again after a multiplication by the loss's
-    # cotangent.
+    # The forward pass saves the gradients in `dtype`. The backward pass multiplies them by the
+    # cotangent of the loss, and rounds again.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
 
 
 def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``log p`` of each row's candidates, the last axis of labels, and ``-sum p log p``."""
+    """Return ``log p[label]`` for several labels of each row, ``-sum p log p``, and the gradients.
+
+    The last axis of labels has the labels of a row.
+    """
     x, labels = given["logits"], given["labels"]
     each = [
         _log_probs(x, labels[..., i], [d[0][..., i], d[1] * (i == 0)])
@@ -344,7 +382,10 @@ def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Result
 
 
 def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """The mean divergence of two layers, with unrounded logits."""
+    """Return the mean divergence of two linear layers' logits, and the gradients.
+
+    The logits are not rounded.
+    """
     x, weight = given["x"], given["weight"]
     logits, teacher = x @ weight + given["bias"], given["teacher_x"] @ given["teacher_weight"]
     divergence, slope = _divergence(logits, teacher, reverse=False)
@@ -355,14 +396,18 @@ def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
-    # Gradients are saved in this dtype, and rounded again after a multiplication by the cotangent.
+    # The forward pass saves the gradients in `dtype`. The backward pass multiplies them by the
+    # cotangent, and rounds again.
     gradients = _stored(_stored(gradients, dtype), dtype)
     none = {name: np.zeros_like(given[name].value) for name in ("teacher_x", "teacher_weight")}
     return [divergence.mean(0)], gradients | {n: Bounded.exact(a) for n, a in none.items()}
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, with unrounded logits."""
+    """Return ``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, and the gradients.
+
+    The logits are not rounded.
+    """
     x, weight = given["x"], given["weight"]
     results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
     of_products = dlogits.stored(dtype)
@@ -377,7 +422,7 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
 def _log_probs(
     x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
 ) -> tuple[list[Bounded], Bounded]:
-    """Return the results of each row, as columns, and the gradient of x."""
+    """Return log-probability and entropy of each row, (..., 1), and the gradient of logits x."""
     loss, slope = _losses(x, labels)
     shifted = x - x.at(x.value.argmax(-1))
     exponentials = shifted.exp()
@@ -391,7 +436,7 @@ def _log_probs(
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
-    """Return the loss of each row, as a column, and its derivative along x."""
+    """Return the cross-entropy of each row, (..., 1), and its gradient with respect to logits x."""
     largest = x.at(x.value.argmax(-1))
     lse = (x - largest).exp().sum().log() + largest
     one_hot = np.arange(x.value.shape[-1]) == labels[..., None]
@@ -408,10 +453,11 @@ def _stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
 def operands(
     shapes: Mapping[str, tuple[int, ...]], classes: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """Return random arrays whose numbers are exact in bfloat16, and so in every other dtype here.
+    """Return random operands by name, given their shapes.
 
-    Scales stay away from 0, where a gradient from the stored output is not accurate: see
-    :func:`jaxnorm.check_params`.
+    All numbers are exact in bfloat16, and so in all dtypes that are checked. Scales are at least
+    0.5: near 0, gradients from the saved output are not accurate (see
+    :func:`jaxnorm.check_params`). `classes` is the number of classes of labels.
     """
     random = np.random.default_rng(seed)
     makers: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
@@ -419,8 +465,8 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # The tables have no pair (0, 0), whose rotation has no inverse. They include a factor, as
-        # in YaRN.
+        # cos and sin are never both 0, because that rotation has no inverse. As in YaRN, cos^2 +
+        # sin^2 is not 1.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

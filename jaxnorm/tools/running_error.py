@@ -1,10 +1,10 @@
-"""Values in float64, each with a bound on the error of computing it: running error analysis.
+"""Running error analysis: arrays in float64, each with a bound on the error of computing it.
 
-An operation's error is the propagated error of its operands, to first order, plus its own rounding
-error. That is a few units of the arithmetic's roundoff u. For a sum of n terms, it is about
-sqrt(n) u times the sum of their magnitudes, because rounding errors in a random order add up like
-a random walk. A formula evaluated with these numbers gives its value, and a bound on the error of
-computing it in any order.
+A formula that is evaluated on such arrays gives its value, and a bound on the error of evaluating
+it in an arithmetic with roundoff u, in any order. The error of an operation is the sum of two
+errors. One is the error of its operands, propagated to first order. The other is its own rounding
+error: a few u, relative to the result. For a sum of n terms, it is about sqrt(n) u times the sum
+of the terms' magnitudes, because rounding errors add up like a random walk.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
@@ -19,10 +19,11 @@ import numpy as np
 Axes = int | Sequence[int] | None
 Operand = Union["Bounded", np.ndarray, float]
 
-# For each dtype, its unit roundoff and half the spacing of its subnormals.
+# For each dtype, its unit roundoff, and half the spacing of its subnormal numbers.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
-#: Factor by which the bound exceeds the expected error, so that it holds for many elements.
+#: Factor by which a bound exceeds the expected error, so that no element of a large array exceeds
+#: it by chance.
 _SAFETY = 4.0
 
 
@@ -31,14 +32,16 @@ class Bounded:
     """A float64 array, and a bound on the error of each element.
 
     Attributes:
-      unit: roundoff of the arithmetic.
+      value: the array.
+      error: the bounds, an array of the same shape.
+      unit: the roundoff u of the arithmetic that is analysed; float32 by default.
     """
 
     value: np.ndarray
     error: np.ndarray
     unit: float = 2.0**-24
 
-    __array_ufunc__ = None  # NumPy then leaves operations with an array on the left to this class
+    __array_ufunc__ = None  # For ``array * bounded``, NumPy then calls this class's `__rmul__`.
 
     @classmethod
     def exact(cls, array: np.ndarray) -> "Bounded":
@@ -68,7 +71,7 @@ class Bounded:
     __rmul__ = __mul__
 
     def __truediv__(self, other: "Bounded") -> "Bounded":
-        """Divide by an array that is far from 0, relative to its error."""
+        """Divide by an array whose elements are far from 0, compared to their error bounds."""
         quotient = self.value / other.value
         least = np.abs(other.value) - other.error
         error = (self.error + np.abs(quotient) * other.error) / least
@@ -96,7 +99,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def sum(self, axes: Axes = -1) -> "Bounded":
-        """Return the sum over some axes, which keep size 1."""
+        """Return the sum over some axes, which have size 1 in the result."""
         axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
         walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
@@ -108,7 +111,7 @@ class Bounded:
         return total * (total.value.size / self.value.size)
 
     def exp(self) -> "Bounded":
-        # exp is computed as a power of 2, whose argument is rounded once more.
+        # exp(x) is computed as 2^(x / log 2), whose argument is rounded once more.
         error = self.error + _SAFETY * self.unit * np.abs(self.value)
         value = np.exp(self.value)
         return self._rounded(value, value * np.expm1(error))
@@ -122,20 +125,23 @@ class Bounded:
         return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
 
     def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
-        """Return the array with an exact number in the places where the mask is False."""
+        """Return the array with elements replaced by `fill`, exactly, where the mask is False."""
         return dataclasses.replace(
             self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
         )
 
     def at(self, indices: np.ndarray) -> "Bounded":
-        """Return the element at each row's index of the last axis, which keeps size 1."""
+        """Return one element of each row, an array whose last axis has size 1.
+
+        `indices` has, for each row, the index of the element along the last axis.
+        """
         value, error = (
             np.take_along_axis(a, indices[..., None], -1) for a in (self.value, self.error)
         )
         return dataclasses.replace(self, value=value, error=error)
 
     def stored(self, dtype: str) -> "Bounded":
-        """Return the array rounded to this dtype, as if it was stored."""
+        """Return the array with the error of rounding it to `dtype`, as when it is stored."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
         return dataclasses.replace(self, error=self.error + rounding)
@@ -165,26 +171,29 @@ def rsqrt(x: Any) -> Any:
 
 
 def total(x: Any, axes: Axes = -1) -> Any:
-    """Return the sum over some axes, which keep size 1."""
+    """Return the sum over some axes, which have size 1 in the result."""
     if isinstance(x, Bounded):
         return x.sum(axes)
     return x.sum(_axes(axes), keepdims=True)
 
 
 def mean(x: Any, axes: Axes = -1) -> Any:
-    """Return the mean over some axes, which keep size 1."""
+    """Return the mean over some axes, which have size 1 in the result."""
     if isinstance(x, Bounded):
         return x.mean(axes)
     return x.mean(_axes(axes), keepdims=True)
 
 
 def kept(x: Any, mask: np.ndarray, fill: float = 0) -> Any:
-    """Return x with a number where the mask is False."""
+    """Return x with elements replaced by `fill` where the mask is False."""
     return x.kept(mask, fill) if isinstance(x, Bounded) else np.where(mask, x, fill)
 
 
 def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
-    """Return the maximum over axes of the elements where the mask is True; 0 if there are none."""
+    """Return the maximum over some axes, which have size 1 in the result.
+
+    Elements where the mask is False are ignored. If all elements are, the result is 0.
+    """
     axes = _axes(axes)
     among = np.where(mask, x.value if isinstance(x, Bounded) else x, -np.inf)
     found = among.max(axes, keepdims=True, initial=-np.inf)

@@ -1,7 +1,7 @@
-"""The check of ``python -m jaxnorm --check``: every function on this machine, forward and backward.
+"""``python -m jaxnorm --check``: test every public function, forward and backward, on this machine.
 
-Values and gradients are compared with `references`. Errors are in units of their error bounds, so
-that an error above 1 means a wrong result.
+Values and gradients are compared with those of `references`. An error is divided by its bound, so
+that a quotient above 1 means a wrong result.
 """
 
 import dataclasses
@@ -28,16 +28,17 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETE
 
 DTYPES = ("float32", "bfloat16")
 _WORKERS = min(8, os.cpu_count() or 1)
-# Several processes, because kernels are lowered in Python, which runs one thread at a time. Only
-# one process can use a TPU.
+# The platforms on which cases run in several processes instead of threads: kernels are lowered in
+# Python, which runs one thread at a time. (Only one process can use a TPU.)
 _IN_PROCESSES = {"cuda"}
-# Skip XLA's autotuning of matmuls, which takes time and does not affect correctness.
+# XLA's options for each platform. They skip the autotuning of matmuls, which takes time and does
+# not affect correctness.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
-# The number of rows suffices for all kernels. A row is a multiple of 16 bytes, but not a power of
-# two.
+# The shape of x for norms and softmaxes. All kernels support this number of rows. A row is a
+# multiple of 16 bytes, and its length is no power of two.
 _X = (2, 128, 1000)
-# Shapes for a rotation: of attention's heads, and of the tables (positions, pairs of columns).
+# The shape of x for norms with a rotation: (batch, length, heads, columns).
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
@@ -53,9 +54,9 @@ class Case:
       function: name of the function.
       reference: function in `references` that returns the expected results and gradients.
       shapes: shapes of the operands, by name.
-      options: other arguments of the function and of the reference, which takes no
+      options: other arguments of the function. The reference takes them as well, except for
         ``implementation``.
-      note: description of what is special about the case.
+      note: short text that distinguishes the case from others of the function.
     """
 
     function: str
@@ -69,7 +70,7 @@ class Case:
 
 
 def _norm(function: str) -> tuple[Case, ...]:
-    """Return a norm's case with all operands, except for an RMSNorm's bias, which is rare."""
+    """Return the cases of a norm, with all operands except an RMSNorm's bias, which is rare."""
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
         return _rotated_norm(function)
@@ -87,7 +88,7 @@ def _norm(function: str) -> tuple[Case, ...]:
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
-    """Return cases that rotate all columns, in both orders of pairs, or some of them."""
+    """Return the cases of a norm with a rotation, of all columns and of half of them."""
     _, length, _, cols = _HEADS
 
     def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
@@ -137,7 +138,7 @@ def _loss(function: str) -> tuple[Case, ...]:
 
 
 def _reference(function: str) -> Callable[..., Results]:
-    """Return the reference of a function's operation, which has the operation's name."""
+    """Return a public function's reference, which has the name of its operation."""
     reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
     return reference
 
@@ -150,7 +151,7 @@ _OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
 
 
 def cases_of(function: str) -> tuple[Case, ...]:
-    """Return the cases of a function of the table."""
+    """Return the cases of a public function that is in the table of operations."""
     return _OF_FAMILY[OPERATIONS[FUNCTIONS[function].op].family](function)
 
 
@@ -188,7 +189,14 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a case in one dtype: its largest errors over their bounds, or a failure."""
+    """The outcome of a case in one dtype.
+
+    Attributes:
+      case, dtype: the case, and the dtype of its operands.
+      implementations: names of the implementations that ran the passes.
+      value, gradient: largest error of the results, and of the gradients, divided by its bound.
+      failure: the error, if the case raised one; otherwise "".
+    """
 
     case: Case
     dtype: str
@@ -199,7 +207,7 @@ class Outcome:
 
     @property
     def has_kernel(self) -> bool:
-        # A linear loss chooses the kernels of its chunks only when it is lowered.
+        # `implementations` is empty for a linear loss, whose kernels are chosen when it is lowered.
         return not {*self.implementations} <= {"xla"}
 
     @property
@@ -214,7 +222,7 @@ class Outcome:
 
 
 def run() -> list[Outcome]:
-    """Run all cases in all dtypes."""
+    """Run all cases in all dtypes, and return their outcomes in order."""
     pairs = [_Pair(case, dtype) for case in CASES for dtype in DTYPES]
     with _pool() as pool:
         outcomes = pool.map(check, *zip(*pairs))
@@ -222,17 +230,17 @@ def run() -> list[Outcome]:
 
 
 def _pool() -> Executor:
-    """Return a pool of workers that compile in parallel."""
+    """Return a pool of workers, which compile and run cases in parallel."""
     platform = backends.local_platform()
     if platform not in _IN_PROCESSES:
         return ThreadPoolExecutor(_WORKERS)
-    # Spawned, because a fork would copy locks that JAX's threads hold.
+    # Spawn processes, because a fork would copy locks that JAX's threads hold.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(_WORKERS, context, _start, (platform,))
 
 
 def _start(platform: str) -> None:
-    """Initialise a worker process. It fails if JAX does not find `platform`, such as a GPU."""
+    """Initialise a worker process, which raises an error if JAX does not find `platform`."""
     jax.config.update("jax_platforms", platform)
 
 
@@ -245,7 +253,7 @@ class _Pair(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays that `Passes` take.
+    """The arrays with which a case is run.
 
     Attributes:
       floats: the operands that are differentiated, by name.
@@ -258,12 +266,12 @@ class Operands(NamedTuple):
     cotangents: list[jax.Array]
 
 
-#: A function that runs both passes of a case. It returns the results, and the gradients by name.
+#: A function that runs both passes of a case. It returns the results, and a dict of gradients.
 Passes = Callable[[Operands], tuple[list[jax.Array], dict[str, jax.Array]]]
 
 
 def passes(case: Case) -> Passes:
-    """Return the function that runs both passes of a case, not compiled."""
+    """Return a function that runs both passes of a case, without compiling it."""
 
     def run(operands: Operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
         function = functools.partial(_results, case, constants=operands.constants)
@@ -283,7 +291,7 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return a case's operands in `dtype`, and its operands and cotangents before rounding."""
+    """Return a case's operands in `dtype`, and its operands and cotangents in float64, by name."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
@@ -300,10 +308,14 @@ def check(
     form: Callable[[Passes], Passes] = lambda run: run,
     read: Callable[[np.ndarray], np.ndarray] = lambda a: a,
 ) -> Outcome:
-    """Return the largest errors of the results and of the gradients.
+    """Run a case and return its largest errors.
 
-    Tests transform the passes by `form`, for example by a mesh; `read` then extracts the original
-    results from those of the transformed passes.
+    Args:
+      case: the case.
+      dtype: dtype of its float operands.
+      form: transformation of the function that runs both passes, for tests under `jax.vmap` or on a
+        mesh.
+      read: function that extracts the original array from an array of the transformed function.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -313,7 +325,7 @@ def check(
         implementations = _implementations(both.trace(operands).jaxpr)
         try:
             results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
-        except Exception as error:  # the check looks for kernels that do not compile or start
+        except Exception as error:  # A kernel that does not compile or start is also an outcome.
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
     expected, expected_gradients = case.reference(
@@ -328,25 +340,28 @@ def check(
 
 
 def _is_differentiated(name: str, array: jax.Array) -> bool:
-    """Return True for float operands except tables, whose gradients no kernel computes."""
+    """Return True for float operands except rotary tables, whose gradients no kernel computes."""
     return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the implementations that this machine chooses for the calls in a jaxpr, in order."""
+    """Return the names of the implementations that run the calls in a jaxpr here, in order."""
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:
-    """Return the largest error over its bound; infinite if a value is not finite."""
+    """Return the largest quotient of an error and its bound.
+
+    The result is infinite if a value is unexpectedly not finite.
+    """
     computed = np.asarray(computed).astype(np.float64)
     value, bound = (a.reshape(computed.shape) for a in (expected.value, expected.error))
     finite = np.isfinite(value)
     if not np.array_equal(computed[~finite], value[~finite]):
         return math.inf
     error = np.abs(computed[finite] - value[finite])
-    # A masked element is exactly 0: both its error and its bound are 0.
+    # A masked element must be exact: its bound is 0.
     ratio = np.where(error == 0, 0, error / np.maximum(bound[finite], 1e-300))
     return float(np.max(np.where(np.isnan(ratio), math.inf, ratio), initial=0))
 

@@ -1,16 +1,18 @@
-"""Advice on softmaxes: jaxnorm's saves only its result, without exponentials and masks."""
+"""Advice on softmaxes: jaxnorm's softmax saves only its result, but no exponentials or masks."""
 
 from collections.abc import Iterator, Sequence
 
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
-#: Primitives that this module looks for, and that no other table lists.
+#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
 def softmaxes(program: Program) -> Iterator[Advice]:
-    """Recognise a softmax whose result is saved, as it is or for the matmul after it.
+    """Recognise a softmax of which the result, or a copy of it for a matmul, is saved.
+
+    On the left is such code, on the right the replacement or its option.
 
     ::
 
@@ -20,7 +22,8 @@ def softmaxes(program: Program) -> Iterator[Advice]:
         y = einsum(..., p.reshape(batch, length, groups, ...))   reshape, or transpose, the logits
         p = jaxnorm.softmax(where(mask, logits, -inf))           where=mask, or causal=True
 
-    In grouped-query attention the result is reshaped; a reshape of the logits does the same.
+    In grouped-query attention, the result is reshaped. The advice is then to reshape the logits
+    instead, so that the softmax returns, and saves, the reshaped array.
     """
     finders = {"exp": _of_plain, "jaxnorm.softmax": _of_ours}
     for made in map(origin, program.saved):
@@ -40,7 +43,8 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
         options.append(f"dtype={path[-1].dtype.name}")
     mask, option = _mask(exponential.operands[0], program)
     if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
-        option = option and "where="  # causal=True applies to the last two axes
+        # For reshaped or transposed logits, causal=True would apply to other axes.
+        option = option and "where="
     options += [option] * bool(option)
     members = program.saved_of([exponential, *mask])
     how = "replace the softmax {at} with jaxnorm.softmax"
@@ -54,7 +58,7 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
 
 
 def _of_ours(result: Value, program: Program) -> Advice | None:
-    """Return advice on the mask of one of jaxnorm's softmaxes."""
+    """Return advice to pass a mask to one of jaxnorm's softmaxes, instead of masked logits."""
     mask, option = _mask(result.operands[0], program)
     if not mask:
         return None
@@ -63,7 +67,10 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Return the quotient of these exponentials and their sum, or None."""
+    """Return the softmax of which these are the exponentials, or None.
+
+    It is the result of the division of the exponentials by their sum.
+    """
     for user in exponential.users:
         if user.made_by == "div" and user.operands[0] is exponential:
             sums = kept_arrays.ancestors(user.operands[1], user.size)
@@ -75,8 +82,9 @@ def _quotient(exponential: Value) -> Value | None:
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
     """Return the chain of copies from a softmax's result to the copy that is saved, or None.
 
-    The result is None if another copy has other users, or if a reshape changes the softmax's axis:
-    then a softmax of copied logits does not return the saved array.
+    A copy is a cast, a reshape or a transpose. The advice is to apply the same copies to the logits
+    instead, so that the softmax returns the saved array. This is not possible, and the result is
+    None, if an array in the chain has other users, or if a reshape changes the softmax's axis.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:
@@ -95,9 +103,12 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
 
 
 def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
-    """Return the saved arrays that exist only for a mask, and the option that replaces the mask."""
+    """Return the arrays that are saved only for a mask, and the option that replaces the mask.
+
+    The option is "where=" or "causal=True", or "" if the logits are not masked.
+    """
     value = origin(logits)
-    if value.made_by == "sub":  # the row's maximum is subtracted
+    if value.made_by == "sub":  # The softmax subtracts the maximum of the row.
         value = origin(value.operands[0])
     select = kept_arrays.uncast(value)
     if select.made_by != "select_n" or len(select.operands) != 3:
@@ -116,7 +127,10 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
-    """Return True if a mask is causal: `jnp.tril`, or the inverse of ``jnp.triu(.., 1)``."""
+    """Return True if a mask is causal, as from `jnp.tril` or the inverse of ``jnp.triu(.., 1)``.
+
+    `is_inverted` is True if the mask is True where logits are masked.
+    """
     shape = mask.shape[-2:]
     while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
         if mask.made_by == "select_n":
@@ -126,7 +140,7 @@ def _is_causal(mask: Value, is_inverted: bool) -> bool:
             is_inverted ^= numbers[0] == 1
         is_inverted ^= mask.made_by == "not"
         mask = origin(mask.operands[0])
-        if mask.shape[-2:] != shape:  # the axis of the rows is not the last but one
+        if mask.shape[-2:] != shape:  # The mask's rows and columns are not its last two axes.
             return False
     if mask.made_by != "ge" or is_inverted:
         return False

@@ -1,4 +1,4 @@
-"""Tables and a progress bar, in plain text."""
+"""Functions that print tables and a progress bar in plain text."""
 
 import sys
 import time
@@ -8,7 +8,10 @@ _WIDTH = 30
 
 
 def table(lines: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
-    """Return a table; the columns in `left` are left-aligned, the others right-aligned."""
+    """Return lines of cells as an aligned table.
+
+    The columns with the indices in `left` are left-aligned, the others right-aligned.
+    """
     left = set(left)
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
@@ -21,11 +24,11 @@ def table(lines: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
 
 
 def progress[T](items: Sequence[T], after: float = 0.0) -> Iterator[T]:
-    """Yield the items; if standard error is a terminal, show a bar of how many are done.
+    """Yield the items and show a progress bar, if standard error is a terminal.
 
     Args:
-      items: what is worked on; the bar shows the string of the current one.
-      after: seconds after which the bar appears, so that short work shows none.
+      items: the items of work. The bar shows the `str` of the current item.
+      after: seconds after which the bar appears, so that it is not shown for short work.
     """
     begin, is_shown = time.monotonic(), False
     for done, item in enumerate(items):

@@ -1,8 +1,8 @@
-"""Wall time of a few calls, compared with XLA's, for ``python -m jaxnorm --check`` on a GPU.
+"""Wall times of a few calls, compared with plain JAX, for ``python -m jaxnorm --check`` on a GPU.
 
-It times jitted programs that run one after the other, including the time that the host takes to
-launch them. This is coarser than the kernel times of the repository's benchmarks, and inaccurate
-below 50 us.
+A time is that of a jitted program, run many times in a row, and includes the launch by the host. It
+is less accurate than the kernel times of the repository's benchmarks, and overestimates the time of
+programs that take less than 50 us.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ Operands = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A call that is timed, forward and backward.
+    """A call of a public function that is timed, forward and backward.
 
     Attributes:
       function: name of the public function.
-      shapes: shapes of the operands, which are random. Labels are integers, cos and sin float32.
-      dtype: dtype of the other operands.
-      options: the call's other arguments.
+      shapes: shapes of the operands, which have random values.
+      dtype: dtype of the operands, except for labels (int32), cos and sin (float32).
+      options: the other arguments of the function.
     """
 
     function: str
@@ -43,7 +43,7 @@ class Timed:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the call's key in `jaxnorm_kernels.timings`."""
+        """Return the key of this call in the table `jaxnorm_kernels.timings.TIMINGS`."""
         return " with ".join([self.function, *self.options])
 
     def dtype_of(self, operand: str) -> str:
@@ -54,7 +54,7 @@ class Timed:
         return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
     def program(self, implementation: str | None) -> Callable[..., Any]:
-        """Return a program that runs forward and backward."""
+        """Return a jitted program that runs the forward and the backward pass."""
 
         def both(operands: Operands, constants: Operands, cotangents: Any) -> Any:
             def function(operands: Operands) -> Any:
@@ -66,7 +66,10 @@ class Timed:
         return jax.jit(both)
 
     def cotangents(self, operands: Operands, constants: Operands) -> Any:
-        """Return cotangents. They are operands, because XLA would fold constants into its code."""
+        """Return cotangents of ones, as operands of the program.
+
+        They are not constants of the program, because XLA would simplify its code for constants.
+        """
         results = jax.eval_shape(self.call, **operands, **constants)
         return jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), results)
 
@@ -94,12 +97,13 @@ CALLS = (
 
 
 def report() -> str:
-    """Return a table of times; each is the sum of forward and backward.
+    """Return a table of times of jaxnorm's default and of plain JAX, forward plus backward.
 
-    For Triton's kernels, the last column is the speed-up that makes them the default.
+    For calls that Triton runs by default, the last column has the earlier measured speed-up that
+    made Triton the default.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
-    with ThreadPoolExecutor(len(CALLS)) as pool:  # compile all calls before any is timed
+    with ThreadPoolExecutor(len(CALLS)) as pool:  # Compile all programs before the first timing.
         ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
     for call, (programs, arguments) in zip(progress(CALLS, after=2.0), ready):
         ours, xla = _times(programs, arguments)
@@ -113,7 +117,7 @@ def report() -> str:
 
 
 def _default(call: Timed) -> str:
-    """Return the implementation that runs the forward pass by default."""
+    """Return the name of the implementation that runs the forward pass of a call by default."""
     x, *others = call.shapes.items()
     arguments: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(shape, call.dtype_of(name)) for name, shape in others
@@ -123,7 +127,10 @@ def _default(call: Timed) -> str:
 
 
 def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
-    """Run jaxnorm's and XLA's program once, to compile. Return both, and their arguments."""
+    """Compile the two programs of a call by running them once. Return them and their arguments.
+
+    The first program uses jaxnorm's default implementation, the second one plain JAX.
+    """
     keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
     operands: Operands = {}
     constants: Operands = {}
@@ -145,7 +152,10 @@ def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
 def _times(
     programs: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]
 ) -> tuple[float, float]:
-    """Return the seconds of both programs: medians over batches, which alternate between them."""
+    """Return the times of two programs in seconds.
+
+    Each is a median over batches of runs; batches of the two programs alternate.
+    """
     batches = [[_batch(p, *arguments) for p in programs] for _ in range(_BATCHES)]
     ours, xla = (statistics.median(times) for times in zip(*batches))
     return ours, xla
