@@ -6,6 +6,7 @@ These tests do not run by default: ``pip install --group models``, then ``pytest
 import contextlib
 import inspect
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -153,27 +154,25 @@ def test_norms_of_a_class_of_their_own_can_be_replaced(transformers, name, offse
 
 def test_the_documented_replacement(transformers):
     """The code in the docstring of `converted` replaces Hugging Face's norms."""
-    import flax
     from transformers.models.llama.modeling_flax_llama import FlaxLlamaRMSNorm
 
     import jaxnorm.linen
 
     doc = inspect.getdoc(jaxnorm.linen.converted)
-    code = inspect.cleandoc(doc.partition("``weight``::")[2].partition("Args:")[0])
+    code = inspect.cleandoc(doc.partition("For Hugging Face's Llama::")[2].partition("Args:")[0])
     model = hugging_face(transformers, "Llama", "float32")
     tokens = jnp.arange(8)[None]
 
-    class Applied:
-        @staticmethod
-        def apply(variables, tokens):
-            return calls_in(jax.jit(lambda t: model(t, params=variables)[0]), tokens)
+    def applied(tokens, params):
+        function = jax.jit(lambda t: model(t, params=params)[0])
+        return types.SimpleNamespace(logits=calls_in(function, tokens))
 
     names = {
-        "LlamaRMSNorm": FlaxLlamaRMSNorm,
-        "model": Applied,
-        "variables": model.params,
+        "FlaxLlamaRMSNorm": FlaxLlamaRMSNorm,
+        "model": applied,
+        "params": model.params,
         "tokens": tokens,
-        "flax": flax,
+        "jnp": jnp,
         "jaxnorm": jaxnorm,
     }
     exec(compile(code, "converted", "exec"), names)
