@@ -267,11 +267,11 @@ def write(*folders: Path) -> list[Path]:
 def draw(found: Results) -> list[Path]:
     """Draw the plot of each suite that was measured, beside its CSV."""
     files = []
-    for suite, (_, plot) in _PLOTS.items():
+    for suite, (shows, plot) in _PLOTS.items():
         if measured := getattr(found, suite):
             files.append(found.plot(suite))
             source = text.provenance(found.rows[suite])
-            title = textwrap.fill(f"{PLOT_DTYPE}. {source}", PLOT_WIDTH)
+            title = textwrap.fill(f"{shows}, {PLOT_DTYPE}. {source}", PLOT_WIDTH)
             plot(measured, PLOT_DTYPE, title, files[-1])
     return files
 
