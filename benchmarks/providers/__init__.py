@@ -135,8 +135,8 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
         losses=("linear_cross_entropy",),
-        note="tokamax's backward pass overwrites x with dx, so XLA copies x before it. This copy is "
-        "not a kernel, so its time is not counted, but it leaves a part of small arrays in the "
+        note="tokamax's backward pass overwrites x with dx, so XLA copies x before it. This copy "
+        "is not a kernel, so its time is not counted, but it leaves a part of small arrays in the "
         "cache.",
     ),
     "quack": Provider(
