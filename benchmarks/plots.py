@@ -73,7 +73,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
         ]
         for op in workloads.OPERATIONS
     ]
-    x_label = "length of a row (hollow markers: 1000, 3000, 4095, 50257)"
+    x_label = "columns per row (hollow markers: 1000, 3000, 4095, 50257)"
     _plot(panels, [x_label] * 2, title, path)
 
 
@@ -88,8 +88,8 @@ def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
         for way in asked.directions
     ]
     x_labels = [
-        "rows = columns of both matrices",
-        f"Llama's projections of {TOKENS} tokens: inputs x outputs",
+        "rows and columns of both matrices",
+        f"matmuls of Llama models: inputs x outputs, {TOKENS} tokens",
     ]
     _plot(panels, x_labels, title, path, y_label="speed [TFLOP/s]", roof=MATMUL)
 
@@ -106,12 +106,12 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
         its = [row for row in its if not row["mesh"]]
         title = _MODELS.get(name, name)
         times.set_title(f"{title}: time of a step", fontsize=10)
-        times.set_ylabel("time [ms]")
+        times.set_ylabel("time of a step [ms]")
         _bars(times, its, "ms", 1.0)
         memory.set_title(f"{title}: temporary memory", fontsize=10)
-        memory.set_ylabel("memory [GB]")
+        memory.set_ylabel("temporary memory [GB]")
         _bars(memory, its, "temp_bytes", 1e9)
-        curves.set_title(f"{title}: training loss", fontsize=10)
+        curves.set_title(f"{title}: losses, one line per bar", fontsize=10)
         curves.set_ylabel("loss [nats per token]")
         curves.set_xlabel("step")
         for row in its:

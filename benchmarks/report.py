@@ -83,8 +83,8 @@ def readme_section(found: Results) -> str:
         paragraph(
             "Remat: `dots` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, `block` "
             'is `jax.checkpoint` of each layer; "-": not measured.',
-            "Times were measured; temp is XLA's memory plan of the same step, without arguments "
-            "and results.",
+            "Temp is the step's temporary memory by XLA's memory plan, without arguments and "
+            "results.",
             text.provenance(steps),
             "The largest batch was not run: it is the largest whose arguments, results and temp "
             "memory fit in 80 GB by XLA's memory plan.",
@@ -107,21 +107,23 @@ def page_section(found: Results) -> str:
         _image(found, "kernels", PAGE),
         paragraph(
             _ROOF,
-            "(A backward loads twice as much as it stores, which is a little faster than a copy.)",
+            "Values above 1 occur because a backward pass loads twice as much as it stores, which "
+            "is a little faster than a copy.",
         ),
         page_tables.kernels(found.kernels),
         paragraph(
-            "jaxnorm compared with the others: its speed over theirs, as median (least to "
-            "greatest), and in how many cells they are more than 2 % ahead. Kernels are timed "
-            "separately, forward and backward. Calls do both at once, through the library's own "
-            "API and compiler."
+            "The next table compares jaxnorm with the others. `speed` is the other's time divided "
+            "by jaxnorm's, as median (least to greatest): above 1, jaxnorm is faster. `ahead` is "
+            "the number of cells in which the other is more than 2 % faster. In `kernels`, forward "
+            "and backward are timed separately. In `calls`, they are timed in one call, through "
+            "the library's own API and compiler."
         ),
         page_tables.comparisons(found.kernels, found.api),
         paragraph(
             text.notes(found.kernels),
             page_tables.where_ahead(figures.ahead(found.kernels)),
-            f"[{REPORT}]({here}/{REPORT}) lists them, and every provider's GB/s; the CSV files "
-            "beside it have every figure.",
+            f"[{REPORT}]({here}/{REPORT}) lists these cells, and the GB/s of every library; the "
+            "CSV files in its folder have all figures.",
         ),
     ]
     for name in _CAPTIONS:
@@ -165,23 +167,26 @@ def full_report(found: Results) -> str:
 
 
 _ROOF = (
-    "The dashed line is a copy of as many bytes (the median of all copies). The table has the "
-    "copy's time over the kernel's and, in brackets, the time of jaxnorm's plain JAX code over the "
-    "kernel's."
+    "The dashed line is a copy of as many bytes (the median of all copies). Each cell of the table "
+    "has the copy's time divided by the time of jaxnorm's kernel and, in brackets, the time of "
+    "jaxnorm's plain JAX code divided by the kernel's."
 )
 _CAPTIONS = {
-    "blocks": "Blocks: norms with the elementwise code around them, forward and backward in one "
-    "call. jaxnorm's share of the speed of a copy of the least bytes, and its speed over others; "
-    "medians over the shapes.",
-    "linear": "A norm and the matmul after it: TFLOP/s, and in brackets the time of the matmul "
-    "alone, which XLA tunes, over the provider's time.",
-    "training": "A training step of models as people write them (benchmarks/language_models.py): "
-    "AdamW, float32 parameters, bfloat16 activations, layers scanned (unless the row "
-    "says unrolled), cuDNN's attention. Remat: a layer saves everything its backward needs "
-    "(none), its matmuls (dots), or only its input (block). Matmuls are cuBLAS's own choice.",
-    "capacity": "The largest batch whose step fits in 80 GB, by XLA's memory plan.",
-    "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, timed "
-    "alternately with plain jnp. By default, XLA runs a small norm without a backward.",
+    "blocks": "Blocks are norms and softmaxes with the elementwise operations of a model before or "
+    "after them, forward and backward in one call. `of a copy` is the time of copying the bytes "
+    "that have to be loaded and stored at least, divided by jaxnorm's time; `against` is the "
+    "other's time divided by jaxnorm's. Both are medians over the shapes.",
+    "linear": "A norm and the matmul after it, in TFLOP/s. In brackets: the time of XLA's matmul "
+    "without a norm, divided by the time of norm and matmul.",
+    "training": "Training steps of models (benchmarks/language_models.py) with AdamW, float32 "
+    "parameters, bfloat16 activations, cuDNN's attention, and scanned layers, unless the row says "
+    "unrolled. Remat: a layer saves everything that its backward pass needs (none), the results "
+    "of its matmuls (dots), or only its input (block). cuBLAS chooses the algorithms of matmuls.",
+    "capacity": "The largest batch whose training step fits in 80 GB, by XLA's memory plan. The "
+    "steps were compiled, not run.",
+    "stacks": "Programs with many small norms: 24 pre-norm residual layers, timed from the call to "
+    "its results, alternately with plain jnp. The default runs XLA's code for small norms that are "
+    "not differentiated.",
 }
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {
@@ -211,12 +216,14 @@ _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # used in docs/results.m
     "training": lambda found: report_tables.training(found.rows["training"]),
 }
 _FOOTNOTES = {
-    "blocks": "`of a copy` is jaxnorm's share of the speed of a copy of the least bytes; the "
-    "others are its speed over theirs. *: the program also copies, converts or transposes whole "
+    "blocks": "`of a copy` is the time of copying the bytes that have to be loaded and stored at "
+    "least, divided by jaxnorm's time; in the other columns, the other's time is divided by "
+    "jaxnorm's. *: the program also copies, converts or transposes whole "
     "arrays (`extra_passes`); its time does not include copies that are not kernels.",
-    "cpu": "jaxnorm's plain JAX and each peer, timed alternately in one process; `ratio` is the "
-    "median of its time over the peer's in each turn. jnp's softmaxes are jax.nn's. Flax's "
-    "LayerNorm computes E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
+    "cpu": "jaxnorm's plain JAX code and each other library, timed alternately in one process. "
+    "`ratio` is the median over the turns of jaxnorm's time divided by the other's. jnp's "
+    "softmaxes are those of jax.nn. Flax's LayerNorm computes the variance as E[x^2] - E[x]^2, "
+    "except in two_pass. Losses are means.",
     "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes. "
     "The roof of linear_cross_entropy (the mean and the gradients of x and weight) is its three "
     "matmuls alone, that of linear_log_prob_and_entropy (one result per position) four; a provider "
@@ -267,11 +274,11 @@ def write(*folders: Path) -> list[Path]:
 def draw(found: Results) -> list[Path]:
     """Write the plot of each suite that was measured, in the folder of its CSV file."""
     files = []
-    for suite, (_, plot) in _PLOTS.items():
+    for suite, (shows, plot) in _PLOTS.items():
         if measured := getattr(found, suite):
             files.append(found.plot(suite))
             source = text.provenance(found.rows[suite])
-            title = textwrap.fill(f"{PLOT_DTYPE}. {source}", PLOT_WIDTH)
+            title = textwrap.fill(f"{shows}, {PLOT_DTYPE}. {source}", PLOT_WIDTH)
             plot(measured, PLOT_DTYPE, title, files[-1])
     return files
 

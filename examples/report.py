@@ -137,9 +137,9 @@ def plot(
 
 def _plot_curves(axes: Axes, runs: Sequence[Run], bigram: float) -> None:
     for run, colour, line in zip(runs, _COLOURS, _LINES):
-        label = f"{run.label}: {run.final_loss:.3f} held out"
+        label = f"{run.label}: held-out loss {run.final_loss:.3f}"
         axes.plot(np.arange(1, len(run.losses) + 1), run.losses, color=colour, label=label, **line)
-    axes.axhline(bigram, color="0.35", ls=":", label=f"bigram model: {bigram:.3f} held out")
+    axes.axhline(bigram, color="0.35", ls=":", label=f"bigram model: held-out loss {bigram:.3f}")
     axes.set_ylabel("training loss [nats per byte]")
     axes.tick_params(labelbottom=False)
     _finish(axes)
@@ -153,17 +153,17 @@ def _plot_differences(axes: Axes, runs: Sequence[Run], early_steps: int, toleran
         steps = np.flatnonzero(difference)  # leave out differences of 0: the axis is logarithmic
         axes.plot(steps + 1, difference[steps], color=colour, ls="", marker=marker, ms=3)
     axes.hlines(tolerance, 1, early_steps, color="black", lw=2)
-    note = f"allowed in the first {early_steps} steps"
+    note = f"most that is allowed in the first {early_steps} steps"
     axes.annotate(note, (early_steps, tolerance), (5, 0), textcoords="offset points", va="center")
     axes.set_yscale("log")
-    axes.set_ylabel(f"difference to\n{reference.label} [nats]")
+    axes.set_ylabel(f"difference from\n{reference.label} [nats]")
     axes.set_xlabel("step")
     axes.margins(y=0.15)
     _finish(axes)
 
 
 def _plot_memory(axes: Axes, runs: Sequence[Run]) -> None:
-    groups = ("compiled temp of\nthe train step", "residuals saved\nfor the backward")
+    groups = ("temporary memory of\nthe training step", "arrays saved for\nthe backward pass")
     height = 0.8 / len(runs)
     for index, (run, colour) in enumerate(zip(runs, _COLOURS)):
         sizes = [run.temp_bytes / MIB, run.residual_bytes / MIB]

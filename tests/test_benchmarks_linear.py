@@ -254,7 +254,7 @@ def test_a_report(tmp_path):
     text = file.read_text()
     assert "| jaxnorm mosaic: failed: no | 1 |" in text
     shown = report.page_section(found)
-    assert "A norm and the matmul after it: TFLOP/s" in shown
+    assert "A norm and the matmul after it, in TFLOP/s" in shown
     assert "![Speed of matmuls, alone and with a norm, against their size, bfloat16]" in shown
     assert "linear_bfloat16.png)" in shown
     assert "| 8192 x 4096 x 6144 | 687 | 660 (0.96) | 515 (0.75) |" in shown

@@ -138,8 +138,9 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
         losses=("linear_cross_entropy",),
-        note="tokamax's backward overwrites x with dx. XLA copies x before it; this copy is not a "
-        "kernel and not counted, and it leaves a part of small arrays in the cache.",
+        note="tokamax's backward pass overwrites x with dx, so XLA copies x before it. This copy "
+        "is not a kernel, so its time is not counted, but it leaves a part of small arrays in the "
+        "cache.",
     ),
     "quack": Provider(
         "QuACK",
