@@ -69,7 +69,8 @@ def run(
       scratch: shared memory and barriers, in place of those that the tile requests.
       blocks: number of blocks, in place of the tile's.
     """
-    # JAX caches the traced body, so it must not refer to traced arrays; it uses only their number.
+    # JAX caches the traced body, so the body must not refer to the traced operands. It only uses
+    # these numbers of operands and results.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:

@@ -51,8 +51,8 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Number of rows of column sums that a thread loads at once when it adds them, at the end of a
-# block.
+# At the end, a block has column sums for each row of its tile, and adds these rows. This is the
+# number of rows that a thread loads at once.
 _ADDED_AT_A_TIME = 8
 
 #: Values of a tile's rows, as a list of arrays: one for each fragment (`RowTile`), or one for each

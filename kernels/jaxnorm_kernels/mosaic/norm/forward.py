@@ -119,7 +119,7 @@ class _Params:
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k`, in float32; if ``norms[k]`` is None, branch_scale."""
+        """Return G and the bias of norm `k` (branch_scale if ``norms[k]`` is None) in float32."""
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
@@ -303,11 +303,11 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Return the mean of a row, and the sum of squares of x - mean, from those of its parts.
+    """Merge the statistics of a row's parts to the row's mean and sum of squares of x - mean.
 
-    `mean` and `square` are these statistics of this warp's part, which has `size` columns. `gather`
-    exchanges values between the warps, so that every warp has the values of all parts
-    (`rows.exchange.Gather`).
+    Each warp has a part of the row, of `size` columns. `mean` is the mean of this part, and
+    `square` its sum of squares of x - mean. `gather` exchanges values between the warps, so that
+    every warp has the values of all parts (`rows.exchange.Gather`).
     """
     if mean is None:
         (part_square,) = gather(square)

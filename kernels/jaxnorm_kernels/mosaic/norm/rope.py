@@ -84,10 +84,10 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 #     both               d' = R' d,                      dx = r (d' G - xh c2)
 #                        dscale = sum_rows(d' xh)
 #
-# |xh| is clipped to sqrt(N), which it cannot exceed mathematically. This matters for a column with
-# a small scale whose partner in the pair has a large one: the partner's rounding error in y,
-# rotated back, may be much larger than the column's n. The loop over rows is in
-# `loops.narrow_rows`.
+# |xh| is clipped to sqrt(N), which it cannot exceed mathematically. This matters if one column of a
+# pair has a small scale, and the other column a large one. R' y mixes the two columns, so the
+# rounding error of the large y may be much larger than n of the column with the small scale. The
+# loop over rows is in `loops.narrow_rows`.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -189,8 +189,8 @@ class HeadTile:
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` contains the terms of the sum, as an array for each part of the columns. It may also
-        contain several such lists of arrays, one after the other.
+        `parts` contains the terms of the sum, as an array for each part of the columns. A row may
+        have several terms per column: then `parts` has several arrays for each part.
         """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:

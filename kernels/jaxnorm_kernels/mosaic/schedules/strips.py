@@ -81,7 +81,8 @@ _WARPGROUP_KIB = 64
 # stores a statistic for each inner element in shared memory.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
-# Shared memory of a block for barriers and Mosaic itself, and the part that the system reserves.
+# Shared memory of a block besides its arrays: for barriers and Mosaic itself (1 KiB), and what the
+# system reserves.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
 #: Reasons why the strip kernels cannot run a call. Such calls are transposed to rows instead.
