@@ -121,7 +121,7 @@ _F32 = np.dtype(np.float32)
 _SWIZZLED = 16
 
 # Number of registers per thread: as many as possible for the warpgroups that multiply, few for the
-# one that copies. The three warpgroups share 65536 registers.
+# warpgroup that copies. The three warpgroups share 65536 registers.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 

@@ -15,9 +15,9 @@ If d is the cotangent of the log-probability, e the cotangent of the entropy, an
 With a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`. The
 equations then give the gradient of f g(x), and x - m stands for f (g(x) - m).
 
-Each element of dx depends only on the same element of x and on values of the row. So a block needs
-only a part of a row, and dx may overwrite x. If the row's position is masked, the forward pass
-saves log(s) = -inf, and dx is 0. If the label is not a class, log(s) and dx are NaN.
+Each element of dx depends only on the same element of x and on the row's statistics and cotangents.
+So a block needs only a part of a row, and dx may overwrite x. If the row's position is masked, the
+forward pass saves log(s) = -inf, and dx is 0. If the label is not a class, log(s) and dx are NaN.
 """
 
 import dataclasses

@@ -63,8 +63,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: m and s of the columns read so far, as the module's docstring defines them. With label smoothing,
-#: a third array is the sum of x - r; for the entropy, a third array is T / f.
+#: m and s of the columns read so far, as the module's docstring defines them. There may be a third
+#: array: with label smoothing, it is the sum of x - r; for the entropy, it is T / f.
 Sums = tuple[jax.Array, ...]
 
 
@@ -231,7 +231,7 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """Number of leading steps in which no column must be skipped (see `Units.whole`)."""
+        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:

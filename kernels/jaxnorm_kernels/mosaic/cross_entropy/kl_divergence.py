@@ -203,7 +203,7 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """Number of leading steps in which no column must be skipped (see `Units.whole`)."""
+        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:

@@ -76,8 +76,8 @@ def _of_size(sms: int, like: Gpu) -> Gpu:
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: These numbers of clusters were not measured but scaled from an H200's. They are used only if the
-#: CUDA driver cannot report the true numbers.
+#: These numbers of clusters were not measured but scaled from those of an H200. They are used only
+#: if the CUDA driver cannot report the true numbers.
 B200 = _of_size(148, HOPPER)
 #: These numbers of clusters were not measured either. Clusters of 16 blocks are left out, because
 #: only Hopper and B200 are known to support them.

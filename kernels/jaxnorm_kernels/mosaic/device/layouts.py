@@ -141,7 +141,7 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     if shape != ref.shape:
         ref = ref.reshape(*shape)
     # Mosaic's inline operations lose the layout of an array that fits in one register of a thread.
-    # Such arrays use Pallas' load.
+    # Such arrays are loaded with Pallas' own load.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
         return plgpu.load(ref, layout=layout, optimized=False)
     signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True

@@ -138,8 +138,8 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
     """Store `value` in a ref in global memory, rounded to the dtype of `ref`.
 
-    Mosaic's own stores use generic addresses. Because these might be in shared memory, later loads
-    from shared memory wait for the stores.
+    Mosaic's own stores use generic addresses. A generic address might be in shared memory, so later
+    loads from shared memory wait for these stores.
     """
     if is_interpreted():
         store(ref, value)
@@ -165,7 +165,7 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Loads and stores of consecutive elements whose start or end is not aligned to a thread's vectors.
+# Loads and stores of ranges of elements that start or end within a thread's vector.
 #
 # `first` is the index of the first element in the ref, and `places` an int32 array with each
 # element's offset from it (see `flat_index`). Computing `places` takes about 40 operations, so

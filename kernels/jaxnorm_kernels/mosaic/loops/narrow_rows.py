@@ -125,7 +125,7 @@ class _NarrowRowsKernel:
     def step(self, k: Any, carry: Any) -> Any:
         """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         statistics, carried = carry
-        # Load the statistics of the next step now, so that they arrive during this one.
+        # Load the statistics of the next step now, so that they arrive during the current step.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
         first = self.share.first_row(k)
         early = [self.work.early(first + top) for top in self.tops]

@@ -7,9 +7,9 @@ rows. Each warpgroup of the block has a partition of the columns, and a ring of 
 
 A row is read from shared memory twice: for its sums, and for dx. So it occupies no registers while
 warps exchange the sums. These registers hold the column sums (dscale, dbias) instead, which each
-thread accumulates over all rows. Each step processes one row (or group). To hide the time of the
-exchange, warps write the sums of step k to shared memory (publish) before they read those of step k
-- 1::
+thread accumulates over all rows. Each step processes one row, or one group of short rows. To hide
+the time of the exchange, warps write the sums of step k to shared memory (publish) before they read
+those of step k - 1::
 
     for step k:   wait for its stage      add up each warp's columns, publish the sums   (reduce)
                   read the sums of k-1    store dx, add to column sums, refill the stage (finish)

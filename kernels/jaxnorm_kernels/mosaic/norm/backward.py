@@ -427,7 +427,7 @@ def scaled_sum_bwd(
 #     gradient of x      dx = r (dresidual G - xh c),             c = mean(dresidual u)
 #                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
 #
-# c depends on dresidual, and dresidual depends on c'. Computed like this, they would need two
+# c depends on dresidual, and dresidual depends on c'. Computed in this order, they would need two
 # reductions of a row, one after the other. Instead, c is computed from sums that do not depend on
 # dresidual or c':
 #

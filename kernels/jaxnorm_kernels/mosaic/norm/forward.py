@@ -91,7 +91,7 @@ class _Params:
     Attributes:
       tile: how a block distributes its rows over threads.
       rows: number of rows of the call.
-      norms: the norm to which each entry of `refs` belongs, or None for branch_scale.
+      norms: for each entry of `refs`, the spec of its norm, or None for branch_scale.
       refs: for each norm, the refs of its scale and bias; then a list with the ref of branch_scale.
     """
 
@@ -113,7 +113,7 @@ class _Params:
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
-        """Load all parameters for the rows of the block, which all use the same ones."""
+        """Load all parameters. All rows of a block use the same parameters."""
         return [
             self.load(k, lambda: self.tile.first_row(self.rows)) for k in range(len(self.norms))
         ]
@@ -303,7 +303,7 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Merge the statistics of a row's parts to the row's mean and sum of squares of x - mean.
+    """Merge the statistics of a row's parts into the row's mean and sum of squares of x - mean.
 
     Each warp has a part of the row, of `size` columns. `mean` is the mean of this part, and
     `square` its sum of squares of x - mean. `gather` exchanges values between the warps, so that

@@ -101,7 +101,8 @@ class _RotatedRows:
       tile: how a warpgroup distributes its rows over threads.
       rstd: statistics of the rows.
       tables: cos and sin.
-      gains: G of each part, and 1 / G of each part. Both lists are empty if there is no scale.
+      gains: two lists: G of each part of the columns, and 1 / G of each part. Both are empty
+        without a scale.
     """
 
     spec: Spec

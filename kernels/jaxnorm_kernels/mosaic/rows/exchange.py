@@ -43,11 +43,11 @@ MESSAGE = 4
 #
 # A block announces to its barrier how many bytes it will receive. The other blocks send these bytes
 # with ``st.async``, without waiting. A thread that waits for the barrier then sees all sent values.
-# Plain stores followed by an arrival at the other blocks' barriers do not work, because they may
-# become visible in any order (H200: a wrong sum in some rows of a million). A fence would fix the
-# order, but it also waits for all earlier stores of the block, including its results (which costs a
-# third of the bandwidth). Even without such stores, the fence of a cluster barrier takes longer
-# than sending the values (GroupNorm followed by silu: 12 of 162 us; H100).
+# Plain stores followed by an arrival at the other blocks' barriers do not work, because the arrival
+# may become visible before the stores (H200: a wrong sum in some rows of a million). A fence would
+# fix the order, but it also waits for all earlier stores of the block, including its results (which
+# costs a third of the bandwidth). Even without such stores, the fence of a cluster barrier takes
+# longer than sending the values (GroupNorm followed by silu: 12 of 162 us; H100).
 #
 # Pallas has no such operations, so they are written in PTX. The interpreter does not support
 # clusters.

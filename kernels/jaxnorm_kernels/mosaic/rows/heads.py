@@ -198,7 +198,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to all columns of `like`, which is a part of the rows."""
+        """Broadcast one number per row to the shape of `like`, which has a part of the columns."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(

@@ -183,7 +183,7 @@ class PipelinedRow(Pipelined, SplitRow):
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Each fragment (column range) has its own buffer, because Mosaic can load a slice of a
-        # buffer's columns only if the slice's width divides the buffer's.
+        # buffer's columns only if the slice's width divides the width of the buffer.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]

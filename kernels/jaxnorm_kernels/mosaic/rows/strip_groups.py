@@ -9,8 +9,9 @@ stored once, ``(width / group,)``.
 If the group size is a power of 2, a group lies in one thread's vector or in the vectors of
 neighbouring threads, which exchange values by warp shuffles. For other group sizes, functions whose
 names end in ``_any`` use shared memory and a `Span`. A strip may then contain only a part of its
-first and last group; the statistics of these are meaningless and not stored. Mosaic's layouts do
-not support groups, so this code works on single registers, except in the interpreter.
+first and last group. The statistics of such incomplete groups are meaningless and are not stored.
+Mosaic's layouts do not support groups, so this code works on single registers, except in the
+interpreter.
 """
 
 import dataclasses

@@ -168,8 +168,8 @@ class Strips:
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Return the shared memory of a block: the strip of each loaded array, and barriers.
 
-        There is a barrier for each part of each warpgroup. If groups need it, there is also memory
-        for `strip_groups.sum_of_any`.
+        There is a barrier for each part of each warpgroup. If the group size requires
+        `strip_groups.sum_of_any`, there is also memory for it.
         """
         held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)

@@ -322,7 +322,7 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
     # In a large cluster with two parameters, each block has an SM for itself and loads many
-    # parameters. So only as many blocks are launched as run at the same time, and each processes
+    # parameters. So no more blocks are launched than run at the same time, and each block processes
     # several rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
@@ -378,8 +378,8 @@ def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
 def _shares(cols: int, vector: int, values: int) -> int:
     """Return how many warpgroups (a power of 2) must share a row.
 
-    They are so many that a thread has at most `values` columns, if the row is long enough to give
-    each thread a vector.
+    A thread then has at most `values` columns, unless the row is too short to give each thread of
+    so many warpgroups a vector.
     """
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
@@ -406,8 +406,8 @@ TABLE = (
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
-    # There are at most as many rows as SMs, so latency matters: each row is distributed over many
-    # threads, on several SMs if they are free.
+    # A rule for calls with at most as many rows as the GPU has SMs. There the latency of a row
+    # matters, so each row is distributed over many threads, on several SMs if they are free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # Rules for parameters that have at least as many bytes per column as the rows, and stay in
     # registers. In the first rule, rows are so short that several blocks fit on an SM.

@@ -50,8 +50,8 @@ class Heads:
     """Schedule of the kernels of norms with a rotation.
 
     Attributes:
-      vector: number of neighbouring pairs per thread: so many first columns, and so many second
-        columns.
+      vector: number of neighbouring pairs per thread. A thread loads their first columns with one
+        load, and their second columns with another.
       rest: number of neighbouring columns per thread among the columns that are not rotated.
       threads: number of threads of a warp that share a row.
       height: number of rows that a warpgroup processes at the same time.

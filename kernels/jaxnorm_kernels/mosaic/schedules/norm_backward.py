@@ -180,7 +180,7 @@ def wide_rows(
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )
-    width = ring.partition(spec.cols).width  # columns per warpgroup
+    width = ring.partition(spec.cols).width  # number of columns per warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)

@@ -143,7 +143,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     )
     if not fits:
         return None
-    unit = WARPS * WARP // threads  # columns per unit
+    unit = WARPS * WARP // threads  # number of columns that a block's warpgroup processes at once
     busy = array_bytes // (_WARPGROUP_KIB * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
     strips = Strips(
