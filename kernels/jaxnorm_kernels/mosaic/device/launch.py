@@ -1,6 +1,6 @@
 """Launches a Pallas kernel body on a grid of blocks, or runs it in the interpreter on the CPU.
 
-Also has the barriers that kernel bodies use.
+The module also contains the barriers that kernel bodies use.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """Return `schedule`. If it is None, no kernel supports the call: raise ValueError."""
+    """Return `schedule`, or raise ValueError if it is None (no kernel supports the call)."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule

@@ -92,7 +92,8 @@ class _NarrowRowsKernel:
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
-      shared: memory in which column sums are added: ``(height, cols)`` for each fragment of a row.
+      shared: shared memory in which column sums are added: ``(height, cols)`` for each fragment of
+        a row.
     """
 
     work: TileWork
@@ -198,7 +199,8 @@ def narrow_rows_backward(
     (all_rows, cols), groups = operands.shape, operands.groups
     if rows % tile.rows or all_rows // groups < rows:
         raise ValueError(f"{tile} needs stages of k * {tile.rows} rows, not {rows}")
-    sizes = operands.sizes  # JAX caches the traced body, which must not hold traced arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    sizes = operands.sizes
     widths = tile.widths if column_sums else []
 
     def body(*arguments: Ref) -> None:

@@ -328,7 +328,7 @@ class _PipelinedKernel:
         return load_wide(refs, layout, shape)
 
     def no_sums(self) -> list[jax.Array]:
-        """Return zeros, the initial column sums, for each unit (vector per thread) of a row."""
+        """Return zeros, the initial column sums, for each unit (one vector per thread)."""
         zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
         return [zeros] * (len(self.units) * self.formula.column_sums)
 
@@ -353,7 +353,8 @@ def pipelined_backward(
         raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
     sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
     whole = ring.cluster * ring.warpgroups == 1
-    sizes = operands.sizes  # JAX caches the traced body, which must not hold traced arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    sizes = operands.sizes
 
     def body(*arguments: Ref) -> None:
         refs = BackwardRefs.of(arguments, sizes, len(results), formula.column_sums)
@@ -399,7 +400,8 @@ def pipelined_backward(
 
     part = ring.partition(cols)
     width = cols if whole else part.width
-    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))  # per stage
+    # number of copies that fill a stage
+    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))
     stages = ring.warpgroups * ring.stages
     return launch(
         body,

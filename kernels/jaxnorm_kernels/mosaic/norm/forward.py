@@ -239,7 +239,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """The kernel's body: load, normalise and store each row of the block."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the elements to normalise; then h, the residual or the gate, if needed later."""
+        """Return the elements to normalise and, if needed later, h, the residual or the gate."""
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)

@@ -43,7 +43,8 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
     layouts = tile.row_layouts
     params = [a for a in (operands.scale,) if a is not None]
     arrays = [operands.x, operands.cos, operands.sin, *params]
-    count = len(arrays)  # JAX caches the traced body, which must not hold arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    count = len(arrays)
 
     def body(*refs: Any) -> None:
         (x, cos, sin, *scale), (y, *rstd) = split(refs, count)

@@ -161,7 +161,7 @@ def _in_strips(
     """
     exchange = StripExchange(strips, exchanged)
     stages = strips.scratch([a.dtype for a in rows])
-    # JAX caches the traced body, which must not hold traced arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
     counts = len(rows), len(others) + len(outputs), len(stages)
 
     def body(*refs: Ref) -> None:

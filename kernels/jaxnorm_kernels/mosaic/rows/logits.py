@@ -245,7 +245,7 @@ class Place:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """Load one value per row of the tile, or one value if all rows use the same."""
+        """Load one value per row of the tile, or a single value if all rows use the same value."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)

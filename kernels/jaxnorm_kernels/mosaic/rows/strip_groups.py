@@ -118,10 +118,7 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the address of the value of each group that overlaps this thread's vector.
-
-    These are the groups that overlap this thread's vector.
-    """
+    """Return the address of the value of each group that overlaps this thread's vector."""
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)

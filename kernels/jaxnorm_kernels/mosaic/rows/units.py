@@ -142,7 +142,7 @@ class Units:
     def count(self) -> int:
         """Number of units (one vector per thread) in the body of a row.
 
-        The last one may overlap the one before it.
+        The last unit may overlap the unit before it.
         """
         return -(-self.body // self.width)
 

@@ -66,5 +66,5 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 
 def is_unaligned(spec: Spec) -> bool:
-    """Return True if a row's bytes are not a multiple of 16, as asynchronous copies require."""
+    """Return True if asynchronous copies cannot load a row: it is not a multiple of 16 bytes."""
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

@@ -208,7 +208,7 @@ _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2
 # Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
 # If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
-# But with two parameters and more than `_REREAD_VALUES` columns, it stays in registers: the
+# But with two parameters and more than `_REREAD_VALUES` columns, the row stays in registers: the
 # parameters take so many registers that only one or two blocks fit on an SM anyway.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 

@@ -46,8 +46,8 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     """Return how many blocks (or clusters) per group of rows minimise the kernel's estimated time.
 
     The blocks are persistent: each processes many rows. If several numbers have the same time, the
-    smallest number is returned: each block stores a row of partial sums, which must be loaded and
-    added later.
+    smallest number is returned, because each block stores a row of partial sums, which must be
+    loaded and added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
@@ -201,7 +201,7 @@ def _registers(spec: Spec, width: int) -> int:
         of_scale = 2 if norm.norm.saved == "output" else 1
         held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
-    # Two norms have about twice as many values in flight.
+    # Two norms need about twice as many registers per column as one norm.
     of_column = (_column_sums(spec) + held) * len(spec.norms)
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
@@ -225,7 +225,7 @@ def is_copied(spec: Spec) -> bool:
 def row_dtypes(spec: Spec) -> list[np.dtype]:
     """Return the dtypes of the rows that a norm's backward pass loads.
 
-    In this order: x (only for two norms), the saved array, further saved arrays, dy and dh.
+    Their order is: x (only for two norms), the saved array, further saved arrays, dy and dh.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype
