@@ -30,8 +30,7 @@ from jaxnorm_kernels.mosaic.support import (
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
-# Kernel functions by family of operations. If an operation has an entry of its own, it does not use
-# its family's kernel.
+# The kernel function of each operation. An operation without an entry uses its family's entry.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

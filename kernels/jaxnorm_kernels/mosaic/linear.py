@@ -63,9 +63,9 @@ from jaxnorm_kernels.specs import LinearActivation
 # matmuls).
 
 
-#: Number of warpgroups that multiply. Another warpgroup copies.
+#: Number of warpgroups per block that multiply. One more warpgroup copies.
 MULTIPLY = 2
-#: Number of rows that a warpgroup multiplies at the same time: those of a wgmma instruction.
+#: Number of rows of y that a warpgroup computes at the same time: a wgmma instruction has 64 rows.
 ROWS = 64
 #: Number of columns of a tile of x. With 16 bits each, they fill a row of the widest swizzle, 128
 #: bytes.
@@ -82,9 +82,9 @@ class ProductSchedule:
     Attributes:
       features: number of columns of a tile of y. A tile has 128 rows.
       stages: number of buffers for tiles of x and weight in shared memory.
-      group: number of neighbouring tiles along a row of y that are computed before the tiles of the
-        next rows. They read the same rows of x. The next rows then read the same columns of weight,
-        which are still in the L2 cache.
+      group: number of neighbouring tiles along a row of y that are computed before the tiles below
+        them. Tiles next to each other read the same rows of x. Tiles below each other read the same
+        columns of weight, which are then still in the L2 cache.
     """
 
     features: int
@@ -116,12 +116,12 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# Number of 16-bit columns in a row of the narrowest swizzle, 32 bytes. Arrays are padded with zeros
-# to a multiple of it.
+# The narrowest swizzle rearranges rows of 32 bytes, which are this many 16-bit columns. Arrays are
+# padded with zeros to a multiple of this number.
 _SWIZZLED = 16
 
 # Number of registers per thread: as many as possible for the warpgroups that multiply, few for the
-# one that copies. The three warpgroups share 65536 registers.
+# warpgroup that copies. The three warpgroups share 65536 registers.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
@@ -131,8 +131,8 @@ _MULTIPLE = 8
 _MAX_ROWS = 2**31 - 2**16
 
 # ``jax.default_matmul_precision`` may name an algorithm, in upper case. These are the algorithms
-# that the kernel implements. Other settings, such as "float32", are satisfied anyway, because
-# products of 16-bit numbers are exact in float32, in which they are added.
+# that the kernel implements. Other settings, such as "float32", need no check: the kernel adds in
+# float32, and products of 16-bit numbers are exact in float32.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -147,7 +147,7 @@ def why_unsupported(
     Args:
       sizes: number of rows of x, columns of x, and columns of weight.
       dtype: dtype of the matmul's operands.
-      dtypes: dtypes of x, weight and y, and of scale and bias if they are given, by name.
+      dtypes: maps the names x, weight, y, scale and bias to dtypes. scale and bias are optional.
       precision: the value of ``jax.default_matmul_precision``.
     """
     if local_capability() not in (90, None):
@@ -275,9 +275,10 @@ def _shared(
 
 
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
-    """Return shared memory for tiles of the first array, in the layout of matrix instructions.
+    """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
-    The layout has the widest swizzle (at most 128 bytes) that divides the rows of all arrays.
+    The layout has the widest swizzle (at most 128 bytes) that divides a row of the tile and a row
+    of each of `arrays`, in bytes.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
@@ -353,8 +354,8 @@ class _ProductKernel:
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
         if "bias" in shared:
-            # Load the bias last: this waits until the previous tile, whose bias is overwritten, is
-            # finished.
+            # Load the bias last. It overwrites the bias of the previous tile of y, so wait until
+            # this tile is finished.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -362,7 +363,7 @@ class _ProductKernel:
             source = self.arrays["bias"].at[pl.ds(column, self.schedule.features)]
             plgpu.copy_gmem_to_smem(source, shared["bias"], shared["bias_full"])
 
-    # ------------------------------------------------------------------------------------- product
+    # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
         """Compute this warpgroup's half of the rows of each of the block's tiles of y."""
@@ -395,16 +396,16 @@ class _ProductKernel:
         return lax.rem(step, self.schedule.stages)
 
     def _product(self, step: Any, sums: Ref) -> None:
-        """Start the matmul of a step, whose result is added to `sums`."""
+        """Start the matmul of a step. Its result is added to `sums`."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         weight = self.shared["weight"].at[self._stage(step)]
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Square this warpgroup's rows of a tile of x, and add up groups of columns: ``(64, 8)``.
+        """Return partial sums of squares of this warpgroup's rows of a tile of x: ``(64, 8)``.
 
-        Each of the 8 results per row is a sum of 8 columns. They are added only once, when the tile
-        of y is complete.
+        Each of the 8 sums per row covers 8 of the 64 columns. The caller adds the 8 sums only once,
+        after the last step of the tile of y.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]

@@ -172,7 +172,7 @@ def _is_held(spec: Spec) -> bool:
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
-        return True  # Rows too long for the fused kernel: each norm runs in its own kernel.
+        return True  # If rows are too long for the fused kernel, each norm has its own kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 

@@ -1,22 +1,23 @@
-"""Backward pass of cross-entropy, and of log-probability and entropy, from the logits.
+"""Backward passes of cross-entropy and of the label's log-probability with the entropy.
 
-l is the label, j the index of a column, V the number of classes; [j = l] is 1 if j equals l, else
-0. m = max(x) and log(s) are the statistics that the forward pass saves. p = exp(x - m - log(s)) are
-the probabilities. a is the label smoothing and b the factor of the z-loss. With d, the cotangent of
-the loss:
+x is a row of V logits, j the index of a column, and l the label. [j = l] is 1 if j equals l, else
+0. The forward pass saves x and the statistics m = max(x) and log(s). The probabilities are p =
+exp(x - m - log(s)). a is the label smoothing and b the factor of the z-loss.
+
+If d is the cotangent of the loss:
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 
-With d, the cotangent of the log-probability, e, that of the entropy, and the entropy H:
+If d is the cotangent of the log-probability, e the cotangent of the entropy, and H the entropy:
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
 With a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`. The
 equations then give the gradient of f g(x), and x - m stands for f (g(x) - m).
 
-No element depends on another one, so each block processes a part of a row, and may store dx over x.
-If the row's position is masked, the forward pass saves log(s) = -inf, and dx is 0. If the label is
-not a class, log(s) and dx are NaN.
+Each element of dx depends only on the same element of x and on the row's statistics and cotangents.
+So a block needs only a part of a row, and dx may overwrite x. If the row's position is masked, the
+forward pass saves log(s) = -inf, and dx is 0. If the label is not a class, log(s) and dx are NaN.
 """
 
 import dataclasses
@@ -78,8 +79,8 @@ def cross_entropy_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Start the loads of the logits first. The row's statistics and cotangents arrive at the
-            # same time.
+            # Start the loads of the logits first, so that the loads of the row's statistics and
+            # cotangents overlap them.
             raw = load_units(of_block, x, row)
             label = read_label(labels, row)
             numbers = [load(ref.at[row], None) for ref in of_row]
@@ -87,7 +88,7 @@ def cross_entropy_bwd(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # columns, from 0 at a unit's start
+            columns = flat_index(shape, layout)  # relative to the unit's first column
             have_label = [unit.has(label) for unit in of_block]
             for unit, value, has_label in zip(of_block, raw, have_label):
                 of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
@@ -118,7 +119,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """Return dx in float32 for one unit (vector per thread) of a row that is not masked."""
+    """Return dx in float32 for one unit (one vector per thread) of an unmasked row."""
     top, log_sum, d, *of_entropy = numbers
     g_x = g(x, spec)
     p, log_p, base = probability(g_x - top, log_sum, spec)
@@ -138,7 +139,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Few units (vectors per thread) contain the label's column. Others need no comparison with it.
+    # Compare columns with the label's column only if it is among them, which is rare.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

@@ -63,8 +63,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: m and s of the columns read so far, as the module's docstring defines them. With label smoothing,
-#: a third array is the sum of x - r; for the entropy, a third array is T / f.
+#: m and s of the columns read so far, as the module's docstring defines them. There may be a third
+#: array: with label smoothing, it is the sum of x - r; for the entropy, it is T / f.
 Sums = tuple[jax.Array, ...]
 
 
@@ -84,14 +84,14 @@ class LossForwardSchedule:
     warpgroups: int = 1
 
 
-# Minimum number of bytes of a row per warpgroup, in general and for calls with fewer rows than the
-# GPU has SMs; then the maximum number of warpgroups per block. With 64 KiB per warpgroup, the time
-# to start a block and to merge its sums is negligible. Small blocks are better, because some start
-# while others load: over 32768 columns of bfloat16, one warpgroup per block reaches 1.01 of a
+# `_SHARE_BYTES` is the minimum number of bytes of a row per warpgroup, and `_SHARE_BYTES_OF_FEW`
+# the minimum for calls with at most as many rows as the GPU has SMs. With 64 KiB per warpgroup, the
+# time to start a block and to merge its sums is negligible. Small blocks are better, because some
+# start while others load: over 32768 columns of bfloat16, one warpgroup per block reaches 1.01 of a
 # copy's bandwidth and two reach 0.94 (H200).
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
-# Number of columns that a thread adds up per step. They fit in 64 registers per thread, so that an
-# SM runs 1024 threads, which have 32 KiB of loads in flight while they add.
+# Number of columns that a thread adds up per step. With this number, a thread needs at most 64
+# registers, so an SM runs 1024 threads. Together they have 32 KiB of loads in flight.
 _COLUMNS = 16
 
 
@@ -112,9 +112,9 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Return the units (vectors per thread) that cover a row's classes.
+    """Return the column ranges (units of one vector per thread) that cover a row's classes.
 
-    If `padded`, they also cover the padding columns behind the classes.
+    If `padded` is True, they also cover the padding columns after the classes.
     """
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
@@ -123,8 +123,9 @@ def units_of(spec: Spec, *, padded: bool = False) -> Units:
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
-    """Return the loss, or log_prob and entropy, and, if requested, the statistics m and log(s).
+    """Return the loss, or log_prob and entropy.
 
+    The results include the statistics m and log(s) if the call saves them.
     `schedule` replaces the default schedule.
     """
     assert operands.mask is None, "of classes: `support` refuses it"
@@ -187,7 +188,7 @@ def _row(
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
         parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
-        # Use the label's logit as late as possible, because using it waits for its load.
+        # Use the label's logit only now, because its first use waits for its load.
         sums = _merge(parts, spec)
         write(*_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
 
@@ -229,15 +230,15 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """Number of steps in which all vectors of the row are complete and overlap no others."""
+        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's columns in step `index` (below `whole_steps`), as units."""
+        """Return this warpgroup's units in step `index`, which must be below `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's columns after the last whole step as units, if there are any."""
+        """Return this warpgroup's units after the first `whole_steps` steps; there may be none."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -249,7 +250,7 @@ class _Share:
         """Return the thread's sums over this warpgroup's units of the row, as `Sums`.
 
         `raw` contains the elements of the units in `first()`, which the caller has already loaded.
-        `label` is the label, and `r` the number subtracted for label smoothing.
+        `r` is the number that is subtracted from each logit for label smoothing.
         """
         sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
@@ -295,8 +296,7 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Few units (vectors per thread) contain the label's column. Others need no comparison with
-        # it.
+        # Compare columns with the label's column only if it is among them, which is rare.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -321,7 +321,7 @@ def _without(
     label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
     """Replace x by -inf in the label's column."""
-    columns = flat_index(x[0].shape, layout)  # columns, from 0 at a unit's start
+    columns = flat_index(x[0].shape, layout)  # relative to the unit's first column
     return [
         jnp.where(columns == label - unit.start, -jnp.inf, value) for unit, value in zip(units, x)
     ]

@@ -57,9 +57,10 @@ from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
-# Minimum number of bytes of both rows per warpgroup, in general and for calls with fewer rows than
-# the GPU has SMs; then the maximum number of warpgroups per block. With more than two, an SM's
-# registers would not suffice for two blocks, because each thread has six sums.
+# `_SHARE_BYTES` is the minimum number of bytes of both rows per warpgroup, and
+# `_SHARE_BYTES_OF_FEW` the minimum for calls with at most as many rows as the GPU has SMs. With
+# more than two warpgroups per block, an SM's registers would not suffice for two blocks, because
+# each thread has two maxima and four sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
@@ -184,7 +185,7 @@ def _row(
     pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf, 0.0, 0.0))
 
 
-#: Loaded elements of P's row and of Q's row: for each row, an array per unit (vector per thread).
+#: Loaded elements of P's row and of Q's row: for each row, one array per unit (`Unit`).
 _Raw = tuple[list[jax.Array], list[jax.Array]]
 
 
@@ -202,15 +203,15 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """Number of steps in which all vectors of the rows are complete and overlap no others."""
+        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's columns in step `index` (below `whole_steps`), as units."""
+        """Return this warpgroup's units in step `index`, which must be below `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's columns after the last whole step as units, if there are any."""
+        """Return this warpgroup's units after the first `whole_steps` steps; there may be none."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -225,8 +226,8 @@ class _Share(NamedTuple):
     def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
         """Return the thread's sums over this warpgroup's columns of the two rows.
 
-        `raw` contains the elements of the first columns, those of ``first()``, which the caller has
-        already loaded.
+        `raw` contains the elements of the units in ``first()``, which the caller has already
+        loaded.
         """
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         sums = _Sums(lowest, lowest, zero, zero, zero, zero)
@@ -294,8 +295,8 @@ def _terms(
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # A column with e_P = 0 contributes 0. But if u is infinite, then Q is 0 and P is not: e_P has
-    # only underflowed, and the divergence is infinite.
+    # A column with e_P = 0 contributes 0. The exception is an infinite u: there Q is 0, and P is
+    # nonzero although e_P has underflowed to 0, so the divergence is infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
@@ -370,8 +371,8 @@ def kl_divergence_bwd(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Start the loads of the logits first. The statistics and cotangents arrive at the same
-            # time.
+            # Start the loads of the logits first, so that the loads of statistics and cotangents
+            # overlap them.
             raw = [load_units(of_block, ref, row) for ref in (x, teacher)]
             numbers = [load(ref.at[row], None) for ref in of_row]
             has_entry = numbers[1] != -jnp.inf
@@ -406,7 +407,7 @@ def _gradient(
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
-    """Return dx in float32 for one unit (vector per thread) of a row that is not masked."""
+    """Return dx in float32 for one unit (one vector per thread) of an unmasked row."""
     m_q, log_s_q, m_p, log_s_p, d, *of_reverse = numbers
     of_teacher, g_x = _of_teacher(spec), g(x, spec)
     below_q, below_p = g_x - m_q, g(teacher, of_teacher) - m_p

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# exp of this number is 0. It replaces lower exponents, such as -inf or the lowest float32 in masks:
-# multiplied by a sum or a cotangent, these could become infinite, and 0 times infinity is NaN.
+# Lower limit of exponents, low enough that exp of it is 0. Without the limit, an exponent of -inf,
+# or a large negative one multiplied by a sum or a cotangent, would be infinite. Its product with
+# exp(exponent) = 0 would then be NaN.
 _FAR = -1e20
 
 
@@ -43,7 +44,7 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 
 
 def finite(exponent: jax.Array) -> jax.Array:
-    """Limit an exponent to at least `_FAR`, so that its products stay finite."""
+    """Raise an exponent below `_FAR` to `_FAR`, so that multiples of it stay finite."""
     return jnp.maximum(exponent, _FAR)
 
 

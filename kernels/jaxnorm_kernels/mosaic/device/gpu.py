@@ -54,7 +54,7 @@ class Gpu:
 
     @property
     def portable_cluster(self) -> int:
-        """The largest cluster size that this GPU and every other GPU with clusters supports."""
+        """This GPU's largest cluster size (in blocks) that every GPU with clusters supports."""
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
     def at_a_time(self, cluster: int) -> int:
@@ -76,11 +76,11 @@ def _of_size(sms: int, like: Gpu) -> Gpu:
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: These numbers of clusters were not measured but scaled from an H200's. They are used only if the
-#: CUDA driver cannot report the true numbers.
+#: These numbers of clusters were not measured but scaled from those of an H200. They are used only
+#: if the CUDA driver cannot report the true numbers.
 B200 = _of_size(148, HOPPER)
 #: These numbers of clusters were not measured either. Clusters of 16 blocks are left out, because
-#: Hopper and B200 support them but other GPUs may not.
+#: only Hopper and B200 are known to support them.
 RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )

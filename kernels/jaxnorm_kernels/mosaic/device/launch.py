@@ -1,6 +1,6 @@
 """Launches a Pallas kernel body on a grid of blocks, or runs it in the interpreter on the CPU.
 
-Also has the barriers that kernel bodies use.
+The module also contains the barriers that kernel bodies use.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """Return `schedule`, or raise ValueError if it is None: no schedule fits the call."""
+    """Return `schedule`, or raise ValueError if it is None (no kernel supports the call)."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule
@@ -74,10 +74,10 @@ def launch(
       name: the kernel's name, which profilers show.
       outputs: shape and dtype of each output.
       overwritten: number of leading operands that the body overwrites in place. They are returned
-        before the outputs and need no additional memory, unless the program uses an operand again:
-        XLA then copies it first. Pallas cannot overwrite operands that vary over the mesh axes of
-        `jax.shard_map` (jax 0.11.2 and 0.12.0). For such operands, the body gets separate output
-        refs, before the refs of `outputs`.
+        before the outputs and need no additional memory. If the program uses such an operand again,
+        XLA copies it first. Pallas cannot overwrite operands that vary over mesh axes of
+        `jax.shard_map` (jax 0.11.2 and 0.12.0). In this case, the body gets separate output refs
+        for them, before the refs of `outputs`.
       blocks: number of blocks, or of clusters if `cluster` is above 1.
       cluster: number of blocks per cluster. The blocks of a cluster run at the same time and can
         access each other's shared memory.

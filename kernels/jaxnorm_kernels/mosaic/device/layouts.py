@@ -34,10 +34,11 @@ def power_of_2(n: int) -> int:
 
 
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
-    """Return the number of elements that one thread loads at once, at most `VECTOR_BYTES`.
+    """Return the number of elements that one thread loads at once.
 
-    The number divides `cols`, because otherwise rows would not start at aligned addresses. It is
-    less than `cols`: Mosaic has no canonical form for a layout with one thread per row.
+    The elements take at most `VECTOR_BYTES` in each dtype. Their number divides `cols`, because
+    otherwise rows would not start at aligned addresses. It is less than `cols`, because Mosaic has
+    no canonical form for a layout with one thread per row.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
     while cols % width or cols == width:
@@ -48,9 +49,10 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
 def fitting_vector(cols: int, vector: int, threads: int) -> int:
     """Return `vector`, or half of it if a shorter vector fits the row better.
 
-    `vector` is the number of elements per thread and load, and `threads` the number of threads per
-    row. Half is better if 8 elements per thread exceed the row, or if more than a tenth of the row
-    would be read twice. Softmax over 1152 columns of bfloat16: half raises the bandwidth from 0.94
+    `vector` is the number of elements that a thread loads at once, and `threads` the number of
+    threads per row. Half of `vector` is better if the row has fewer than ``threads * vector``
+    columns, or if it reduces the number of columns that are read twice by more than a tenth of the
+    row. For softmax over 1152 columns of bfloat16, half of `vector` raises the bandwidth from 0.94
     to 1.00 of a copy's (H100).
     """
     if vector <= LEAST_VECTOR:
@@ -63,8 +65,8 @@ def fitting_vector(cols: int, vector: int, threads: int) -> int:
 def warpgroup_layout(vector: int) -> Layout:
     """Layout of an ``(n,)`` array: neighbouring threads of the warpgroup have neighbouring vectors.
 
-    It assigns the same elements to each thread as ``WG_STRIDED`` with this vector size. Unlike in
-    ``WG_STRIDED``, arrays in this layout can be sliced and reduced in parts.
+    Each thread has the same elements as in ``WG_STRIDED`` with this vector size. But Mosaic can
+    slice and reduce parts of an array in this layout, which it cannot do in ``WG_STRIDED``.
     """
     unit = WARP * vector
     return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
@@ -100,15 +102,16 @@ def strip_layout(vector: int, threads: int) -> Layout:
 
 @functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
-    """Layout of an ``(n,)`` array such as a scale, with its columns placed as in `rows_layout`."""
+    """Layout of an ``(n,)`` array, such as a scale: columns are distributed as in `rows_layout`."""
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
-    """Return an int32 array in which each element is its own flat index.
+    """Return an int32 array whose elements are 0, 1, 2 ... in row-major order.
 
-    Only the first `axes` axes count (all by default); along the others, the index is repeated.
+    If `axes` is given, only the first `axes` axes are numbered, and the numbers are repeated along
+    the other axes.
     """
     counted = shape if axes is None else shape[:axes]
     if is_interpreted():
@@ -138,7 +141,7 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     if shape != ref.shape:
         ref = ref.reshape(*shape)
     # Mosaic's inline operations lose the layout of an array that fits in one register of a thread.
-    # Such arrays use Pallas' load.
+    # Such arrays are loaded with Pallas' own load.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
         return plgpu.load(ref, layout=layout, optimized=False)
     signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True
@@ -261,7 +264,7 @@ def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = N
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """Wrap `register`, of which each thread has one, as a Mosaic array of floats."""
+    """Wrap one register per thread, `register`, as a Mosaic array of floats."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     registers.flat[0] = register
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

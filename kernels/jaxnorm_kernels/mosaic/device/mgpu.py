@@ -201,7 +201,7 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Load arrays of `shape` in a tiled layout: one from each ref and each of `starts`.
+    """Load arrays of `shape` in a tiled layout: from each ref, one array for each of `starts`.
 
     A start is a distance from the beginning of the ref, in elements.
     """
@@ -220,7 +220,7 @@ def load_arrays(
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """Return an int32 array that contains the position of each of its own elements.
+    """Return an int32 array in which the value of each element is the element's position.
 
     A position is the sum of the element's indices times `strides`.
     """

@@ -36,8 +36,8 @@ def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
 
     The cheaper function is for results that are rounded to 16 bits. It computes exp2(x log2(e)): a
     multiplication and one more instruction. The rounding of x log2(e) causes a relative error that
-    grows with |x|, up to 2^-17 at x = -88, where float32 results underflow. This is negligible in
-    16 bits, but 60 ulp of a float32.
+    grows with |x|, up to 2^-17 at x = -88, where float32 results underflow. In 16 bits this error
+    is negligible, but in float32 it is about 60 ulp.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
 

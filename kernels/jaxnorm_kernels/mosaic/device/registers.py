@@ -88,9 +88,10 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
 
 
 def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Round `value` to `dtype`, so that XLA does not remove the rounding in the interpreter.
+    """Round `value` to `dtype`, in a way that XLA cannot optimise away in the interpreter.
 
-    Without a barrier, XLA on a CPU removes a rounding that is followed by the inverse conversion.
+    Without an optimisation barrier, XLA on a CPU removes a rounding that is followed by a
+    conversion back to the wider dtype.
     """
     value = value.astype(dtype)
     return lax.optimization_barrier(value) if is_interpreted() else value
@@ -137,8 +138,8 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
     """Store `value` in a ref in global memory, rounded to the dtype of `ref`.
 
-    Mosaic's own stores use generic addresses. Because these might be in shared memory, later loads
-    from shared memory wait for the stores.
+    Mosaic's own stores use generic addresses. A generic address might be in shared memory, so later
+    loads from shared memory wait for these stores.
     """
     if is_interpreted():
         store(ref, value)
@@ -164,7 +165,7 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Loads and stores of consecutive elements whose start or end is not aligned to a thread's vectors.
+# Loads and stores of ranges of elements that start or end within a thread's vector.
 #
 # `first` is the index of the first element in the ref, and `places` an int32 array with each
 # element's offset from it (see `flat_index`). Computing `places` takes about 40 operations, so
@@ -251,11 +252,11 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """Store, in the interpreter, the columns i of `value` for which ``0 <= first + i < size``.
+    """Store the columns i of `value` for which ``0 <= first + i < size``, in the interpreter.
 
-    `start` is the column of `ref` for column 0 of `value`. The columns are stored in a few slices
-    whose sizes are powers of 2. The other columns must not be written, because another block or
-    warpgroup may be storing there.
+    Column i of `value` is stored in column ``start + i`` of `ref`. The columns are stored in a few
+    slices whose sizes are powers of 2, because sizes of slices must be static. The other columns of
+    `ref` must not be written, because another block or warpgroup may be storing there.
     """
     value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
     whole = value.shape[-1]
@@ -346,7 +347,7 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """For each row of x in a tile, load the row of each operand that belongs to it.
+    """For each row of x in a tile, load the row that it uses from each operand.
 
     The operands are ``(n, cols)`` refs in global memory, for example tables of rotations that
     several rows of x share. ``row_of(shared, row)`` maps the index of a row of x to the index of
@@ -355,7 +356,7 @@ def load_each_row(
     Args:
       refs: the operands.
       row_of: the mapping.
-      shared: its first argument, which describes how x's rows share the operands' rows.
+      shared: the first argument of `row_of`. It describes how x's rows share the operands' rows.
       first: index of the tile's first row in x.
       layout: layout of the results.
       shape: ``(rows, cols)``, the shape of the results, which are float32.

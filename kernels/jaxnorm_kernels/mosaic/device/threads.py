@@ -73,10 +73,11 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 def tanh(unit: jax.Array, times: float) -> jax.Array:
     """Compute ``tanh(times unit)`` with an absolute error of at most 8 ulp of 1.
 
-    The formula is 1 - 2 / (1 + exp(2 times unit)). The exponent is limited, so that results within
-    2^-28 of 1 become 1. The product of `_SHARING` denominators, which `_reciprocals` inverts, is
-    then finite. The reciprocal has an error of 3 ulp, one of which is due to the instruction. The
-    exponential has an error of at most a quarter ulp, which counts twice.
+    The formula is 1 - 2 / (1 + exp(2 times unit)). The exponent is limited, so that the product of
+    `_SHARING` denominators, which `_reciprocals` inverts, is finite. The limit only affects results
+    within 2^-28 of 1, which become 1. The reciprocal has an error of up to 3 ulp, including 1 ulp
+    of the instruction, and the exponential adds up to a quarter ulp. The factor 2 doubles these
+    errors.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)

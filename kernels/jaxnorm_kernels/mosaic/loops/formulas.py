@@ -98,13 +98,13 @@ class Formula(Protocol):
     column_sums: int
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Compute the values per column that `terms` and `finish` use, from the parameters."""
+        """From the parameters, compute the values per column that `terms` and `finish` use."""
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        """Return one array for each sum along the row: its terms, which the kernel adds up.
+        """Return the terms of each sum along the row, as one array per sum.
 
-        `elements` contains the first `summed` operands only.
+        The kernel adds up the terms. `elements` contains only the first `summed` operands.
         """
         ...
 

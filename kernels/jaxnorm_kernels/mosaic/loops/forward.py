@@ -66,10 +66,11 @@ def run(
       name: the kernel's name, without the prefix ``jaxnorm_``.
       others: shapes and dtypes of further outputs. The body gets their refs at the beginning of
         `ForwardRefs.scratch`.
-      scratch: shared memory and barriers, in place of those that the tile requests.
-      blocks: number of blocks, in place of the tile's.
+      scratch: shared memory and barriers. By default, the tile determines them.
+      blocks: number of blocks. By default, the tile determines it.
     """
-    # JAX caches the traced body, so it must not refer to traced arrays; it uses only their number.
+    # JAX caches the traced body, so the body must not refer to the traced operands. It only uses
+    # these numbers of operands and results.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:

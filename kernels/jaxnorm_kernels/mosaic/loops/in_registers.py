@@ -29,18 +29,18 @@ from jaxnorm_kernels.specs import Shared
 # that use the same row of the bias.
 #
 # A block processes these rows one after the other, accumulates the sum in registers and stores it
-# once. If many rows of x use the same row of the bias, several blocks split the work; each stores a
-# float32 sum, and XLA adds these. If all rows of a tile use the same row of the bias, the block
-# stores a sum for each row of the tile, and XLA adds these, too.
+# once. If many rows of x use the same row of the bias, several blocks split the work. Each of them
+# stores a float32 sum, and XLA adds the sums of the blocks. If all rows of a tile use the same row
+# of the bias, a block stores one sum for each row of the tile, and XLA adds them as well.
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How blocks compute the gradient of a bias, each row of which is a sum over rows of x.
+    """How blocks compute the gradient of a bias. Each row of the gradient is a sum over rows of x.
 
     Attributes:
       tile: how a block distributes its rows over threads.
-      shared: how the bias is broadcast over the rows of x. The bias has all columns.
+      shared: how the bias is broadcast over the rows of x. It is not broadcast over the columns.
       dtype: dtype of the bias's gradient.
       splits: number of blocks that share the work for one row of the gradient.
     """
@@ -57,7 +57,7 @@ class BiasSums:
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the blocks' sums. A block stores a row for each row of its tile."""
+        """Shape and dtype of the sums that blocks store: one row of sums per row of a tile."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
@@ -95,7 +95,7 @@ class BiasSums:
 
     @property
     def _tiles(self) -> Shared:
-        """How tiles of x, instead of single rows, use the rows of the bias."""
+        """Like `shared`, but for tiles: how the bias is broadcast over the tiles of x."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
@@ -159,7 +159,8 @@ def in_registers_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a backward kernel whose formula has no parameters and statistics.
 
-    Returns the results per element, then the `row_values` row sums, then the bias's sums, if any.
+    Returns the results per element, then `row_values` arrays of row sums. If `sums` is given, the
+    column sums of the blocks follow.
 
     Args:
       formula: the equations of the backward pass.
@@ -169,7 +170,7 @@ def in_registers_backward(
       rows: number of rows.
       results: dtypes of the results per element.
       name: the kernel's name.
-      row_values: number of the formula's row sums that are also results: float32 arrays
+      row_values: number of the formula's row sums that the kernel also stores, as float32 arrays
         ``(rows,)``.
       sums: how blocks compute the formula's column sum, or None if it has none.
     """

@@ -51,8 +51,8 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Number of rows of column sums that a thread loads at once when it adds them, at the end of a
-# block.
+# At the end, a block has column sums for each row of its tile, and adds these rows. This is the
+# number of rows that a thread loads at once.
 _ADDED_AT_A_TIME = 8
 
 #: Values of a tile's rows, as a list of arrays: one for each fragment (`RowTile`), or one for each
@@ -92,7 +92,8 @@ class _NarrowRowsKernel:
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
-      shared: memory in which column sums are added: ``(height, cols)`` for each fragment of a row.
+      shared: shared memory in which column sums are added: ``(height, cols)`` for each fragment of
+        a row.
     """
 
     work: TileWork
@@ -125,7 +126,7 @@ class _NarrowRowsKernel:
     def step(self, k: Any, carry: Any) -> Any:
         """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         statistics, carried = carry
-        # Load the statistics of the next step now, so that they arrive during this one.
+        # Load the statistics of the next step now, so that they arrive during the current step.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
         first = self.share.first_row(k)
         early = [self.work.early(first + top) for top in self.tops]
@@ -198,7 +199,8 @@ def narrow_rows_backward(
     (all_rows, cols), groups = operands.shape, operands.groups
     if rows % tile.rows or all_rows // groups < rows:
         raise ValueError(f"{tile} needs stages of k * {tile.rows} rows, not {rows}")
-    sizes = operands.sizes  # JAX caches the traced body, which must not hold traced arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    sizes = operands.sizes
     widths = tile.widths if column_sums else []
 
     def body(*arguments: Ref) -> None:

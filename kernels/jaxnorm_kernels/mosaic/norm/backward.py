@@ -100,8 +100,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # In this form, dx takes two fused multiply-adds per element. In the form r (d G - c1 - xh
-        # c2), it takes one, and two other operations.
+        # In this form, dx takes two fused multiply-adds per element. The form r (d G - c1 - xh c2)
+        # would take one fused multiply-add and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -177,8 +177,9 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # The formula does not depend on `wrt` or on the operation. So a norm with an extra cotangent
-    # and a norm of a sum use the same kernel.
+    # The formula does not depend on the operation, nor on `wrt` (the operands that need gradients),
+    # which is therefore replaced by (). So a norm with an extra cotangent and a norm of a sum use
+    # the same kernel.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
@@ -426,8 +427,9 @@ def scaled_sum_bwd(
 #     gradient of x      dx = r (dresidual G - xh c),             c = mean(dresidual u)
 #                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
 #
-# dresidual depends on c', and c on dresidual, which would take two reductions of a row, one after
-# the other. Instead, c is computed from sums that depend on neither:
+# c depends on dresidual, and dresidual depends on c'. Computed in this order, they would need two
+# reductions of a row, one after the other. Instead, c is computed from sums that do not depend on
+# dresidual or c':
 #
 #     c = mean(dh u) + r' (mean(d G' u) - c' mean(xh' u))
 
@@ -458,8 +460,8 @@ class TwoNormsFormula:
     def columns(self, params: Arrays) -> list[jax.Array]:
         """Return G of the first norm, and G' and 1 / G' of the second.
 
-        G is scale + scale_offset. Entries of a norm without a scale are left out, and 1 / G' also
-        if the input is saved.
+        G is scale + scale_offset. Entries of a norm without a scale are left out. 1 / G' is also
+        left out if the input is saved.
         """
         params = list(params)
         columns = []

@@ -1,4 +1,4 @@
-"""Elementwise parts of norms, in float32: G, the bias, y, and activations with derivatives."""
+"""Elementwise parts of norms, in float32: scale, bias, output, and activations with derivatives."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from jaxnorm_kernels.mosaic.device.numerics import exp2
 from jaxnorm_kernels.specs import Activation, Spec
 
 # -------------------------------------------------------------------------------------------------
-# Activations of a gate or a norm's output g, and their derivatives, in float32. The sigmoid s is
-# computed once for both.
+# Activations and their derivatives, in float32. The argument g is a gate or a norm's output. An
+# activation and its derivative share the sigmoid s.
 #
 #     sigmoid       s(g)              s (1 - s)
 #     silu          g s(g)            s (1 + g - g s)
@@ -21,8 +21,8 @@ from jaxnorm_kernels.specs import Activation, Spec
 #     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 #
 # gelu is the tanh approximation; it can be written with the sigmoid because (1 + tanh(v)) / 2 = s(2
-# v). The rounding of the exponent causes a relative error of s of |g| 2^-24, which is large only
-# where s itself is as small as exp(-|g|).
+# v). The rounded exponent gives s a relative error of |g| 2^-24. This error is large only for very
+# negative g, where s itself is as small as exp(g).
 
 
 _LOG2_E = math.log2(math.e)
@@ -84,9 +84,9 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Lower limit of |G| for dividing by it. Without a `Spec.scale_floor` (in float16), G may be
-# arbitrarily small. Below this limit, y = xh G underflows to 0 and 1 / G may be infinite, so the
-# normalised input xh is taken to be 0.
+# Minimum |G| for which 1 / G is computed. Without a `Spec.scale_floor` (in float16), |G| may be
+# smaller. Then y = xh G underflows to 0 and 1 / G may be infinite, so the normalised input xh is
+# taken to be 0.
 _NO_RECIPROCAL = 2.0**-100
 
 

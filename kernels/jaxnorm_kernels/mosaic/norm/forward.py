@@ -91,7 +91,7 @@ class _Params:
     Attributes:
       tile: how a block distributes its rows over threads.
       rows: number of rows of the call.
-      norms: the norm to which each entry of `refs` belongs, or None for branch_scale.
+      norms: for each entry of `refs`, the spec of its norm, or None for branch_scale.
       refs: for each norm, the refs of its scale and bias; then a list with the ref of branch_scale.
     """
 
@@ -113,13 +113,13 @@ class _Params:
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
-        """Load all parameters for the rows of the block, which all use the same ones."""
+        """Load all parameters. All rows of a block use the same parameters."""
         return [
             self.load(k, lambda: self.tile.first_row(self.rows)) for k in range(len(self.norms))
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k`, in float32; if ``norms[k]`` is None, branch_scale."""
+        """Return G and the bias of norm `k` (branch_scale if ``norms[k]`` is None) in float32."""
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
@@ -239,7 +239,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """The kernel's body: load, normalise and store each row of the block."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the elements to normalise; then h, the residual or the gate, if needed later."""
+        """Return the elements to normalise and, if needed later, h, the residual or the gate."""
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)
@@ -303,11 +303,11 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Return the mean of a row, and the sum of squares of x - mean, from those of its parts.
+    """Merge the statistics of a row's parts into the row's mean and sum of squares of x - mean.
 
-    `mean` and `square` are these statistics of this warp's part, which has `size` columns. `gather`
-    exchanges values between the warps, so that every warp has the values of all parts
-    (`rows.exchange.Gather`).
+    Each warp has a part of the row, of `size` columns. `mean` is the mean of this part, and
+    `square` its sum of squares of x - mean. `gather` exchanges values between the warps, so that
+    every warp has the values of all parts (`rows.exchange.Gather`).
     """
     if mean is None:
         (part_square,) = gather(square)

@@ -43,7 +43,8 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
     layouts = tile.row_layouts
     params = [a for a in (operands.scale,) if a is not None]
     arrays = [operands.x, operands.cos, operands.sin, *params]
-    count = len(arrays)  # JAX caches the traced body, which must not hold arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    count = len(arrays)
 
     def body(*refs: Any) -> None:
         (x, cos, sin, *scale), (y, *rstd) = split(refs, count)
@@ -84,10 +85,10 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 #     both               d' = R' d,                      dx = r (d' G - xh c2)
 #                        dscale = sum_rows(d' xh)
 #
-# |xh| is clipped to sqrt(N), which it cannot exceed mathematically. This matters for a column with
-# a small scale whose partner in the pair has a large one: the partner's rounding error in y,
-# rotated back, may be much larger than the column's n. The loop over rows is in
-# `loops.narrow_rows`.
+# |xh| is clipped to sqrt(N), which it cannot exceed mathematically. This matters if one column of a
+# pair has a small scale, and the other column a large one. R' y mixes the two columns, so the
+# rounding error of the large y may be much larger than n of the column with the small scale. The
+# loop over rows is in `loops.narrow_rows`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ class _RotatedRows:
       tile: how a warpgroup distributes its rows over threads.
       rstd: statistics of the rows.
       tables: cos and sin.
-      gains: G of each part, and 1 / G of each part. Both lists are empty if there is no scale.
+      gains: two lists: G of each part of the columns, and 1 / G of each part. Both are empty
+        without a scale.
     """
 
     spec: Spec

@@ -1,20 +1,21 @@
 """LayerNorm and RMSNorm of an array ``(outer, cols, inner)`` over its middle axis, and GroupNorm.
 
-In GroupNorm, groups of neighbouring inner elements are normalised together: the statistics over the
-columns of each inner element are merged over the elements of a group. Scale and bias belong to
-inner elements (the channels of GroupNorm).
+An index along the last axis is called an inner element. In GroupNorm, groups of neighbouring inner
+elements are normalised together: the statistics of each inner element over its columns are merged
+over the elements of a group. Scale and bias have one value per inner element (the channels of
+GroupNorm).
 
-The equations are in `norm.forward` and `norm.backward`, but scale and bias do not depend on the
-columns. So dscale and dbias are sums over the columns of an inner element, and G times these sums
-is the element's contribution to c2 and c1. This is why c2 is the mean of d G xh even if the output
-is saved. If the input is saved, only c = x - mean is computed per element; all factors of c belong
-to the inner element:
+The equations are those of `norm.forward` and `norm.backward`. But G and the bias do not depend on
+the column, so dscale and dbias are sums over the columns of an inner element. G dscale and G dbias
+are the terms of the inner element in the sums c2 and c1. So c2 is computed from d G xh, even if the
+output is saved. If the input is saved, only c = x - mean is computed for each column. Its factors
+are computed once per inner element:
 
     n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
 Each block (or cluster of blocks) has a strip of the array in shared memory (see `rows.strips`), and
-reads it in each pass. The statistics of a strip are merged from those of its parts: the columns of
-a warp, or of a block in a cluster.
+reads it in each pass. Each warp computes statistics of its own columns. They are merged over the
+warps of a block, and then over the blocks of a cluster.
 """
 
 import functools
@@ -40,8 +41,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: A function that merges the statistics of all parts of a strip, given a `Merge` and the statistics
-#: of this warpgroup.
+#: ``gather(merge, stats)`` merges the statistics of all warps that share a strip, with the function
+#: `merge`. `stats` are the statistics of this warpgroup.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
@@ -149,8 +150,8 @@ def _in_strips(
     `gather` merges statistics, and `refs` contains the refs of `others` and of the outputs.
 
     Args:
-      finish: computes and stores the results of a strip. It must set `waits` in its first pass over
-        the strip, and only there.
+      finish: computes and stores the results of a strip. In its first pass over the strip, and only
+        there, it must wait for the strip's copies (``waits=True`` in `Strip.sum`).
       strips: how the arrays are split into strips.
       rows: arrays ``(outer, cols, inner)``, which are loaded into shared memory.
       others: further arrays, such as statistics and parameters.
@@ -160,7 +161,7 @@ def _in_strips(
     """
     exchange = StripExchange(strips, exchanged)
     stages = strips.scratch([a.dtype for a in rows])
-    # JAX caches the traced body, which must not hold traced arrays.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
     counts = len(rows), len(others) + len(outputs), len(stages)
 
     def body(*refs: Ref) -> None:
@@ -183,7 +184,7 @@ def _in_strips(
 
 
 def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | None]:
-    """Return r (rstd) and the mean for each inner element; in GroupNorm, those of its group."""
+    """Return r (rstd) and the mean of each inner element or, in GroupNorm, of its group."""
 
     def x(fragment: Fragment) -> jax.Array:
         return strip.read(0, fragment)
@@ -254,9 +255,9 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Compute dscale, dbias and the terms of c2 and c1, from each inner element's column sums.
+        """Compute dscale, dbias and the terms of c2 and c1 from the sums over the columns.
 
-        c2 and c1 are the row sums of the norm's derivative; their terms are then added over the
+        The caller adds the terms of c2 and c1 (the row sums of the backward pass) over the inner
         elements of a group. dscale and dbias are left out if they are not needed. `params` are the
         results of `columns`.
         """

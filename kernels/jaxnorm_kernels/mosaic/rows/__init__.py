@@ -1,1 +1,1 @@
-"""How blocks hold the rows of an array, split them by columns, and exchange their statistics."""
+"""How blocks load rows, split them by columns, and exchange statistics between warps."""

@@ -43,11 +43,11 @@ MESSAGE = 4
 #
 # A block announces to its barrier how many bytes it will receive. The other blocks send these bytes
 # with ``st.async``, without waiting. A thread that waits for the barrier then sees all sent values.
-# Plain stores followed by an arrival at the other blocks' barriers do not work, because they may
-# become visible in any order (H200: a wrong sum in some rows of a million). A fence would fix the
-# order, but it also waits for all earlier stores of the block, including its results (which costs a
-# third of the bandwidth). Even without such stores, the fence of a cluster barrier takes longer
-# than sending the values (GroupNorm followed by silu: 12 of 162 us; H100).
+# Plain stores followed by an arrival at the other blocks' barriers do not work, because the arrival
+# may become visible before the stores (H200: a wrong sum in some rows of a million). A fence would
+# fix the order, but it also waits for all earlier stores of the block, including its results (which
+# costs a third of the bandwidth). Even without such stores, the fence of a cluster barrier takes
+# longer than sending the values (GroupNorm followed by silu: 12 of 162 us; H100).
 #
 # Pallas has no such operations, so they are written in PTX. The interpreter does not support
 # clusters.
@@ -366,7 +366,8 @@ class Exchange:
       warpgroups: number of warpgroups (of 4 warps) per block.
       cluster: number of blocks that share a row; 1 means no cluster.
       values: maximum number of values that a warp contributes to an exchange.
-      depth: number of exchanges that may be published before the first of them is read.
+      depth: number of exchanges whose values may be written before the values of the first exchange
+        are read.
     """
 
     warpgroups: int
@@ -433,7 +434,8 @@ class Gather(Exchange):
     """An exchange after which every warp has the values of all warps.
 
     Attributes:
-      slots: number of stages. With 2, a warpgroup may be one step ahead of another.
+      slots: number of stages: memory for the values of one exchange each. With 2, a warpgroup may
+        be one exchange ahead of another.
     """
 
     slots: int = 1
@@ -446,12 +448,12 @@ class Gather(Exchange):
     def __call__(
         self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
     ) -> list[jax.Array]:
-        """Exchange ``(4,)`` arrays of each warpgroup; return ``(parts,)`` arrays with all values.
+        """Exchange values between all warps. Return an array of all warps' elements for each value.
 
-        Each value has an element per warp. In a cluster, the results contain the values of all
-        blocks. They are in the same order everywhere. Every warp has all values in its lanes, so it
-        can reduce them without another exchange. `count` is the number of earlier calls in this
-        block.
+        Each of `values` is a ``(4,)`` array with an element for each warp of this warpgroup. Each
+        result has the elements of all warps of the block or, in a cluster, of all blocks. Their
+        order is the same in every warp. The lanes of each warp have all elements, so a warp can
+        reduce them without another exchange. `count` is the number of earlier calls in this block.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)
@@ -472,10 +474,11 @@ class Gather(Exchange):
 class RowSums(Exchange):
     """An exchange after which every warp has the sums over all warps, for persistent kernels.
 
-    A persistent kernel exchanges `values` sums in each of its steps. Mosaic's own reduction over
-    the warps of a warpgroup would be a race, because all warpgroups of a block would use the same
-    scratch memory. With a `depth` of 2, a step may be published before the previous one is
-    collected.
+    A persistent kernel exchanges `values` sums in each of its steps: `publish` writes a warpgroup's
+    contributions, and `collect` waits for all contributions and adds them. With a `depth` of 2, a
+    step may be published before the previous step is collected. Mosaic's own reduction over the
+    warps of a warpgroup would be a race, because all warpgroups of a block would use the same
+    scratch memory.
 
     Attributes:
       in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
@@ -487,7 +490,7 @@ class RowSums(Exchange):
 
     @property
     def stages(self) -> int:
-        """Number of exchanges for which there is memory: twice the number that may be in flight."""
+        """Number of stages (memory for one exchange each): twice the exchanges in flight."""
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:
@@ -495,7 +498,7 @@ class RowSums(Exchange):
         return dataclasses.replace(super().in_cluster(values), added=True)
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
-        """Publish the contributions of this warpgroup to the sums of step `k`.
+        """Write this warpgroup's contributions to the sums of step `k`, for all warps to read.
 
         Each element of `sums` is a ``(4,)`` array with a value for each warp.
         """
@@ -510,7 +513,10 @@ class RowSums(Exchange):
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
-        """Return the sums of step `k` over all warps. All warps add in the same order."""
+        """Wait for all contributions to step `k`, and return their sums.
+
+        All warps add in the same order, so they get identical sums.
+        """
         k = jnp.int32(k)
         stage = self._stage(k)
         if self.cluster > 1:

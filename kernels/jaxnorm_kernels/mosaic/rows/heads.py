@@ -189,8 +189,8 @@ class HeadTile:
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` contains the terms of the sum, as an array for each part of the columns. It may also
-        contain several such lists of arrays, one after the other.
+        `parts` contains the terms of the sum, as an array for each part of the columns. A row may
+        have several terms per column: then `parts` has several arrays for each part.
         """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:
@@ -198,7 +198,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to all columns of `like`, which is a part of the rows."""
+        """Broadcast one number per row to the shape of `like`, which has a part of the columns."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(

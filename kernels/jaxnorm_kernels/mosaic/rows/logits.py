@@ -1,4 +1,4 @@
-"""Masks, biases and causal masks of a softmax, and the columns of a row that it loads.
+"""Masks, biases and causal masks of a softmax, and which columns of a row a softmax loads.
 
 A mask or a bias may be broadcast over the rows of x, as described by a `Shared`. A block loads the
 rows of the mask that its own rows use, so the mask is not expanded in memory. A causal softmax does
@@ -43,10 +43,10 @@ def scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Return the `Shared` of the mask and of the bias, if the pass reads them.
+    """Return how the mask and the bias are broadcast, for each of them that the pass reads.
 
-    A `Shared` describes how an array is broadcast over the rows of x. An entry is None if the spec
-    does not contain this description.
+    An entry is a `Shared`, which describes how an array is broadcast over the rows of x. It is None
+    if the spec contains no such description.
     """
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
@@ -82,7 +82,8 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows with fewer columns use the general schedule, because no other was timed.
+# Minimum number of columns for which the schedule of causal rows differs from that of other rows.
+# Shorter causal rows were not timed with other schedules.
 _LEAST_CAUSAL_COLS = 512
 # Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
@@ -131,9 +132,9 @@ class Place:
         return [self._load_fragment(ref, self.row, p) for p in self.tile.fragments()]
 
     def load_shared(self, ref: Ref, shared: Shared) -> Fragments:
-        """Load the elements of a broadcast operand for each element of the rows, in float32.
+        """Load a broadcast operand (mask or bias): one value for each element of the rows.
 
-        A mask is loaded as int8.
+        A bias is converted to float32, a mask to int8.
         """
         row, is_mask = self.shared_row(shared), ref.dtype == np.bool_
         if not shared.has_columns:
@@ -234,7 +235,7 @@ class Place:
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
-        if is_row:  # one row for all rows of the tile
+        if is_row:  # all rows of the tile use the same row of the mask or bias
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)
 
         if self.spec.softmax.causal:
@@ -244,7 +245,7 @@ class Place:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """Load one value per row of the tile, or one value if all rows use the same."""
+        """Load one value per row of the tile, or a single value if all rows use the same value."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)

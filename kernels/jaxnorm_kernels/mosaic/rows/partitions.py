@@ -1,8 +1,8 @@
 """Partitions of a row: which columns each warpgroup has in registers, in one or two fragments.
 
 If several warpgroups share a row, each has a *partition* of its columns. A warpgroup loads a *unit*
-at a time: one vector for each thread. Mosaic has no masked loads or stores. So if the row is not a
-multiple of the units of all partitions, a partition has two *fragments*, which are ranges of
+at a time: one vector for each thread. Mosaic has no masked loads or stores. If units cannot divide
+the row equally among the partitions, each partition has two *fragments*, which are ranges of
 columns: a body of complete units, and a tail of one unit that ends at or before the end of the row.
 The first columns of a tail may overlap another fragment. Such columns are *stale*: reductions skip
 them, and they are stored twice with the same value.

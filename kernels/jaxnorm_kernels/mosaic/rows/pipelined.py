@@ -113,8 +113,8 @@ class Pipelined(Tile):
         count: Any = 1
         if self.tiles > 1:
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
-            # Make the number of tiles opaque, so that the copies remain conditional. If they were
-            # unconditional, the compiler would hoist the wait for `params` above them.
+            # Hide the number of tiles from the compiler, so that it cannot make the copies
+            # unconditional. Otherwise it would move the wait for `params` above the copies.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
@@ -183,7 +183,7 @@ class PipelinedRow(Pipelined, SplitRow):
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Each fragment (column range) has its own buffer, because Mosaic can load a slice of a
-        # buffer's columns only if the slice's width divides the buffer's.
+        # buffer's columns only if the slice's width divides the width of the buffer.
         part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]

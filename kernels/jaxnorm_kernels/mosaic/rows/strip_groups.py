@@ -9,8 +9,9 @@ stored once, ``(width / group,)``.
 If the group size is a power of 2, a group lies in one thread's vector or in the vectors of
 neighbouring threads, which exchange values by warp shuffles. For other group sizes, functions whose
 names end in ``_any`` use shared memory and a `Span`. A strip may then contain only a part of its
-first and last group; the statistics of these are meaningless and not stored. Mosaic's layouts do
-not support groups, so this code works on single registers, except in the interpreter.
+first and last group. The statistics of such incomplete groups are meaningless and are not stored.
+Mosaic's layouts do not support groups, so this code works on single registers, except in the
+interpreter.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
-    """Return the sum of each group of `group` neighbours, repeated for each: ``(width,)``."""
+    """Replace each element by the sum of its group of `group` neighbouring elements."""
     if is_interpreted():
         return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 
@@ -98,7 +99,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
 def store_of_groups(
     ref: Ref, stat: jax.Array, group: int, vector_width: int, layout: Layout
 ) -> None:
-    """Store one value per group in a ``(width / group,)`` ref, as `load_of_groups` loads it.
+    """Store one value per group in a ``(width / group,)`` ref (the inverse of `load_of_groups`).
 
     All threads of a group store the same value.
     """
@@ -117,10 +118,7 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the addresses of the values of some groups.
-
-    These are the groups that overlap this thread's vector.
-    """
+    """Return the address of the value of each group that overlaps this thread's vector."""
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -198,7 +196,7 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
-    """Return `group_sum` for any group size, with an exchange through shared memory.
+    """Compute `group_sum` for any group size, through shared memory.
 
     Each warp writes its elements to shared memory, and each thread reads the groups that its vector
     overlaps. `scratch` is the warpgroup's ``(4 width,)`` part of shared memory.

@@ -59,9 +59,9 @@ from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 #: Maximum size of an asynchronous copy (TMA box) along each axis.
 BOX = 256
-# Maximum number of parts per warpgroup, for which the first pass waits one after the other. With
-# two parts, GroupNorm with silu takes 88 us, with one 97, with four 90 (8x128x128x128 bfloat16,
-# forward and backward; H100).
+# Maximum number of parts into which the copies of a warpgroup's columns are divided. The first pass
+# waits for one part at a time. GroupNorm with silu takes 97 us with one part, 88 us with two and 90
+# us with four (8x128x128x128 bfloat16, forward and backward; H100).
 _PARTS = 2
 
 
@@ -153,7 +153,7 @@ class Strips:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a warpgroup's columns. All parts have the same number of copies."""
+        """Number of parts of a warpgroup's columns. Each part has the same number of copies."""
         return math.gcd(_PARTS, self._box_count)
 
     @property
@@ -168,8 +168,8 @@ class Strips:
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Return the shared memory of a block: the strip of each loaded array, and barriers.
 
-        There is a barrier for each part of each warpgroup. If groups need it, there is also memory
-        for `strip_groups.sum_of_any`.
+        There is a barrier for each part of each warpgroup. If the group size requires
+        `strip_groups.sum_of_any`, there is also memory for it.
         """
         held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
@@ -496,15 +496,15 @@ class Parts:
 
     Attributes:
       count: number of parts.
-      stats: for each statistic, a function from the index of a part to its value; or a number, if
-        all parts have the same value.
+      stats: one entry per statistic. An entry is a function from the index of a part to the part's
+        value, or a number if all parts have the same value.
     """
 
     count: int
     stats: Sequence[Callable[[Any], Stat] | float]
 
     def sum(self, term: Callable[..., Stat]) -> Stat:
-        """Return the sum over all parts of the columns of ``term(*statistics of the part)``.
+        """Apply `term` to the statistics of each part, and return the sum of the results.
 
         This is a loop, because otherwise the compiler would load the statistics of all parts into
         registers at once.
@@ -516,7 +516,7 @@ class Parts:
         return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
 
     def total(self, which: int) -> Stat | float:
-        """Return the sum over all parts of the columns of statistic number `which`."""
+        """Return the sum of statistic number `which` over all parts."""
         stat = self.stats[which]
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
@@ -599,7 +599,8 @@ class StripExchange:
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
         """Wrap the statistics of all parts of a strip as `Parts`.
 
-        Statistics that are arrays are in shared memory, in `slots`; the others are numbers.
+        Entries of `stats` that are numbers are equal in all parts. The other statistics are read
+        from `slots`, in shared memory.
         """
         rows = itertools.count()
         readers = [

@@ -66,7 +66,7 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """Return, for each fragment (column range), one array of those that `load` returns."""
+        """Return array number `which` of the tuple that `load` returns for each fragment."""
         return [loaded[which] for loaded in self.load()]
 
 
@@ -112,7 +112,7 @@ class Tile:
     def placed(self) -> Self:
         """Return this tile with precomputed column indices."""
         if not self.apart:
-            return self  # Nothing to share: there are at most two fragments.
+            return self  # With only two fragments, there is little to precompute.
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         return dataclasses.replace(self, index={s: self.count_columns(s) for s in shapes})
 
@@ -167,9 +167,9 @@ class Tile:
         return []
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Return the index in an array of the rows of tile number `group`.
+        """Return the index of the row or rows of tile number `group` in an array of `rows` rows.
 
-        By default, this is the tile whose number is the block's number.
+        By default, `group` is the index of this block.
         """
         return lax.axis_index(BLOCK) if group is None else group
 
@@ -246,14 +246,13 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Broadcast a value per row to all columns of `like`, an array with columns of rows."""
+        """Broadcast a value per row to the shape of `like`, which has some columns of the rows."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """Broadcast a value per row to each shape of a fragment (column range).
+        """Broadcast a value per row once for each different shape of a fragment (column range).
 
-        Return a function from a fragment to the broadcast array, which all fragments of a shape
-        share.
+        Return a function that maps an array with the shape of a fragment to the broadcast array.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
@@ -465,6 +464,6 @@ class SplitRow(Tile):
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Count the elements of each warp that are True in ``(4, n)`` `is_fresh`, as float32."""
+    """Count the True elements in each warp's row of `is_fresh`, which is ``(4, n)``, in float32."""
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

@@ -48,8 +48,8 @@ class Unit:
     Attributes:
       start: index of the first column.
       vector: number of neighbouring columns per thread.
-      fresh: the range of columns that are not stale (which no other unit has), or None if this is
-        true for all columns.
+      fresh: the range of columns that this unit counts and stores; the others are stale. None means
+        all columns.
     """
 
     start: Any
@@ -79,7 +79,7 @@ class Unit:
         if self.fresh is None:
             return None
         first, end = self.fresh
-        columns = flat_index(self.shape, self.layout)  # relative to `start`
+        columns = flat_index(self.shape, self.layout)  # relative to the first column
         return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
@@ -142,7 +142,7 @@ class Units:
     def count(self) -> int:
         """Number of units (one vector per thread) in the body of a row.
 
-        The last one may overlap the one before it.
+        The last unit may overlap the unit before it.
         """
         return -(-self.body // self.width)
 

@@ -11,11 +11,11 @@ OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Return how many registers a thread needs for each column that it has of a row.
+    """Return how many registers a thread needs for each of its columns of a row.
 
-    One register suffices for a 16-bit x and a 16-bit residual; their sum then takes the same
-    register. Two are necessary for wider residuals, for a residual that is added after the norm of
-    x and waits in a register until then, and for a softmax's bias.
+    One register suffices without a second operand, or for a 16-bit x and a 16-bit residual that are
+    added before the norm. Two are necessary for wider operands, for a residual that is added after
+    the norm of x, and for a softmax's bias.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
@@ -45,7 +45,7 @@ def data_bytes(spec: Spec) -> int:
 
 
 def row_vector(spec: Spec) -> int:
-    """Return the number of elements that a thread loads at once from each row array.
+    """Return the number of elements that a thread loads at once from a row of each array.
 
     A softmax's bias is not considered.
     """
@@ -66,5 +66,5 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 
 def is_unaligned(spec: Spec) -> bool:
-    """Return True if a row's bytes are not a multiple of 16, as asynchronous copies require."""
+    """Return True if asynchronous copies cannot load a row: it is not a multiple of 16 bytes."""
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

@@ -10,8 +10,8 @@ The rules follow from these properties of the hardware (H100, H200):
   more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
 * One block per row reaches 0.97 of a copy's bandwidth. If instead one or a few blocks per SM divide
   the rows evenly, they reach 0.91, apparently because the kernel waits for the slowest SM. So a
-  block processes several rows only if it can then load its parameters once for all of them, and
-  only a few. Each of the last rows has a block of its own.
+  block processes several rows only if it can then load its parameters once for all of them. Even
+  then it processes only a few rows, and each of the last rows has a block of its own.
 * The bytes of a row include its residual, because both are in flight at the same time.
 * Each group of rows has its own parameters, so a block processes rows of one group only.
 """
@@ -129,8 +129,8 @@ class ForwardRule:
       cols: the rule applies to rows of at most this many columns (None: any number).
       waves: the rule applies to at most this many rows per SM.
       row_bytes: the rule applies to rows of at most this many bytes, including the residual.
-      params: the rule applies if the parameters have at least this many times the bytes per column
-        of the loaded and stored rows.
+      params: the rule applies if the bytes per column of all parameters are at least this many
+        times the bytes per column of all arrays that are loaded or stored row by row.
       most_params: the rule applies to at most this many parameters.
       op: the rule applies to this operation only.
       causal: if True, the rule applies to causal softmaxes only.
@@ -171,9 +171,9 @@ class ForwardRule:
         )
 
 
-# Bytes of x that a thread has in a tile of several rows: two loads. With fewer bytes, more blocks
-# fit on an SM. With eight loads, RMSNorm over 64 to 512 columns of float32 took up to 4 % longer
-# (H200).
+# Number of bytes of x per thread in a tile of several rows, which are two loads. With more bytes,
+# fewer blocks fit on an SM: with eight loads, RMSNorm over 64 to 512 columns of float32 took up to
+# 4 % longer (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
 # Number of units (the columns that a row's threads load at once) into which a causal row is split.
@@ -181,8 +181,8 @@ _TILE_BYTES = 2 * VECTOR_BYTES
 # vectors of 16 bytes, and 4 % less over 512 columns of float32 (H100).
 _CAUSAL_PARTS = 8
 
-# In a tile, the threads of a row may together load at most this many times the row's columns. They
-# load some columns twice if the row is not a multiple of their vectors.
+# The threads that share a row load some columns twice if the row is not a multiple of their
+# vectors. They may load at most this many times the number of columns.
 _MOST_READ = 9 / 8
 
 # A block of a pipelined tile processes two groups of rows if rows have more than `_SHORT_COLS`
@@ -190,9 +190,10 @@ _MOST_READ = 9 / 8
 # rows that loading the parameters costs little.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# Number of registers per thread that the columns of a split row and their parameters may take:
-# `_MANY_WARPGROUPS_ROOM` if a block has `_SPLIT_WARPGROUPS` warpgroups, whose threads have 64
-# registers; otherwise `_ROOM`.
+# Parameters of a split row are loaded before the row is reduced if, together with the row's
+# columns, they take at most this many registers per thread: `_MANY_WARPGROUPS_ROOM` in a block of
+# `_SPLIT_WARPGROUPS` warpgroups, whose threads have only 64 registers, and `_ROOM` in smaller
+# blocks.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
 # Maximum number of columns per thread of a pipelined row, by the number of parameters. A column
@@ -207,7 +208,7 @@ _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2
 # Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
 # If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
-# But with two parameters and more than `_REREAD_VALUES` columns, it stays in registers: the
+# But with two parameters and more than `_REREAD_VALUES` columns, the row stays in registers: the
 # parameters take so many registers that only one or two blocks fit on an SM anyway.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
@@ -220,9 +221,9 @@ _BLOCKS_OF_SM = 3
 # over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
 # four, 0.97 (H100).
 _MOST_OF_GROUP = 2
-# Number of rows at the end of the array that have a block each, for each SM or each cluster that
-# runs at the same time. Without these small blocks, the last SM finished 5 % later than the average
-# one (LayerNorm over 5120 columns of bfloat16, H200).
+# The last rows of the array have a block each: this many rows per SM or, with clusters, per cluster
+# that runs at the same time. Without these small blocks, the last SM finished 5 % later than the
+# average SM (LayerNorm over 5120 columns of bfloat16, H200).
 _TAIL = 2
 
 
@@ -321,7 +322,7 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
     # In a large cluster with two parameters, each block has an SM for itself and loads many
-    # parameters. So only as many blocks are launched as run at the same time, and each processes
+    # parameters. So no more blocks are launched than run at the same time, and each block processes
     # several rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
@@ -370,14 +371,15 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Return the number of last rows (or groups of rows) of the array that have a block each."""
+    """Return how many rows (or groups of rows) at the end of the array have a block each."""
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:
-    """Return the number of warpgroups per row, a power of 2.
+    """Return how many warpgroups (a power of 2) must share a row.
 
-    A thread then has at most `values` columns.
+    A thread then has at most `values` columns, unless the row is too short to give each thread of
+    so many warpgroups a vector.
     """
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
@@ -404,18 +406,20 @@ TABLE = (
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
-    # There are at most as many rows as SMs, so latency matters: each row is distributed over many
-    # threads, on several SMs if they are free.
+    # A rule for calls with at most as many rows as the GPU has SMs. There the latency of a row
+    # matters, so each row is distributed over many threads, on several SMs if they are free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # Rules for parameters that have at least as many bytes per column as the rows, and stay in
-    # registers. If rows have up to this length, several blocks fit on an SM.
+    # registers. In the first rule, rows are so short that several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
-    # For longer rows, only one or two blocks fit on an SM, and each thread has more columns.
+    # In the next two rules, rows are longer, so only one or two blocks fit on an SM, and each
+    # thread has more columns.
     ForwardRule(
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
     ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
-    # With 64 columns per thread, 4 rows fit on an SM. A row needs two or three barriers.
+    # A thread has up to 64 columns, so an SM has room for 4 warpgroups with a row each. A row needs
+    # two or three barriers.
     ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after the exponentials, which take as many registers as x. So x
     # stays in shared memory. The fewer blocks share a row, the less time they spend waiting for

@@ -24,18 +24,20 @@ LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.
 _TILE_BYTES = 2 * VECTOR_BYTES
-# Maximum number of neighbouring columns that a thread loads at once from each half of the pairs.
-# With half of the widest possible load, the forward pass reaches 0.96 to 0.97 of a copy's bandwidth
-# over 64 to 256 columns of 16 bits; with the widest load, 0.88 to 0.91.
+# Maximum number of neighbouring pairs that a thread loads at once. It loads their first columns and
+# their second columns separately. With loads of half the widest possible size, the forward pass
+# reaches 0.96 to 0.97 of a copy's bandwidth over 64 to 256 columns of 16 bits; with the widest
+# loads, 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
 # Pipeline of the backward pass: bytes of both inputs per stage, number of stages, and blocks per
 # SM. With these, it reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16, 0.98 over 128
 # of float32, 0.82 over 64 of bfloat16 and 0.91 over 64 of float32. With three blocks per SM, it
 # reaches 0.80, 0.92, 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# Maximum number of bytes that a thread of the backward pass loads at once from each half of the
-# pairs: half of the widest possible load. This doubles the number of threads per row, so each
-# thread has fewer columns, and four blocks fit in an SM's registers.
+# Maximum number of bytes that a thread of the backward pass loads at once from the first columns of
+# pairs, and from the second columns: half of the widest possible load. Compared to the widest load,
+# a row has twice as many threads with half as many columns each, so that four blocks fit in an SM's
+# registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # The size of an asynchronous copy must be a multiple of this number of bytes.
 _COPY_BYTES = 16
@@ -48,8 +50,9 @@ class Heads:
     """Schedule of the kernels of norms with a rotation.
 
     Attributes:
-      vector: number of neighbouring columns per thread in each half of the pairs.
-      rest: number of neighbouring columns per thread in the part that is not rotated.
+      vector: number of neighbouring pairs per thread. A thread loads their first columns with one
+        load, and their second columns with another.
+      rest: number of neighbouring columns per thread among the columns that are not rotated.
       threads: number of threads of a warp that share a row.
       height: number of rows that a warpgroup processes at the same time.
       rows: number of rows per stage of the backward pass, a multiple of `height`.
@@ -113,12 +116,11 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 
 
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
-    """Return (vector size in pairs, vector size in other columns, threads per row).
+    """Return ``(vector, rest, threads)`` of `Heads`, or None if the heads are not supported.
 
-    The vectors are as wide as possible, and then there are as many threads as possible, provided
-    that a thread's columns fit in its registers. None means that the heads are not supported.
-    `of_pairs` is the maximum number of bytes that a thread loads at once from each half of the
-    pairs.
+    A thread's columns must fit in its registers. With this condition, the vectors are as wide as
+    possible, and then there are as many threads as possible. `of_pairs` is the maximum number of
+    bytes that a thread loads at once from the first or from the second columns of pairs.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None

@@ -43,11 +43,11 @@ _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return the number of blocks (or clusters) per group of rows with the smallest estimated time.
+    """Return how many blocks (or clusters) per group of rows minimise the kernel's estimated time.
 
     The blocks are persistent: each processes many rows. If several numbers have the same time, the
-    smallest is returned, because each block stores a row of partial sums, which must be loaded and
-    added later.
+    smallest number is returned, because each block stores a row of partial sums, which must be
+    loaded and added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
@@ -64,10 +64,10 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Preferred and maximum number of columns per thread in the pipelined kernel. If the GPU has large
-# enough clusters, a thread has at most the preferred number, because many small blocks wait less
-# for each other's sums than a few large ones. 255 registers have room for at most the maximum
-# number.
+# Preferred and maximum number of columns per thread in the pipelined kernel. The size of the
+# cluster is chosen so that no thread has more than the preferred number, because many small blocks
+# wait less for each other's sums than a few large blocks. If the GPU's clusters are too small for
+# this, a thread may have up to the maximum number, for which its 255 registers have room.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps: with less, the memory
 # is idle at times; with more, the stores of dx become slow. This determines the following numbers
@@ -82,17 +82,18 @@ _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Number of registers that a thread needs for a third input: for one vector of it, and for the
-# gradient that is its result.
+# Number of registers that a thread needs for a third input, such as a gate: for a vector of this
+# input, and for a vector of its gradient.
 _KEPT_REGISTERS = 32
 
-# Minimum number of columns for which a warpgroup shares a row; in shorter rows, a warp does. A
-# warpgroup must exchange the sums of a row, which two rows per step or three blocks per SM hide.
-# LayerNorm over 768 columns of float32 reaches 0.97 of a copy's bandwidth with a warpgroup per row
-# and 0.92 with a warp per row; over 512 columns of bfloat16, 0.83 and 0.87 (H100).
+# If rows have at least this many columns, a warpgroup processes a row; otherwise a warp does. The
+# warps of a warpgroup must exchange the sums of each row. This takes time, which is hidden by
+# processing two rows per step or three blocks per SM. LayerNorm over 768 columns of float32 reaches
+# 0.97 of a copy's bandwidth with a warpgroup per row and 0.92 with a warp per row; over 512 columns
+# of bfloat16, 0.83 and 0.87 (H100).
 _WARPGROUP_ROWS = 768
-# Minimum number of rows for the narrow-rows kernel: the rows of its largest tile, with two threads
-# per row.
+# Minimum number of rows for the narrow-rows kernel: a tile has this many rows if two threads share
+# each row.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
@@ -118,8 +119,8 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
         threads //= 2
     ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    # A call with a third row input (a gate, or x in a scaled sum) has a second result. Their
-    # registers leave room for only one tile of rows per stage.
+    # A call with a third row input (a gate, or x in a scaled sum) also has a second result. These
+    # arrays take so many registers that a stage should contain only one tile of rows.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
@@ -133,9 +134,10 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
 
 
 def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
-    """Return the schedule for rows that a block or a cluster shares, or None for longer rows.
+    """Return the schedule for rows that are each split over a block or a cluster of blocks.
 
-    Clusters of many blocks with one warpgroup each are preferred to few blocks with several.
+    Clusters of many blocks with one warpgroup each are preferred to few blocks with several
+    warpgroups. None means that the rows are too long.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -164,7 +166,7 @@ def wide_rows(
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
     """Return a schedule with these sizes, or None if a row does not fit in a block."""
-    block = cluster * WARPGROUP_THREADS  # threads per row, for each warpgroup of a block
+    block = cluster * WARPGROUP_THREADS  # threads per row, if a block has one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
     vector = fitting_vector(spec.cols, row_vector(spec), warpgroups * block)
@@ -178,7 +180,7 @@ def wide_rows(
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )
-    width = ring.partition(spec.cols).width  # columns per warpgroup
+    width = ring.partition(spec.cols).width  # number of columns per warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)
@@ -199,7 +201,7 @@ def _registers(spec: Spec, width: int) -> int:
         of_scale = 2 if norm.norm.saved == "output" else 1
         held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
-    # Two norms have about twice as many values in flight.
+    # Two norms need about twice as many registers per column as one norm.
     of_column = (_column_sums(spec) + held) * len(spec.norms)
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
@@ -223,7 +225,7 @@ def is_copied(spec: Spec) -> bool:
 def row_dtypes(spec: Spec) -> list[np.dtype]:
     """Return the dtypes of the rows that a norm's backward pass loads.
 
-    In this order: x (only for two norms), the saved array, further saved arrays, dy and dh.
+    Their order is: x (only for two norms), the saved array, further saved arrays, dy and dh.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype

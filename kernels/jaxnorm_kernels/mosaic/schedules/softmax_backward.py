@@ -17,19 +17,20 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# (maximum number of columns, number of warpgroups) for rows in registers. A thread has at most 48
-# columns, because with more, fewer blocks fit on an SM.
+# Each pair is (maximum number of columns, number of warpgroups per block). A thread has at most 48
+# columns in its registers, because with more, fewer blocks fit on an SM.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# (maximum number of columns, number of warpgroups) for rows in registers, if the kernel also adds
-# up the gradient of a bias. A thread has at most 32 columns.
+# The same pairs for kernels that also add up the gradient of a bias. They need more registers per
+# column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# Minimum number of rows of x (or of tiles) that are added up for each row of partial sums of a
-# bias's gradient. The partial sums are float32 arrays; with this many rows, storing them costs
-# little.
+# If several blocks share the work for a row of a bias's gradient, each of them adds up at least
+# this many rows of x (or tiles) and stores a row of partial sums in float32. With this many rows,
+# storing the partial sums costs little.
 _ROWS_OF_SPLIT = 8
 # Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
-# If a row has at least this many vectors, a warpgroup shares it, otherwise the threads of a warp.
+# If a row has at least this many vectors, a warpgroup processes it, otherwise a warp or some of its
+# threads.
 _WARPGROUP_VECTORS = 4 * WARP
 # Maximum number of columns of a causal row that one warp processes. The row is split into units:
 # the columns that the row's threads load at once, one vector each.
@@ -38,11 +39,12 @@ _CAUSAL_TILE = 2048
 # Over 512, 1024 and 2048 columns of bfloat16, the backward pass took 15, 8 and 3 % less time than
 # with units of 32 vectors of 16 bytes; over 512 and 1024 columns of float32, 7 and 3 % less (H100).
 _CAUSAL_PARTS = 16
-# Maximum size of a thread's part of each input: in bytes, because it stays in registers, and in
-# vectors, because all of them are loaded at the same time.
+# Limits for the part of a row that a thread has of each input. `_HELD_BYTES` limits its bytes,
+# because they stay in registers. `_HELD_VECTORS` limits its vectors, because they are all loaded at
+# the same time.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
-# Number of columns per thread, and possible numbers of warpgroups per block, for longer rows. They
-# are distributed over a cluster of blocks.
+# Longer rows are distributed over clusters of blocks. These are the maximum number of columns per
+# thread, and the possible numbers of warpgroups per block.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
@@ -59,7 +61,10 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule in which threads of one warp share a row, or None if it does not fit."""
+    """Return a schedule in which threads of one warp share a row, or None.
+
+    None means that a row is too long, or that the rows do not fill a tile.
+    """
     vector = row_vector(spec)
     vectors = spec.cols // vector
     if vectors < _WARPGROUP_VECTORS:
@@ -135,7 +140,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     else:
         sharing //= schedule.rows
     threads = schedule.warpgroups * WARPGROUP_THREADS
-    # Registers of a thread for its columns: y, dy and a sum for each.
+    # A thread needs three registers for each of its columns: y, dy and a sum.
     values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
     by_registers = REGISTERS // ((values + OTHER_REGISTERS) * threads)
     blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))

@@ -81,7 +81,8 @@ _WARPGROUP_KIB = 64
 # stores a statistic for each inner element in shared memory.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
-# Shared memory of a block for barriers and Mosaic itself, and the part that the system reserves.
+# Shared memory of a block besides its arrays: 1 KiB for barriers and Mosaic itself, plus the part
+# that the system reserves.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
 #: Reasons why the strip kernels cannot run a call. Such calls are transposed to rows instead.
@@ -142,7 +143,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     )
     if not fits:
         return None
-    unit = WARPS * WARP // threads  # columns per unit
+    unit = WARPS * WARP // threads  # number of columns that a warpgroup processes at once
     busy = array_bytes // (_WARPGROUP_KIB * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
     strips = Strips(

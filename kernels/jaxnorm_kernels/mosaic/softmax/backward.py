@@ -168,7 +168,7 @@ def _read(
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # `SoftmaxOptions.masked_logit` is finite.
+    if not place.drops and place.masks:  # masked elements have a finite logit
         return list(zip(y, d, place.keep()))
     if place.drops:
         keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
@@ -187,7 +187,8 @@ def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) 
     It is the sum of dz (the gradient of the logits) over all rows that use the same value. `totals`
     and `weights` are the formula's row sums: sum(d y) and sum(y), or sum(d) and sum(exp(y)).
     """
-    # `totals - totals` is 0 if the total is finite, and otherwise NaN, as it should be.
+    # If dz is divided by sum(y), its sum over a row is 0, unless a total is infinite or NaN: then
+    # it is NaN. `totals - totals` has these values.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

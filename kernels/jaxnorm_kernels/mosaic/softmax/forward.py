@@ -64,8 +64,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
-                # After this, the row's maximum is -inf only if the entire row is masked. A row of
-                # unmasked -inf has a finite maximum.
+                # Raise unmasked elements to at least the finite number `numerics.LOWEST`. After
+                # this, a maximum of -inf means that the entire row is masked.
                 highest = [
                     jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
                     for keep, v in zip(place.keep(), highest)
@@ -80,20 +80,20 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # `count` is 0 if the entire row is masked
+            for count in counts:  # A count of 0 means that the entire row is masked.
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
             elif not isinstance(tile, SplitRow):
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
-                # exp(z - m) = exp(z - m_p) exp(m_p - m), so the exponentials e of this part of the
-                # row need only a factor.
+                # Rescale e = exp(z - m_p), which this warp has computed with the maximum m_p of its
+                # own part of the row: exp(z - m) = exp(z - m_p) exp(m_p - m).
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
-                # A column may be in two fragments (ranges of columns). exp(z - m) is computed anew,
-                # so that both have the same result.
+                # Compute exp(z - m) again instead of rescaling e. A column that is in two fragments
+                # (ranges of columns) then has the same result in both.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
