@@ -152,10 +152,9 @@ PROVIDERS: dict[str, Provider] = {
         losses=("cross_entropy", "linear_cross_entropy"),
         linear=tuple(LINEAR),
         mixed=("rms_norm", "add_rms_norm"),
-        note="For a vocabulary that is not a multiple of 128, QuACK's linear loss is that of "
-        "`quack_chunks`.",
     ),
-    # The choice that QuACK's linear loss leaves to its caller: `use_scaled_exp=False`.
+    # QuACK's linear loss with `use_scaled_exp=False`, as for vocabularies that are not multiples of
+    # 128. Its matmuls for the weight's gradient are not tuned here.
     "quack_chunks": Provider(
         "QuACK, logits of a chunk",
         "torch",
@@ -163,7 +162,6 @@ PROVIDERS: dict[str, Provider] = {
         ("torch", "quack-kernels"),
         (),
         losses=("linear_cross_entropy",),
-        note="QuACK's matmuls for the weight's gradient are not tuned here.",
     ),
     "liger": Provider(
         "Liger",
