@@ -255,10 +255,27 @@ def test_the_providers_compute_the_operation(name, op):
     assert_computes(function(*operands), plain(op), *operands, like=function)
 
 
+_LIGER_CUTE = (
+    *("liger_kernel", "liger_kernel.functional", "liger_kernel.ops", "liger_kernel.ops.cutedsl"),
+    "liger_kernel.ops.cutedsl.ops",
+    "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
+)
+_QUACK = (
+    "quack",
+    *(
+        f"quack.{m}"
+        for m in ("cross_entropy", "linear", "linear_cross_entropy", "rmsnorm", "softmax")
+    ),
+)
 LIBRARIES = {
+    "cce": ("cut_cross_entropy",),
+    "cce_unfiltered": ("cut_cross_entropy",),
     "fla": ("fla", "fla.modules", "fla.modules.fused_norm_gate", "fla.modules.layernorm_gated"),
     "liger": ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.functional"),
-    "quack": ("quack", *(f"quack.{m}" for m in ("cross_entropy", "linear", "rmsnorm", "softmax"))),
+    "liger_cute": _LIGER_CUTE,
+    "liger_sm90": _LIGER_CUTE,
+    "quack": _QUACK,
+    "quack_chunks": _QUACK,
 }
 
 
@@ -277,6 +294,42 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
     for op in (*provider.operations, *provider.blocks, *provider.losses, *provider.linear):
         assert callable(providers.function(name, op, "float32"))
     del sys.modules[adapter]  # It uses the mocks.
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function", "given"),
+    [
+        ("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy", {"tuned": False}),
+        (
+            "quack_chunks",
+            "quack.linear_cross_entropy",
+            "chunked_linear_cross_entropy",
+            {"tuned": False, "use_scaled_exp": False},
+        ),
+        (
+            "liger_sm90",
+            "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
+            "liger_fused_linear_cross_entropy_sm90",
+            {},
+        ),
+        ("cce", "cut_cross_entropy", "linear_cross_entropy", {}),
+        ("cce_unfiltered", "cut_cross_entropy", "linear_cross_entropy", {"filter_eps": None}),
+    ],
+)
+def test_linear_losses_get_the_weight_as_torch_stores_it(
+    name, module, function, given, monkeypatch
+):
+    """The providers of one library differ in one option."""
+    adapter = f"benchmarks.providers.{PROVIDERS[name].adapter}"
+    for each in ("torch", *LIBRARIES[name]):
+        monkeypatch.setitem(sys.modules, each, unittest.mock.MagicMock())
+    sys.modules["torch"].autograd.Function = type("Function", (), {"apply": callable})
+    monkeypatch.delitem(sys.modules, adapter, raising=False)
+    x, weight, labels = (unittest.mock.MagicMock() for _ in range(3))
+    providers.function(name, "linear_cross_entropy", "float32")(x, weight, labels)
+    called = getattr(sys.modules[module], function)
+    called.assert_called_once_with(x, weight.t(), labels, **given)
+    del sys.modules[adapter]
 
 
 #: Small shapes of blocks, by their number of axes.

@@ -71,7 +71,8 @@ def test_what_is_asked():
     assert {c.provider for c in linear} == {
         *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
         "products",
-        *("tokamax", "liger", "torch.compile"),
+        *("tokamax", "quack", "quack_chunks", "liger", "liger_cute", "liger_sm90"),
+        *("cce", "cce_unfiltered", "torch.compile"),
     }
     log_probs = [c for c in cells if c.op == "log_prob_and_entropy"]
     assert len({c.workload for c in log_probs}) == 2 * 2 * 2

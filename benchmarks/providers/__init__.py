@@ -88,6 +88,10 @@ _EVERYTHING: dict[str, Any] = {
 _JAXNORM: dict[str, Any] = {**_EVERYTHING, "linear": ("rms_norm_linear",)}
 _NO_PRODUCTS: dict[str, Any] = {**_EVERYTHING, "linear": ()}
 _TRITON: tuple[str, tuple[str, ...]] = ("jaxnorm_functions", ("jax",))
+# Packages, operations, blocks and losses.
+_LINEAR_LOSS: tuple[Any, ...] = ((), (), ("linear_cross_entropy",))
+_LIGER_CUTE = (("torch", "liger-kernel", "nvidia-cutlass-dsl"), *_LINEAR_LOSS)
+_CCE = (("torch", "cut-cross-entropy", "triton"), *_LINEAR_LOSS)
 
 PROVIDERS: dict[str, Provider] = {
     "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
@@ -149,9 +153,19 @@ PROVIDERS: dict[str, Provider] = {
         ("torch", "quack-kernels"),
         ("softmax", *NORMS),
         blocks=("add_rms_norm",),
-        losses=("cross_entropy",),
+        losses=("cross_entropy", "linear_cross_entropy"),
         linear=tuple(LINEAR),
         mixed=("rms_norm", "add_rms_norm"),
+    ),
+    # QuACK's linear loss with `use_scaled_exp=False`, as for vocabularies that are not multiples of
+    # 128. Its matmuls for the weight's gradient are not tuned here.
+    "quack_chunks": Provider(
+        "QuACK, logits of a chunk",
+        "torch",
+        "quack_functions",
+        ("torch", "quack-kernels"),
+        (),
+        losses=("linear_cross_entropy",),
     ),
     "liger": Provider(
         "Liger",
@@ -165,6 +179,16 @@ PROVIDERS: dict[str, Provider] = {
         wide_parameters=False,
         note="Liger's RMSNorm overwrites dy with dx.",
     ),
+    # Liger's linear loss with kernels in CuTe DSL: for a chunk's logits, beside cuBLAS's matmuls;
+    # and its kernels for whole logits, matmuls included, which only a Hopper GPU can run.
+    "liger_cute": Provider("Liger CuTe", "torch", "liger_cute_functions", *_LIGER_CUTE),
+    "liger_sm90": Provider(
+        "Liger CuTe, whole logits", "torch", "liger_cute_functions", *_LIGER_CUTE
+    ),
+    # Apple's cut cross-entropy. By default, its backward pass leaves out blocks of logits whose
+    # gradients are all below 2^-12.
+    "cce": Provider("cut cross-entropy", "torch", "cce_functions", *_CCE),
+    "cce_unfiltered": Provider("cut cross-entropy, unfiltered", "torch", "cce_functions", *_CCE),
     "fla": Provider(
         "flash-linear-attention",
         "torch",

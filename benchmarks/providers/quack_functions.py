@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from quack.cross_entropy import cross_entropy
 from quack.linear import linear_func
+from quack.linear_cross_entropy import chunked_linear_cross_entropy
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
 from torch import Tensor
@@ -29,7 +30,18 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return linear_func(x, weight.t())  # tuned at the first call; torch stores the weight transposed
 
 
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False)
+
+
+def linear_cross_entropy_of_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Store the logits of a chunk, as QuACK does wherever its other algorithm is not available."""
+    return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False, use_scaled_exp=False)
+
+
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
+    if name == "quack_chunks":
+        return linear_cross_entropy_of_chunks
     rms_norm = functools.partial(rmsnorm, out_dtype=getattr(torch, y_dtype), eps=1e-6)
     return {
         "softmax": softmax,
@@ -39,6 +51,7 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
             x, scale, residual=residual, prenorm=True
         ),
         "cross_entropy": functools.partial(cross_entropy, reduction="none"),
+        "linear_cross_entropy": linear_cross_entropy,
         "product": product,
         "rms_norm_linear": lambda x, weight, scale: product(rms_norm(x, scale), weight),
     }[op]

@@ -1,0 +1,29 @@
+"""Liger's linear cross-entropy with kernels in CuTe DSL, where users must ask for them by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from liger_kernel.functional import fused_linear_cross_entropy
+from torch import Tensor
+
+
+def in_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Use a CuTe kernel for a chunk's logits, and cuBLAS for matmuls.
+
+    Liger uses its Triton kernel if the vocabulary is not a multiple of 8.
+    """
+    loss, *_ = fused_linear_cross_entropy(x, weight.t(), labels, impl="nvidia-cutedsl")
+    return loss
+
+
+def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
+    if name == "liger_cute":
+        return in_chunks
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
+
+    def whole_logits(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return liger_fused_linear_cross_entropy_sm90(x, weight.t(), labels)
+
+    return whole_logits
