@@ -109,8 +109,8 @@ class LossWorkload(FewParameters):
     def cotangents(self) -> tuple[Array, ...]:
         """The cotangents of the results.
 
-        A mean has no cotangent among the inputs: a training step differentiates it directly, and
-        libraries rely on this.
+        A mean loss has none: its cotangent is the constant 1, as in a training step. Some libraries
+        rely on this constant, because they compute the gradient already in the forward pass.
         """
         return () if self.loss.mean else self.results
 

@@ -86,9 +86,10 @@ class Run:
 def installed(
     folder: Path, on: Machine, commit: str, names: Iterable[str], console: Console
 ) -> dict[str, str]:
-    """Return a dict from each installed provider to its software.
+    """Return a dict from each installed provider to its software: names and versions of packages.
 
-    The software, or the reason why it is missing, is written to providers.csv.
+    For every provider, providers.csv gets a row with the software, or with the package that is
+    missing.
     """
     found = {}
     for name in names:

@@ -18,9 +18,12 @@ from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
-KERNEL_STEPS = 10  # number of steps whose kernels are timed
-_SPLIT_FROM = 100_000  # minimum number of elements of an array that a mesh shards
-_GUESSES = 8  # maximum guesses by linear interpolation; then bisection
+# The number of training steps whose kernels are timed.
+KERNEL_STEPS = 10
+# On a mesh, arrays of the state with at least this many elements are sharded.
+_SPLIT_FROM = 100_000
+# To find the largest batch, guess so many times by linear interpolation before using bisection.
+_GUESSES = 8
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
 # options, every variant uses the matmuls that cuBLAS chooses.
@@ -37,8 +40,8 @@ class Step:
       initial: a function that returns the initial state.
       batch: a function that returns the tokens of step number i.
 
-    The argument `shardings` returns the shardings of the state and of the tokens, which are None
-    without a mesh.
+    The constructor's argument `shardings` is a function of the state. It returns the shardings of
+    the state and of the tokens; without a mesh, both are None.
     """
 
     def __init__(

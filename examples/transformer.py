@@ -12,8 +12,10 @@ import optax
 
 import jaxnorm.linen
 
-VOCABULARY = 256  # number of values of a byte
-LEARNING_RATE_TIMES_WIDTH = 0.5  # a step of Adam changes a layer's output by about rate x width
+VOCABULARY = 256  # a byte has this many values
+# A step of Adam changes the output of a layer by about learning rate x width. So the learning rate
+# is chosen inversely proportional to the width.
+LEARNING_RATE_TIMES_WIDTH = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Config:
         )
 
     def reaches(self, other: "Config") -> bool:
-        """Return True if neither the model nor its training is smaller than `other`'s."""
+        """Return True if model, batch and number of steps are at least as large as in `other`."""
         return (
             self.layers >= other.layers
             and self.width >= other.width
