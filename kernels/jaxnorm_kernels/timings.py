@@ -62,7 +62,10 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """Return a call's key in `TIMINGS`: its public function, with an option that the call uses."""
+    """Return a call's key in `TIMINGS`, such as "softmax" or "softmax with where".
+
+    The key is the name of the public function, and the first timed option that the call uses.
+    """
     norm = spec.norm
     functions = {
         name: function

@@ -105,7 +105,7 @@ def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
         inverse = 1.0
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
-    else:  # float16: if G is 0, y has no information about xh
+    else:  # for float16, G may be 0; y then has no information about xh, and xh is taken as 0
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 
