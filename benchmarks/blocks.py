@@ -32,8 +32,8 @@ QUICK_COLS = 4096
 LOGITS: Shape = (4, 16, 2048, 2048)
 #: The scale of the logits of attention with heads of 64 columns: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
-#: Shapes of attention heads, (batch, length, heads, columns): of queries, of keys, and of both in
-#: one array.
+#: Shapes of queries, of keys, and of arrays that contain both: (batch, length, number of heads,
+#: columns of a head).
 HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
@@ -208,7 +208,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def x_dtype(self) -> str:
-        """The dtype of the normalised array. Some libraries' scale and bias have it too."""
+        """The dtype of the normalised array, and of some providers' scale and bias."""
         return self.dtype_of("h" if "h" in self.block.results else "x")
 
     @property

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# The size of an H200's L2 cache. There are so many sets of operands that they have 5 times this
-# size together, but at most MAX_BUFFERS.
+# The size of an H200's L2 cache. All sets of operands together have about 5 times this size, but
+# there are at least 2 and at most MAX_BUFFERS sets.
 L2_BYTES = 60e6
 MAX_BUFFERS = 64
 # The maximum number of bytes that a timed copy loads and stores. The limit ensures that its arrays
@@ -80,7 +80,10 @@ def calls_for(operands: Sequence[Any]) -> int:
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
-    """Return the timing of a call, given the times of all kernels of `calls` calls in order."""
+    """Return the timing of one call, given the times of all kernels of several equal calls.
+
+    `kernels_us` has the times in order, and `calls` is the number of calls.
+    """
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")

@@ -1,4 +1,4 @@
-"""Workloads that call an implementation (a set of kernels) without jaxnorm's functions."""
+"""Workloads that call the kernels of an implementation directly, not through public functions."""
 
 import dataclasses
 import functools
@@ -174,7 +174,7 @@ class KernelWorkload(Workload):
 
 
 class LinearKernelWorkload(LinearWorkload):
-    """The kernel of a norm and the matmul after it, forward only, on one shape."""
+    """The kernel of a norm and the matmul after it, on one shape. It has only a forward pass."""
 
     @property
     def cols(self) -> int:

@@ -28,7 +28,7 @@ PLOTTED = [
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-# Another provider is "ahead" if jaxnorm's time is more than this number times its time.
+# A provider is ahead of jaxnorm if jaxnorm's time, divided by the provider's, is above this number.
 AHEAD = 1.02
 
 # The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload (op,
@@ -113,7 +113,7 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def step_of(cell: TrainingCell) -> dict[str, str]:
-    """Return a dict of the fields of a training step as text, with the provider last."""
+    """Return the fields of a training step as a dict of text. The provider is the last field."""
     fields = {name: str(value) for name, value in dataclasses.asdict(cell).items()}
     return fields | {"provider": fields.pop("provider")}
 

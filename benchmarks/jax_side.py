@@ -74,7 +74,7 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
-    """Return so many sets of inputs that a call finds none of them in the GPU's cache.
+    """Return sets of inputs: so many that a call finds none of its inputs in the GPU's cache.
 
     The cells of a workload share the inputs.
     """

@@ -12,8 +12,8 @@ from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
-#: For each size of Llama, the width, and the features of its projections: of queries, keys and
-#: values in one matmul, and of gate and up.
+#: For each size of Llama, the width, and the numbers of features of two matmuls: one projects to
+#: queries, keys and values, the other to gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
     "8B": (4096, (6144, 14336, 28672)),  # 14336 is the gate projection alone, without up

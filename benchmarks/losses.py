@@ -11,8 +11,8 @@ import math
 
 from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
-#: Shapes of logits, positions x classes. The numbers of classes are a power of two, and the
-#: vocabularies of GPT-2, Llama 3 and Gemma.
+#: Shapes of logits, positions x classes. One number of classes is a power of two. The others are
+#: the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),

@@ -1,4 +1,4 @@
-"""The cells of training steps, and of stacks of small layers.
+"""The measured models: cells of training steps, and of stacks of small layers.
 
 This module does not import JAX, because the process that starts the measuring processes imports it
 too.

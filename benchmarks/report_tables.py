@@ -190,8 +190,8 @@ def compile_times(rows: Sequence[Row]) -> str:
 def _of_operations(rows: Sequence[Row]) -> str:
     """Return a table of compile times of operations.
 
-    For each provider, and each of its operations, it has the median time, the longest time and its
-    cell.
+    For each provider, and each of its operations, it has the median time, the longest time, and the
+    cell that took longest.
     """
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):

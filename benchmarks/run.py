@@ -77,7 +77,7 @@ class Run:
         return Table(self.folder, SUITES[suite]).rows()
 
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
-        """Return the cells whose provider is installed and that have no row for this software."""
+        """Return the cells that remain to be measured with the installed software."""
         done = set() if again else Table(self.folder, suite).keys()
         installed = (cell for cell in cells if provider_name(cell) in self.software)
         return [cell for cell in installed if self.key(cell) not in done]

@@ -93,9 +93,9 @@ def library(save: Save) -> Norm:
 
 
 def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
-    """Return (dx, dscale) of a case, computed in `dtype`, as float64.
+    """Return (dx, dscale) of a case. They are computed in `dtype`, and returned as float64.
 
-    x and dy have values that the dtype of the case can represent, whatever `dtype` is.
+    The values of x and dy do not depend on `dtype`: they are rounded to the dtype of the case.
     """
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")

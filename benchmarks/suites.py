@@ -112,7 +112,7 @@ class Selection:
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
-        """Yield the selected cells of norms and softmaxes, as far as `directions` has their pass.
+        """Yield the selected cells of norms and softmaxes that have one of these directions.
 
         If the command line selects no shapes, `shapes` are used.
         """

@@ -22,7 +22,7 @@ WARMUP = 3
 KERNEL_STEPS = 10
 # On a mesh, arrays of the state with at least this many elements are sharded.
 _SPLIT_FROM = 100_000
-# To find the largest batch, guess so many times by linear interpolation before using bisection.
+# To find the largest batch, use at most so many linear interpolations, and then bisection.
 _GUESSES = 8
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
@@ -94,7 +94,10 @@ class Step:
         return params, language_models.OPTIMIZER.init(params)
 
     def _batch(self, step: int) -> jax.Array:
-        """Return random tokens. Their frequencies are 1 / (1 + token), which a model can learn."""
+        """Return random tokens. Their frequencies are proportional to 1 / (1 + token).
+
+        A model can learn these frequencies, so the loss decreases.
+        """
         uniform = jax.random.uniform(jax.random.key(step), self._batch_shape)
         vocabulary = self.model.size.vocabulary
         tokens = jnp.exp(uniform * jnp.log(vocabulary + 1.0)).astype(jnp.int32) - 1

@@ -194,7 +194,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """Return an index for each row of x: that of the broadcast operand's row that it uses."""
+    """Return an array with an index for each row of x: which row of the operand it uses."""
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 

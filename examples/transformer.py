@@ -12,7 +12,8 @@ import optax
 
 import jaxnorm.linen
 
-VOCABULARY = 256  # a byte has this many values
+# The number of values of a byte.
+VOCABULARY = 256
 # A step of Adam changes the output of a layer by about learning rate x width. So the learning rate
 # is chosen inversely proportional to the width.
 LEARNING_RATE_TIMES_WIDTH = 0.5
@@ -66,7 +67,7 @@ class GeluDense(nn.Dense):
 
 
 def gelu_dot(x: jax.Array, kernel: jax.Array, dimensions: Any, precision: Any) -> jax.Array:
-    """Apply gelu and a matmul, with the signature and parameters of the matmul of a `Dense`."""
+    """Apply gelu and a matmul. A `Dense` can use this function in place of its matmul."""
     return jaxnorm.activation_linear(x, kernel)
 
 

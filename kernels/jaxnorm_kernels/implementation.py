@@ -3,9 +3,10 @@
 An implementation is an :class:`Implementation`: one function for each pass, which runs every
 operation of `operations.OPERATIONS`. The functions get two-dimensional arrays ``(rows, cols)``
 whose last axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that describes
-everything else about the call. They do not depend on autodiff, sharding or Flax. If
-``takes_inner(spec)`` is True, they also get arrays ``(outer, cols, inner)`` with ``Spec.inner``,
-which need no transpose. The statistics of such arrays have the shape ``(outer * inner,)``.
+everything else about the call. They do not depend on autodiff, sharding or Flax. To avoid a
+transpose, they also get arrays ``(outer, cols, inner)``, which are normalised over the middle axis,
+if ``takes_inner(spec)`` is True; see ``Spec.inner``. The statistics of such arrays have the shape
+``(outer * inner,)``.
 
 Only the ``xla`` implementation also takes arrays of any shape, normalised over ``Spec.axes``. Such
 arrays may be sharded, and XLA might gather them if they were reshaped to rows. Only ``xla`` has a

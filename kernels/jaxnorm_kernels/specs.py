@@ -13,7 +13,7 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-#: Activations that may follow a norm and a linear layer.
+#: Activations that may be applied to the result of a norm followed by a linear layer.
 LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
 #: Activations that a plain norm may apply to its result.
 NormActivation = Literal["silu", "gelu", "relu"]
@@ -229,8 +229,9 @@ class Spec:
       outputs: names of results and statistics. The forward pass returns them, the tangent returns
         their tangents, and the backward pass takes their cotangents. If y is not among them, the
         forward pass only computes the sum h (the xla implementation skips the norm), and the
-        backward pass takes only the cotangent of h. For a plain norm, which has no h, the backward
-        pass adds the cotangent named h to dx, and the tangent named h is the tangent of x.
+        backward pass takes only the cotangent of h. A plain norm has no h, but may have the name h
+        here: the backward pass then takes an extra cotangent, which it adds to dx, and the tangent
+        named h is the tangent of x.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
         may also return gradients of other operands.
@@ -354,7 +355,7 @@ class Spec:
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """True if the residual or the gate is needed only once the statistics of x are known."""
+        """True if a residual or gate is not needed before the statistics of x are computed."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -378,7 +379,7 @@ class Spec:
         Both norms of a call use the same dtype, so that all statistics have one dtype.
         """
         arrays = (*self.operand_dtypes, self.y_dtype, self.softmax.logits_bias_dtype)
-        # Compare by name: numpy treats None as float64.
+        # Compare names, because np.dtype("float64") == None is True.
         is_wide = self.norm.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
 
@@ -398,8 +399,8 @@ class Spec:
     def renormalises(self) -> bool:
         """True if softmax's derivative divides by sum(y), because y is rounded to 16 bits.
 
-        If a row is nearly one-hot, the terms of d - sum(d y) cancel, and the rounding error of y
-        would remain: |d| / 512 in bfloat16.
+        If a row is nearly one-hot, the two terms of d - sum(d y) nearly cancel. Without the
+        division, the rounding error of y would remain, which is up to |d| / 512 in bfloat16.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 

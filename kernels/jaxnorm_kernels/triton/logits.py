@@ -147,7 +147,7 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the maximum number of columns up to the diagonal, over the rows of a tile.
+    """Return the number of columns that a tile's longest row has up to the diagonal.
 
     For a softmax that is not causal, this is the number of all columns.
     """

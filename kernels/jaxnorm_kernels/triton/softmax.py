@@ -109,7 +109,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 def _softmax_fwd_in_registers(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Hold whole rows in registers, and store y = exp(z - m) / s, or log(y) for log_softmax."""
+    """Store y = exp(z - m) / s, or log(y) for log_softmax. Registers hold whole rows."""
     first_row = tl.program_id(0) * tiling.tile_rows
     z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]

@@ -45,8 +45,8 @@ def zeros(tiling: tl.constexpr):
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
     """Return a tile's column indices, as an array with one row or with `tile_rows` equal rows.
 
-    Use `tile_rows` to load a parameter that is held for many tiles. Each thread then has the values
-    for the rows that it holds, and no values are exchanged between threads for every tile.
+    Use `tile_rows` to load a parameter once for many tiles. Each thread then holds the values that
+    it needs for its rows. Otherwise, threads would exchange values again for each tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:

@@ -151,10 +151,10 @@ def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.A
 def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, lse, and masks of the entries that affect the results and of the labels.
+    """Return five arrays: g(x), p, lse, and two masks.
 
-    Entries that affect the results are unmasked, or in the label's column. lse is 0 in rows without
-    an entry.
+    The first mask is True for entries that affect the results: they are unmasked, or in the label's
+    column. The second mask is True in the label's column. lse is 0 in rows without an entry.
     """
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = columns(x.shape, spec) == label

@@ -156,9 +156,10 @@ def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Return an array of `shape` that has the values `a` of the labels in the labels' columns.
+    """Return an array of `shape` that is 0 except in the columns of the labels.
 
-    If several labels of a row are equal, their values are added up. Other columns are 0.
+    `a` has a value for each label, which is put into the label's column. If several labels of a row
+    are equal, their values are added up.
     """
     count = labels.shape[-1]
     if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:

@@ -359,7 +359,7 @@ def _recovered(
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - along_rows(effective_bias(bias, spec), z, spec)
-    is_number = isinstance(spec.cols, int)  # it is symbolic in an export with symbolic shapes
+    is_number = isinstance(spec.cols, int)  # `cols` may be symbolic when a program is exported
     bound = math.sqrt(spec.cols) if is_number else jnp.sqrt(jnp.asarray(spec.cols, z.dtype))
     xh = clip(z if g is None else safe_divide(z, g), bound)
     return g, xh, along, z

@@ -123,7 +123,9 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _axes_of_parameter(
     parameter: jax.Array, like: jax.Array, spec: Spec
 ) -> tuple[list[int], list[int]]:
-    """Return the axes of `like` that the parameter has, in the parameter's order, and the others.
+    """Return two lists of axes of `like`: those that `parameter` has, and all other axes.
+
+    The first list is in the order of the parameter's axes.
 
     The last axes of the parameter are the normalised axes. Its leading axes, if any, distinguish
     groups of rows. They are aligned to the last of the other axes, as in numpy's broadcasting.

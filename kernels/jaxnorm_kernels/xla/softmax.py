@@ -57,7 +57,10 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x and, if the spec requests it, of the bias, from the softmax y."""
+    """Return the gradients of x and, if the spec requests it, of the bias.
+
+    They are computed from the saved y = softmax(z).
+    """
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
     if kept is not None and spec.drops_masked:
@@ -83,7 +86,10 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x and, if the spec requests it, of the bias, from log_softmax y."""
+    """Return the gradients of x and, if the spec requests it, of the bias.
+
+    They are computed from the saved y = log_softmax(z).
+    """
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
     dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
@@ -167,7 +173,10 @@ def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
-    """Return a mask of unmasked entries that broadcasts to x's shape; None if all are unmasked."""
+    """Return a boolean array, True for unmasked entries, or None if all entries are unmasked.
+
+    The array broadcasts to x's shape.
+    """
     if not spec.softmax.causal:
         return mask
     rank = len(shape)
