@@ -1,7 +1,8 @@
 """Limits that jaxnorm's training steps must meet: time and memory relative to plain JAX.
 
-A bar is a limit on the ratio of two results of the suite `training`: of a step with jaxnorm and of
-a step in plain JAX, both with scanned layers. This module does not import JAX.
+A bar compares two training steps of the same model, which the suite `training` has measured: one
+with jaxnorm and one in plain JAX. The layers of both are scanned. The bar limits the ratio of their
+times, or of their temp memory. This module does not import JAX.
 """
 
 import dataclasses
@@ -22,12 +23,13 @@ _REMATS: dict[Remat, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on the time or memory of a training step, divided by that of a plain JAX step.
+    """A limit on the ratio of a jaxnorm step's time or temp memory to that of a plain JAX step.
 
     Attributes:
-      most: the limit of the ratio.
+      figure: the name of the compared result: "ms" for the time, "temp_bytes" for the memory.
+      most: the largest allowed ratio.
       remat: which residuals the jaxnorm step rematerialises; see `models.REMATS`.
-      plain_remat: the same for the plain JAX step.
+      plain_remat: which residuals the plain JAX step rematerialises.
     """
 
     model: str
@@ -38,7 +40,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The cell of the jaxnorm step and the cell of the plain JAX step."""
+        """The two training steps that the bar compares: the jaxnorm step, the plain JAX step."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),
@@ -64,5 +66,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield each training step that a bar compares, once, in the order of the bars."""
+    """Yield every training step that a bar compares. A step that several bars use comes once."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
 
-# Shapes of x with which a bfloat16 array has 50 MB to 134 MB.
+# Shapes of x. In bfloat16, an array of such a shape has 50 MB to 134 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
     (32768, 768),
     (32768, 1024),
@@ -32,8 +32,8 @@ QUICK_COLS = 4096
 LOGITS: Shape = (4, 16, 2048, 2048)
 #: The scale of the logits of attention with heads of 64 columns: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
-#: Shapes of attention heads, (batch, length, heads, columns): of queries, of keys, and of both in
-#: one array.
+#: Shapes of queries, of keys, and of arrays that contain both: (batch, length, number of heads,
+#: columns of a head).
 HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
@@ -52,17 +52,18 @@ class Block:
     """The arrays of one block. The backward pass reads `saved` and the results' cotangents.
 
     Attributes:
-      results: y, and h if the block also returns the residual stream.
-      saved: the smallest set of arrays that the backward pass must read besides the cotangents.
-      gradients: the operands of x's shape whose gradients are separate arrays. The gradient of a
-        residual that is added to x is not, since it is the same array as the gradient of x.
+      results: names of the results: y, and h if the block also returns the residual stream.
+      saved: names of the arrays that the backward pass must read besides the cotangents; as few
+        as possible.
+      gradients: names of the operands of x's shape whose gradients are separate arrays. A residual
+        that is added to x is not listed: its gradient is the same array as the gradient of x.
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it; `where` is boolean.
-      broadcast: for operands that have size 1 along an axis, this axis.
+      broadcast: maps the name of an operand that has size 1 along one axis to that axis.
       shapes: the shapes of x.
       axis: the normalised axis.
-      grouped: True if each sample has its own parameters. They then have x's first axis and
-        normalised axis, and size 1 along the axes between.
+      grouped: True if each sample has separate parameters. A parameter then has the size of x along
+        the first axis and the normalised axis, and size 1 along the axes between.
       mixed: True if the block is also measured with a float32 residual stream (residual and h) and
         bfloat16 x and y.
     """
@@ -207,7 +208,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def x_dtype(self) -> str:
-        """The dtype of the normalised array; a library may give its parameters the same dtype."""
+        """The dtype of the normalised array, and of some providers' scale and bias."""
         return self.dtype_of("h" if "h" in self.block.results else "x")
 
     @property

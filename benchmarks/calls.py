@@ -7,21 +7,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-L2_BYTES = 60e6  # the L2 cache of an H200; the sets of operands have 5 times as many bytes
+# The size of an H200's L2 cache. All sets of operands together have about 5 times this size, but
+# there are at least 2 and at most MAX_BUFFERS sets.
+L2_BYTES = 60e6
 MAX_BUFFERS = 64
-# Maximum number of bytes that a copy loads and stores, so that its arrays fit into memory besides
-# the operands. The time of a larger copy is extrapolated.
+# The maximum number of bytes that a timed copy loads and stores. The limit ensures that its arrays
+# fit into memory besides the operands. The time of a larger copy is extrapolated.
 COPY_BYTES = 8e9
 REPEATS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Medians over the timed calls, in microseconds."""
+    """How long a call takes on the device: medians over all timed calls.
 
-    us: float  # time of all kernels of a call
-    main_us: float  # time of the longest kernel of a call
-    kernels: int | None = None  # number of kernels of a call; None on a CPU
+    Attributes:
+      us: microseconds of all kernels of a call together.
+      main_us: microseconds of the longest kernel of a call.
+      kernels: the number of kernels of a call; None on a CPU.
+    """
+
+    us: float
+    main_us: float
+    kernels: int | None = None
 
     def times(self, factor: float) -> "Timing":
         """Return the timing multiplied by `factor`."""
@@ -34,8 +42,9 @@ class Timing:
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
         """Return the columns of a row of results: the time, and the speed.
 
-        `roof` is the timing of a copy of as many bytes, to which the speed is compared. It is None
-        for workloads whose time is that of matmuls; they have TFLOP/s instead of GB/s.
+        `roof` is the timing of a copy that loads and stores as many bytes as the workload. The
+        speed is compared with the copy's speed. If matmuls determine the time of the workload,
+        `roof` is None, and the speed is in TFLOP/s instead of GB/s.
         """
         return {
             "us": self.us,
@@ -56,10 +65,10 @@ def buffers_for(size: int) -> int:
 
 
 def words_for(size: int) -> tuple[int, float]:
-    """Return the number of 32-bit words of the copy with which a call is compared, and a factor.
+    """Return the size of the copy with which a call is compared (in 32-bit words), and a factor.
 
-    The time of this copy, multiplied by the factor, is the time of a copy that loads and stores
-    `size` bytes in all.
+    The call loads and stores `size` bytes. If a copy of that many bytes would not fit into memory,
+    a smaller copy is timed instead, and its time is multiplied by the factor.
     """
     words = max(1, min(size, int(COPY_BYTES)) // 8)
     return words, max(1.0, size / COPY_BYTES)
@@ -71,7 +80,10 @@ def calls_for(operands: Sequence[Any]) -> int:
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
-    """Return the timing of a call, given the times of all kernels of `calls` calls in order."""
+    """Return the timing of one call, given the times of all kernels of several equal calls.
+
+    `kernels_us` has the times in order, and `calls` is the number of calls.
+    """
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")

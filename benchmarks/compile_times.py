@@ -2,11 +2,13 @@
 
 `jax.jit` does this work at the first call with a new shape. A program is the forward and the
 backward pass of one operation. Its x has 8192 rows of the given width, possibly along several axes;
-`causal_softmax` has square matrices instead. Kernels are lowered in Python, so these times differ
-more between widths than the GPU times do. The operations cover every public function: `post_norm`
-is `rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and
-`gated_add_layer_norm` is `add_layer_norm` with a gate. `gpt2-small scan` and similar names are
-whole training steps: with functions of plain JAX, with jaxnorm's norms, and with all of jaxnorm.
+`causal_softmax` has square matrices instead. Many widths are timed, because the time depends on the
+kernel that the width selects: Python code generates the kernel.
+
+The operations cover every public function: `post_norm` is `rms_norm_add`, `sandwich` is
+`rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and `gated_add_layer_norm` is
+`add_layer_norm` with a gate. Names such as `gpt2-small scan` stand for whole training steps. Each
+step is compiled in three variants: in plain JAX, with jaxnorm's norms, and with all of jaxnorm.
 
 This module defines the cells and, like `workloads`, does not import JAX or torch. `first_calls`
 measures them.
@@ -23,15 +25,15 @@ from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import MODELS, PLAIN, Layers, TrainingCell
 from benchmarks.workloads import Direction, Shape, Workload
 
-#: Widths to which different rules of the schedule tables apply, and that are narrow, aligned or
-#: unaligned.
+#: Numbers of columns. Together they cover all rules of the schedule tables. Some are narrow, and
+#: some are no multiple of 16 bytes.
 WIDTHS = (
     *(8, 16, 24, 40, 56, 64, 72, 96, 120, 128, 200, 256, 384, 768),
     *(1000, 1023, 1024, 3000, 4095, 4096, 5120, 8192, 12288, 16384),
     *(32768, 50257, 65536, 131072),
 )
 QUICK = (24, 1024, 4095, 50257)
-#: The providers whose programs are timed: the default of a call, and plain jnp.
+#: The providers whose programs are timed: jaxnorm with its default implementation, and plain jnp.
 PROVIDERS = ("jaxnorm", "jnp")
 #: Maximum number of seconds that any program may take.
 LIMIT_S = 4.0
@@ -62,8 +64,8 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
 }
-#: Numbers of which an operation's widths are multiples, because channels form groups and columns
-#: are rotated in pairs.
+#: Maps an operation to a number that must divide its width: GroupNorm divides the channels into
+#: groups, and RoPE rotates columns in pairs.
 COLUMNS_ARE_MULTIPLES_OF = {
     "group_norm": CHANNEL_GROUPS,
     "group_norm_silu": CHANNEL_GROUPS,

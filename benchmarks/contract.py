@@ -1,4 +1,4 @@
-"""Workloads that call an implementation (a set of kernels) without jaxnorm's functions."""
+"""Workloads that call the kernels of an implementation directly, not through public functions."""
 
 import dataclasses
 import functools
@@ -18,14 +18,20 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: For each operation and pass, how many arrays of x's shape it loads or stores: the number with x's
-#: dtype, and the number with y's dtype. A backward pass starts from the output.
+#: How many arrays of x's shape each pass of an operation loads or stores. The first number counts
+#: arrays with the dtype of x, the second arrays with the dtype of y. Backward passes read the saved
+#: output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
-    ("add_norm", "fwd"): (3, 1),  # of x's dtype: x, residual, h; of y's: y
-    ("add_norm", "bwd"): (2, 2),  # of x's dtype: dh, dx; of y's: y, dy
-    ("norm_add", "fwd"): (3, 0),  # of x's dtype: x, residual, the sum
+    # x, residual and h have the dtype of x; y has the dtype of y.
+    ("add_norm", "fwd"): (3, 1),
+    # dh and dx have the dtype of x; y and dy have the dtype of y.
+    ("add_norm", "bwd"): (2, 2),
+    # x, residual and their sum have the dtype of x.
+    ("norm_add", "fwd"): (3, 0),
+    # x, residual and h have the dtype of x; y has the dtype of y.
     ("norm_add_norm", "fwd"): (3, 1),
-    ("norm_add_norm", "bwd"): (4, 2),  # of x's dtype: x, dh, dx, dresidual; of y's: y, dy
+    # x, dh, dx and dresidual have the dtype of x; y and dy have the dtype of y.
+    ("norm_add_norm", "bwd"): (4, 2),
 }
 
 
@@ -55,7 +61,7 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class KernelWorkload(Workload):
-    """A kernel on rows of one shape: a forward pass, or a backward pass from the output.
+    """One kernel on one shape of x: a forward pass, or a backward pass that reads the saved output.
 
     A residual, if the operation has one, has x's dtype.
     """
@@ -168,14 +174,17 @@ class KernelWorkload(Workload):
 
 
 class LinearKernelWorkload(LinearWorkload):
-    """The kernel of a norm and the matmul after it, forward only, on one shape."""
+    """The kernel of a norm and the matmul after it, on one shape. It has only a forward pass."""
 
     @property
     def cols(self) -> int:
         return self.sizes[1]
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation; for xla, norm and matmul in plain JAX."""
+        """Return a function of x, weight and scale that runs the implementation.
+
+        For the implementation xla, it computes the norm and the matmul in plain JAX.
+        """
         if implementation is xla:
             return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
         return functools.partial(
@@ -193,10 +202,12 @@ class LinearKernelWorkload(LinearWorkload):
 
 @dataclasses.dataclass(frozen=True)
 class HeadsKernelWorkload:
-    """The kernel of a norm of heads and their rotation: a forward pass, or a backward pass from y.
+    """The kernel of an RMSNorm of attention heads followed by a rotation (RoPE).
+
+    It is a forward pass, or a backward pass that reads the saved output.
 
     Attributes:
-      shape: batch, length, heads and columns of a head; all columns are rotated.
+      shape: batch, length, number of heads, and columns of a head. All columns are rotated.
     """
 
     direction: Direction

@@ -31,8 +31,8 @@ class Beside:
     is_eager: bool = False
 
 
-# The provider "flax-two_pass" is Flax's norm without the option to compute the variance as E[x^2] -
-# E[x]^2.
+# The provider "flax" computes a variance as E[x^2] - E[x]^2. The provider "flax-two_pass" is Flax
+# with the option use_fast_variance=False: it computes the mean first, and then E[(x - mean)^2].
 CPU: dict[str, Beside] = {
     "cross_entropy": Beside(
         ((2048, 1024), (1024, 8192), (128, 50257), (8, 128256)), peers=("optax",)
@@ -50,7 +50,7 @@ CPU: dict[str, Beside] = {
 
 
 class ProductWorkload(FewParameters):
-    """`gated_linear` of gate, up and weight, or `activation_linear` of x, weight and bias."""
+    """A workload of `gated_linear` (gate, up, weight) or `activation_linear` (x, weight, bias)."""
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
@@ -80,7 +80,10 @@ class ProductWorkload(FewParameters):
 
 @dataclasses.dataclass(frozen=True)
 class CpuCell:
-    """One operation in one direction. `provider` is compared with jaxnorm. A loss is a mean."""
+    """One operation in one direction, for which jaxnorm is compared with `provider`.
+
+    A loss is averaged over the rows.
+    """
 
     op: str
     direction: str

@@ -4,10 +4,11 @@
 
 This prints the largest error of each of these results:
 
-* cross-entropies, in ulps of float32, over 64 rows of normal logits with standard deviation 3
-* log-probabilities of randomly drawn labels, and entropies, in ulps, for several deviations
-* probabilities of labels, relative to the exact ones, for the logits of a linear layer
-* LayerNorm's y, over 64 rows of 4096 columns with standard deviation 1 around a mean
+* cross-entropies, in ulps of float32: 64 rows of normal logits with standard deviation 3
+* log-probabilities of randomly drawn labels, and entropies, in ulps: logits with standard
+  deviations 1, 3 and 10
+* probabilities of labels, as relative errors: the logits of a linear layer
+* y of a LayerNorm: 64 rows of 4096 normal numbers with standard deviation 1, and means up to 1e4
 """
 
 import sys
@@ -51,8 +52,9 @@ def losses() -> str:
 def log_probs() -> str:
     """Return a table of the errors of log-probabilities and entropies.
 
-    The columns called ratio are relative errors of probabilities, for the logits of a linear layer
-    that are not rounded, and for logits rounded to bfloat16.
+    The two columns called ratio have relative errors of probabilities. In the first, jaxnorm
+    computes the logits by a linear layer and does not round them. In the second, the logits are
+    rounded to bfloat16.
     """
 
     def row(deviation: float) -> list[str]:

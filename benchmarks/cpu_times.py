@@ -21,7 +21,11 @@ Figures = dict[str, float | None]
 
 
 def step(cell: CpuCell, name: str) -> Callable[..., Any]:
-    """Return a function of operands, parameters and cotangents to results and gradients."""
+    """Return the function that is timed. `name` is the provider.
+
+    It takes operands, parameters and cotangents. It returns the result and, for "fwd+bwd", also the
+    gradients.
+    """
     if name == "flax-two_pass":
         f = flax_modules.layer_norm(cell.dtype, use_fast_variance=False)
     elif isinstance(cell.workload, ProductWorkload):

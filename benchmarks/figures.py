@@ -28,7 +28,8 @@ PLOTTED = [
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-AHEAD = 1.02  # jaxnorm's time over another provider's, from which that provider is ahead
+# A provider is ahead of jaxnorm if jaxnorm's time, divided by the provider's, is above this number.
+AHEAD = 1.02
 
 # The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload (op,
 # direction, shape, dtype).
@@ -39,10 +40,13 @@ Question = tuple[Any, ...]
 class Figure:
     """Time and speed of one provider in one workload.
 
-    `us` is the time in microseconds, `speed` is in GB/s, and `roof` is the time of a copy of as
-    many bytes, divided by `us`. For matmuls, `speed` is in TFLOP/s, and `roof` is the time of XLA's
-    matmul alone, divided by `us`. `extra_passes` is the number of copies, casts and transposes of
-    large arrays. `us` may not include the copies.
+    Attributes:
+      us: the time in microseconds.
+      speed: GB/s; for matmuls, TFLOP/s.
+      roof: the time of a copy that loads and stores as many bytes as the workload, divided by `us`.
+        For matmuls, the time of XLA's matmul without a norm, divided by `us`.
+      extra_passes: the number of copies, casts and transposes of large arrays. Copies that the GPU
+        driver performs without a kernel are counted here, but their time is not part of `us`.
     """
 
     us: float
@@ -61,8 +65,9 @@ Figures = dict[Question, dict[str, Figure]]
 def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
     """Return the figures of a suite's successful rows: a dict from each question to its answers.
 
-    To compute `roof`, use the median time of copies of as many bytes, over all processes. On an
-    H200, the copy of a single process was at least 7 % slower than this median in one of 28 rows of
+    `roof` compares a workload with a copy that loads and stores as many bytes. The time of this
+    copy is the median over all processes that timed it, because a single process can be wrong: on
+    an H200, the copy of one process was at least 7 % slower than the median in one of 28 rows of
     100 MB and more.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
@@ -108,7 +113,7 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def step_of(cell: TrainingCell) -> dict[str, str]:
-    """Return a dict of the fields of a training step as text, with the provider last."""
+    """Return the fields of a training step as a dict of text. The provider is the last field."""
     fields = {name: str(value) for name, value in dataclasses.asdict(cell).items()}
     return fields | {"provider": fields.pop("provider")}
 

@@ -16,9 +16,10 @@ Figures = dict[str, float | None]
 
 
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
-    """Time a cell now, and return a function that returns the times.
+    """Measure the compile time of a cell, and return a function that returns it.
 
-    Other suites return a function that measures, but here, preparing a cell is what is measured.
+    In other suites, this function compiles a cell, and the returned function measures it. In this
+    suite, the compilation itself is measured, so nothing is left for the returned function.
     """
     _warm_up()
     figures = seconds(cell)

@@ -31,7 +31,7 @@ class Collective:
       name: its opcode, such as "all-gather".
       array: the dtype and shape of its result, such as "bf16[16,64]".
       size: number of bytes that each device sends in one run, with a ring algorithm or directly.
-      runs: how often the operation runs; more than once in a loop.
+      runs: how often the operation runs per call of the program. In a loop, this may be above 1.
     """
 
     name: str
@@ -45,10 +45,11 @@ class Collective:
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Return the collectives of a program that runs on `devices` devices, one for each array.
+    """Return the collectives of a program that runs on `devices` devices.
 
-    An operation may have several arrays: XLA combines collectives, and an all-to-all may have an
-    array for each device. If XLA does not state how often a loop runs, it counts as one run.
+    A collective operation may have several result arrays, because XLA combines collectives, and
+    because an all-to-all may have an array for each device. The list has an entry for each array.
+    If XLA does not state how often a loop runs, one run is assumed.
     """
     computations = dict(_computations(text))
     loops = {}  # the body of each loop -> (the computation with the loop, number of runs)

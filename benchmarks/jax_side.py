@@ -18,10 +18,14 @@ from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
-Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
+# Operands that have rows, parameters (scale and bias), and cotangents of the results.
+Inputs = tuple[Arrays, Arrays, Arrays]
 
-THREADS = 16  # maximum number of threads that prepare cells at the same time
-KEPT_BYTES = 5e9  # maximum peak memory of a process that waits; JAX may hold twice as much
+# The maximum number of threads that compile cells at the same time.
+THREADS = 16
+# A process whose peak memory exceeds this number of bytes is replaced instead of waiting for its
+# next turn to measure. JAX may hold twice as much memory.
+KEPT_BYTES = 5e9
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -70,7 +74,7 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
-    """Return so many sets of inputs that a call finds none of them in the GPU's cache.
+    """Return sets of inputs: so many that a call finds none of its inputs in the GPU's cache.
 
     The cells of a workload share the inputs.
     """
@@ -80,13 +84,21 @@ def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled call, and a function that computes its operands from the workload's inputs."""
+    """A compiled call.
+
+    Attributes:
+      call: the compiled function.
+      operands: a function that computes its operands from the inputs of the workload.
+      compile_s: the seconds that tracing and compiling took.
+      extra_passes: the number of copies, casts and transposes of arrays of x's size.
+      temp_bytes: the memory that XLA plans for intermediates.
+    """
 
     call: Callable[..., Any]
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
-    extra_passes: int  # number of copies, casts and transposes of arrays of x's size
-    temp_bytes: int  # memory that XLA plans for intermediates
+    extra_passes: int
+    temp_bytes: int
 
 
 def compile_cell(cell: Timed) -> Program:

@@ -12,11 +12,11 @@ from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
-#: For each size of Llama, the width, and the features of its projections: of queries, keys and
-#: values in one matmul, and of gate and up.
+#: For each size of Llama, the width, and the numbers of features of two matmuls: one projects to
+#: queries, keys and values, the other to gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
-    "8B": (4096, (6144, 14336, 28672)),  # 14336: the gate without up
+    "8B": (4096, (6144, 14336, 28672)),  # 14336 is the gate projection alone, without up
     "70B": (8192, (10240, 57344)),
 }
 PROJECTIONS: dict[Shape, str] = {
@@ -52,8 +52,8 @@ class LinearWorkload(FewParameters):
     def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:
         """Shapes and dtypes of x and weight, and the weight's standard deviation.
 
-        With it, y has about the deviation 1. Values are realistic because a GPU's clock depends on
-        them.
+        The weight's deviation is such that y has a standard deviation of about 1. Values are
+        realistic because a GPU's clock depends on them.
         """
         x, weight = itertools.pairwise(self.sizes)
         return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)

@@ -11,8 +11,8 @@ import math
 
 from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
-#: Shapes of logits, positions x classes. The numbers of classes are a power of two, and the
-#: vocabularies of GPT-2, Llama 3 and Gemma.
+#: Shapes of logits, positions x classes. One number of classes is a power of two. The others are
+#: the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
@@ -109,8 +109,8 @@ class LossWorkload(FewParameters):
     def cotangents(self) -> tuple[Array, ...]:
         """The cotangents of the results.
 
-        A mean has no cotangent among the inputs: a training step differentiates it directly, and
-        libraries rely on this.
+        A mean loss has none: its cotangent is the constant 1, as in a training step. Some libraries
+        rely on this constant, because they compute the gradient already in the forward pass.
         """
         return () if self.loss.mean else self.results
 

@@ -1,4 +1,4 @@
-"""The cells of training steps, and of stacks of small layers.
+"""The measured models: cells of training steps, and of stacks of small layers.
 
 This module does not import JAX, because the process that starts the measuring processes imports it
 too.
@@ -11,24 +11,32 @@ from typing import Literal
 
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
-BUDGET_BYTES = 80 * 10**9  # an H100's memory; the column batch_in_80gb is named after it
-LOSS_STEPS = (1, 10, 20, 30, 40)  # steps whose loss is recorded; the last is the number of steps
+# The memory of an H100. The column batch_in_80gb has the largest batch that fits into it.
+BUDGET_BYTES = 80 * 10**9
+# The numbers of the training steps whose loss is recorded. Training ends after the last of them.
+LOSS_STEPS = (1, 10, 20, 30, 40)
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The size of a model in language_models.py."""
+    """The size of a model in language_models.py.
+
+    Attributes:
+      hidden: the number of hidden features of the MLP.
+      batch: the number of sequences per training step.
+      qk_norm: True if an RMSNorm is applied to each head of queries and keys before the rotation.
+    """
 
     kind: Literal["gpt2", "llama"]
     layers: int
     width: int
     heads: int
     kv_heads: int
-    hidden: int  # number of hidden features of the MLP
+    hidden: int
     vocabulary: int
     seq: int
-    batch: int  # number of sequences per step
-    qk_norm: bool = False  # RMSNorm over each head of queries and keys, before the rotation
+    batch: int
+    qk_norm: bool = False
 
     @property
     def head(self) -> int:
@@ -113,7 +121,7 @@ def cells(
 
 
 def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
-    """Return a training step with the dtype and the batch per device with which it is measured."""
+    """Return a training step in bfloat16. Each device gets the batch that `MODELS` states."""
     batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
     return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
 
@@ -151,9 +159,10 @@ def stacks(
     dtypes: Sequence[str],
     shapes: Sequence[Shape],
 ) -> Iterator[StackCell]:
-    """Yield stacks with jaxnorm's default implementation and, forward only, with kernels.
+    """Yield the stacks that are measured.
 
-    For such small arrays, the default may be XLA.
+    All use jaxnorm's default implementation, which may be XLA for such small arrays. Forward passes
+    are also measured with the Mosaic kernels.
     """
     for op in ops:
         for direction in directions:

@@ -9,12 +9,15 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
-COMPARED = (PLAIN, "jaxnorm-products")  # the variants of models that the README shows
-LARGE = 100e6  # bytes of a large workload: twice an H200's cache
+# The variants of models that the README compares.
+COMPARED = (PLAIN, "jaxnorm-products")
+# The minimum memory traffic, in bytes, of a workload that counts as large: about twice the L2 cache
+# of an H200.
+LARGE = 100e6
 
 
 def who(measured: Figures) -> str:
-    """Return sentences on the measured providers, and on which of jaxnorm's code was timed."""
+    """Return sentences that name the measured providers, and jaxnorm's timed implementation."""
     there = {name for answers in measured.values() for name in answers}
     labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
     if "jaxnorm" in there:

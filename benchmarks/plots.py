@@ -1,10 +1,11 @@
 """Plots of results.
 
-For norms and softmaxes, they show GB/s against the row length N, with a panel for each operation
-and direction, and a line for each provider. Odd lengths, which are not multiples of a vector, are
-hollow markers next to the lines. For matmuls, they show TFLOP/s against the size of square matmuls,
-and for the matmuls of models. For training steps, they show bars of time and memory, and the
-losses, for each model.
+* Norms and softmaxes: GB/s against the row length N. There is a panel for each operation and
+  direction, and a line for each provider. Odd row lengths, which are no multiple of a 16-byte
+  vector, are hollow markers next to the lines.
+* Matmuls: one panel shows TFLOP/s against the size of square matmuls, another panel shows TFLOP/s
+  of the matmuls that occur in models.
+* Training steps: for each model, bars of time, bars of memory, and curves of the loss.
 """
 
 import itertools
@@ -133,7 +134,11 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
-    """Draw a bar for each variant, in groups of equal layers and rematerialisation."""
+    """Draw groups of bars. A group has a bar for each variant of the model.
+
+    The variants in a group stack their layers in the same way (scanned or unrolled), and use the
+    same rematerialisation.
+    """
     variants = text.variants(rows)
     there = {(row["layers"], row["remat"]) for row in rows}
     groups = [group for group in itertools.product(LAYERS, REMATS) if group in there]

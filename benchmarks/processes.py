@@ -1,10 +1,11 @@
-"""Runs cells in separate processes, and replaces a process that a cell crashes.
+"""Measures cells in separate processes. If a process crashes, a new process takes over.
 
-The processes of a *side* run either JAX or torch (see `providers`). Compiling takes longer than
-measuring, and much of it is Python, of which a process runs one thread at a time. So a side may
-have several processes, which work in rounds: all of them compile a batch of cells at the same time,
-then one after the other measures its batch. Nothing compiles while a call is timed, because XLA and
-torch tune on the same GPU.
+The processes of a *side* run either JAX or torch (see `providers`). Most of the time is spent on
+compiling. Much of the compiler is Python code, and a process runs only one thread of Python at a
+time, so a side may have several processes. They work in rounds: all of them compile a batch of
+cells at the same time; then each measures its batch, one process after the other. No process
+compiles while another one measures, because XLA and torch also time kernels on the GPU when they
+compile.
 """
 
 import collections
@@ -30,8 +31,11 @@ from benchmarks.results import ROOT, Machine
 from benchmarks.suites import Cell, Suite
 from benchmarks.worker import REASON_LENGTH, RESTART
 
-LIMIT_S = 900.0  # time limit of an answer; the first answer of a batch includes compiling
-ABORT_S = 10.0  # time limit for a process to report, after SIGABRT, which line it runs
+# The time limit, in seconds, for each answer of a process. The first answer to a batch comes only
+# when the batch is compiled.
+LIMIT_S = 900.0
+# The time limit, in seconds, for a process that gets SIGABRT to print its stack and end.
+ABORT_S = 10.0
 # A line of faulthandler's output that names a file of the project, but not of a virtual environment
 # inside the project's folder.
 _FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)')
@@ -64,7 +68,7 @@ def outcomes(
                 running.append(_Worker(side, workers))
             left = yield from _round(suite, list(zip(running, turns)), limit_s)
             todo.extendleft(reversed(left))
-    finally:  # also if the run is interrupted, or if the caller stops early
+    finally:  # end the processes also if the run is interrupted, or if the caller stops early
         for worker in running:
             if not worker.ended:
                 worker.end()
@@ -131,7 +135,7 @@ class _Worker:
         with self.process.stdout as lines:
             for line in lines:
                 self.lines.put(line)
-        self.lines.put("")  # marks the end of the answers
+        self.lines.put("")  # an empty line marks the end of the answers
 
     @property
     def ended(self) -> bool:
@@ -159,7 +163,7 @@ class _Worker:
         return None
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End the process. Store its last output, and the project's line that it was running."""
+        """End the process. Store its last output, and the line of our code that it was running."""
         assert self.process.stdin is not None
         self.process.send_signal(how)
         try:
@@ -184,7 +188,8 @@ def _round(
 ) -> Generator[Outcome, None, list[list[Cell]]]:
     """Let all workers compile their batches at the same time, then measure one after the other.
 
-    Yield the outcomes. Return the batches that remain for another round, because a process ended.
+    Yield the outcomes of the cells. If a process ends early, return its remaining cells as batches
+    for another round.
     """
     start = time.monotonic()
     for worker, cells in turns:
@@ -220,7 +225,7 @@ def _turn(
 
 
 def _last_words(log: IO[str]) -> tuple[str, str]:
-    """Return the last line that a process printed, and the project's line that it was running."""
+    """Return the last line that a process printed, and the line of our code that it was running."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     said = list(itertools.takewhile(lambda line: not line.startswith("Fatal Python error"), lines))

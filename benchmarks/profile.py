@@ -21,8 +21,9 @@ import jax
 from benchmarks import hlo, models, training
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 
-# Patterns that determine the class of a kernel. The first match decides: of _BY_NAME in the
-# kernel's name, then of _BY_SCOPE in its scope, then of _MOVES in its name.
+# Patterns that determine the class of a kernel. The patterns of _BY_NAME are searched first, in the
+# kernel's name, then those of _BY_SCOPE in its JAX name scope, and last those of _MOVES in its
+# name. The first pattern that matches decides.
 _BY_NAME = {
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "attention": r"sdpa|fmha|flash|cudnn",

@@ -45,7 +45,10 @@ def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
 
 
 def ahead(found: Sequence[Ahead]) -> str:
-    """Return a table of the cells in which another provider is faster, by the ratio of times."""
+    """Return a table of the cells in which another provider is faster.
+
+    It is sorted by jaxnorm's time divided by the provider's, the largest ratio first.
+    """
     rows = []
     for each in sorted(found, key=lambda a: -a.ratio):
         op, direction, m, n, x, y = each.question
@@ -92,7 +95,10 @@ def training(rows: Sequence[Row]) -> str:
 
 
 def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
-    """Return the largest difference of a loss between training with jaxnorm and with plain JAX."""
+    """Return the largest difference between a loss with jaxnorm and the loss in plain JAX.
+
+    The losses of the same training step are compared.
+    """
     pairs = [
         (row, measured.get((*asked, PLAIN)))
         for (*asked, _), row in measured.items()
@@ -187,8 +193,8 @@ def compile_times(rows: Sequence[Row]) -> str:
 def _of_operations(rows: Sequence[Row]) -> str:
     """Return a table of compile times of operations.
 
-    For each provider, and each of its operations, it has the median time, the longest time and its
-    cell.
+    For each provider, and each of its operations, it has the median time, the longest time, and the
+    cell that took longest.
     """
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):

@@ -79,7 +79,7 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """Return the valid row of each cell: the last one, of any version of the software."""
+        """Return the last row of each cell, whichever version of the software was measured."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 
@@ -110,7 +110,7 @@ class Machine:
 def this_machine() -> Machine:
     """Return this machine, with its first NVIDIA GPU or, without one, with its CPU.
 
-    The driver is queried and not JAX, which would reserve the GPU's memory.
+    The name is read from nvidia-smi instead of JAX, because JAX would reserve the GPU's memory.
     """
     if shutil.which("nvidia-smi") is None:
         return Machine("cpu")

@@ -5,21 +5,31 @@
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
     python -m benchmarks.run training --bars      the steps with a limit, and whether they meet it
 
-Suites: `kernels`, the forward and the backward pass of norms and softmaxes, timed separately;
-`api`, both passes in one call; `blocks`, norms and softmaxes with a model's elementwise work before
-and after them; `loss`, cross-entropies and log-probabilities; `linear`, a matmul alone and after a
-norm; `training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and
-losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of many
-small norms; `compile`, the seconds to trace, lower and compile operations and training steps;
-`cpu`, jaxnorm's plain JAX code on the machine's CPU, compared with optax, jax.nn and Flax.
+Suites:
+
+* `kernels`: the forward and the backward pass of norms and softmaxes, timed separately
+* `api`: both passes of norms and softmaxes in one call
+* `blocks`: norms and softmaxes with a model's elementwise work before and after them
+* `loss`: cross-entropies and log-probabilities
+* `linear`: a matmul alone, and a matmul after a norm
+* `training`: steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses
+* `capacity`: the largest batch of such a step that fits in 80 GB
+* `stacks`: programs of many small norms
+* `compile`: the seconds to trace, lower and compile operations and training steps
+* `cpu`: jaxnorm's plain JAX code on the machine's CPU, compared with optax, jax.nn and Flax
 
 Kernel times are measured with CUPTI. Successive calls use different sets of operands, so that no
-operand is in the GPU's cache. GB/s are computed from the minimum memory traffic: each pass loads or
-stores each of its arrays once. `roof` is the time of a copy of as many bytes in the same process,
-divided by the measured time. TFLOP/s are computed from 2 M N K operations per matmul; forward and
-backward pass have three matmuls. `kernels` is the number of kernels of a call. `extra_passes` is
-the number of copies, casts and transposes of whole arrays; a copy that is not a kernel is not
-timed. `temp_bytes` is the memory besides operands and results: XLA's plan, or torch's allocations.
+operand is in the GPU's cache. These are columns of the results:
+
+* `gbps`: GB/s, computed from the minimum memory traffic: each pass loads or stores each of its
+  arrays once
+* `roof`: the time of a copy of as many bytes in the same process, divided by the measured time
+* `tflops`: TFLOP/s, computed from 2 M N K operations per matmul; forward and backward pass together
+  have three matmuls
+* `kernels`: the number of kernels of a call
+* `extra_passes`: the number of copies, casts and transposes of whole arrays; a copy that is not a
+  kernel is not timed
+* `temp_bytes`: the memory besides operands and results: XLA's plan, or torch's allocations
 
 Several processes compile calls at the same time (--workers), but nothing compiles while a call is
 timed. `compile_s` is the compile time of a call; for torch, it includes the first run. Calls of
@@ -77,7 +87,7 @@ class Run:
         return Table(self.folder, SUITES[suite]).rows()
 
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
-        """Return the cells whose provider is installed and that have no row for this software."""
+        """Return the cells that remain to be measured with the installed software."""
         done = set() if again else Table(self.folder, suite).keys()
         installed = (cell for cell in cells if provider_name(cell) in self.software)
         return [cell for cell in installed if self.key(cell) not in done]
@@ -86,9 +96,10 @@ class Run:
 def installed(
     folder: Path, on: Machine, commit: str, names: Iterable[str], console: Console
 ) -> dict[str, str]:
-    """Return a dict from each installed provider to its software.
+    """Return a dict from each installed provider to its software: names and versions of packages.
 
-    The software, or the reason why it is missing, is written to providers.csv.
+    For every provider, providers.csv gets a row with the software, or with the package that is
+    missing.
     """
     found = {}
     for name in names:

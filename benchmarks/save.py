@@ -6,11 +6,12 @@
 `errors`: relative errors ||a - b|| / ||b|| of dx and dscale over 256 rows of 1024. The reference is
 JAX's autodiff of the plain formula in float64, at the exact values of the inputs.
 
-`memory`: temp memory that XLA plans for the gradients of 12 layers with RMSNorms, per layer, in
-units of one activation, rows x width (T*d). In a pre-norm block, the norm's output is saved anyway,
-as the input of the next matmul. If the norm starts from its output too, its input need not be
-saved, which frees one activation. If nothing else saves the output, one array is saved in place of
-another. Nothing is executed.
+`memory`: temp memory that XLA plans for the gradients of 12 layers with RMSNorms. It is given per
+layer, in multiples of one activation, which has tokens x width (T*d) elements. In a pre-norm block,
+the norm's output is saved anyway, because it is the input of the next matmul. With
+``save="output"``, the norm's backward pass reads this array, so the norm's input need not be saved.
+This frees one activation. If no other operation saves the output, nothing is freed: the output is
+saved instead of the input. Nothing is executed.
 """
 
 import argparse
@@ -92,9 +93,9 @@ def library(save: Save) -> Norm:
 
 
 def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
-    """Return (dx, dscale) of a case, computed in `dtype`, as float64.
+    """Return (dx, dscale) of a case. They are computed in `dtype`, and returned as float64.
 
-    x and dy have values that the dtype of the case can represent, whatever `dtype` is.
+    The values of x and dy do not depend on `dtype`: they are rounded to the dtype of the case.
     """
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")

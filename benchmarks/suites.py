@@ -1,7 +1,8 @@
-"""The suites. Each has a CSV file: the cells that it measures, and the columns of results.
+"""The suites of measurements: for each, the cells that it measures and the columns of results.
 
-A cell is what is measured for one row of the CSV file: a workload (operation, direction, shape and
-dtypes) and a provider. Its fields are columns of the file.
+A cell is one measurement: a workload (operation, direction, shape and dtypes) and the provider
+(library) that runs it. Each suite has a CSV file with a row for each measured cell. The fields of
+the cell are columns of the file, followed by the results.
 """
 
 import dataclasses
@@ -92,7 +93,11 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The selected shapes of norms and softmaxes outside blocks: the shapes with two axes."""
+        """The selected shapes (rows, cols), or None if no shapes are selected.
+
+        They apply to the suites of plain norms and softmaxes. Other selected shapes, which have
+        more axes, are for blocks, losses and matmuls.
+        """
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
     def takes(self, cell: TrainingCell) -> bool:
@@ -107,9 +112,9 @@ class Selection:
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
-        """Yield cells of norms and softmaxes in these directions.
+        """Yield the selected cells of norms and softmaxes that have one of these directions.
 
-        They have the selected shapes. If none are selected, they have `shapes`.
+        If the command line selects no shapes, `shapes` are used.
         """
         if self.rows_by_cols is not None:
             shapes = self.rows_by_cols
@@ -163,7 +168,7 @@ class Suite:
 
 
 def provider_name(cell: Cell) -> str:
-    """Return the provider of a cell, which for the variant "jaxnorm-norms" is "jaxnorm"."""
+    """Return the name of a cell's provider: "jaxnorm" for the model variant "jaxnorm-norms"."""
     return cell.provider.split("-")[0]
 
 

@@ -36,9 +36,11 @@ from jaxnorm_kernels import mosaic, xla
 KernelCall = KernelWorkload | LinearKernelWorkload
 
 PROCESSES = os.cpu_count() or 1
-_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # jax.export refuses these by default
+# The custom calls of Mosaic kernels, which jax.export refuses by default.
+_MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")
 _PASSES = ("forward", "backward", "rms_norm_linear_fwd")
-SHOWN = 4  # number of schedules that are printed for each workload: the fastest ones
+# For each workload, this many of the fastest schedules are printed.
+SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def gigabytes(size: str) -> str:
 
 
 def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
-    """Return the ratio of a row's number in a column to plain jnp's, or "-" if one is missing."""
+    """Return a row's number in a column divided by that of plain jnp, or "-" if one is missing."""
     if not row[column] or not plain.get(column):
         return "-"
     return f"{float(row[column]) / float(plain[column]):.2f}"

@@ -70,7 +70,7 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """Return the timing of XLA's copy of `size` / 2 bytes: the roofline bound."""
+    """Return the timing of XLA's copy of `size` / 2 bytes, the roofline bound for `size` bytes."""
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
     return copied.times(calls.words_for(size)[1])

@@ -53,7 +53,7 @@ def random_inputs(
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
-    """Return so many sets of inputs that a call finds none of them in the GPU's cache."""
+    """Return sets of inputs: so many that a call finds none of its inputs in the GPU's cache."""
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
@@ -90,7 +90,7 @@ def forward_and_backward(
 def calls_of(
     cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """Return the function to time, which calls a provider's function, and its sets of operands."""
+    """Return a function to time, and sets of operands for it. It calls the provider's function."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
     leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
@@ -156,7 +156,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # deleted only now, because results are not temp memory
+    del results  # before this point, the results must exist, so that they are not counted as temp
     return temp
 
 

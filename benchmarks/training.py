@@ -18,9 +18,12 @@ from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
-KERNEL_STEPS = 10  # number of steps whose kernels are timed
-_SPLIT_FROM = 100_000  # minimum number of elements of an array that a mesh shards
-_GUESSES = 8  # maximum guesses by linear interpolation; then bisection
+# The number of training steps whose kernels are timed.
+KERNEL_STEPS = 10
+# On a mesh, arrays of the state with at least this many elements are sharded.
+_SPLIT_FROM = 100_000
+# To find the largest batch, use at most so many linear interpolations, and then bisection.
+_GUESSES = 8
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
 # options, every variant uses the matmuls that cuBLAS chooses.
@@ -37,8 +40,8 @@ class Step:
       initial: a function that returns the initial state.
       batch: a function that returns the tokens of step number i.
 
-    The argument `shardings` returns the shardings of the state and of the tokens, which are None
-    without a mesh.
+    The constructor's argument `shardings` is a function of the state. It returns the shardings of
+    the state and of the tokens; without a mesh, both are None.
     """
 
     def __init__(
@@ -91,7 +94,10 @@ class Step:
         return params, language_models.OPTIMIZER.init(params)
 
     def _batch(self, step: int) -> jax.Array:
-        """Return random tokens. Their frequencies are 1 / (1 + token), which a model can learn."""
+        """Return random tokens. Their frequencies are proportional to 1 / (1 + token).
+
+        A model can learn these frequencies, so the loss decreases.
+        """
         uniform = jax.random.uniform(jax.random.key(step), self._batch_shape)
         vocabulary = self.model.size.vocabulary
         tokens = jnp.exp(uniform * jnp.log(vocabulary + 1.0)).astype(jnp.int32) - 1

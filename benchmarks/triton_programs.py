@@ -1,15 +1,19 @@
 """Compiles Triton kernels on one machine, and runs them on another machine without Triton.
 
 A folder has compiled kernels for one GPU: a file for each launch, named after the kernel and a hash
-of everything that the launch depends on. `recording` fills the folder on a machine with Triton,
-which needs no GPU. `replay` makes launches use the files on a machine with a GPU, which needs no
-Triton.
+of everything that the launch depends on. `recording` fills the folder on a machine with Triton; no
+GPU is needed there. `replay` makes launches use these files on a machine with a GPU; Triton is not
+needed there.
+
+This command compiles kernels::
 
     JAX_PLATFORMS=cpu python -m benchmarks.triton_programs FOLDER blocks loss --dtypes bfloat16
 
-compiles what ``TRITON_PROGRAMS=FOLDER python -m benchmarks.run blocks loss --dtypes bfloat16``
-times for the providers `triton_sm80` and `triton_sm90`. The tests' kernels are compiled by ``pytest
---export-triton`` (see docs/testing.md).
+This command times them, as the providers `triton_sm80` and `triton_sm90`::
+
+    TRITON_PROGRAMS=FOLDER python -m benchmarks.run blocks loss --dtypes bfloat16
+
+``pytest --export-triton`` compiles the kernels of the tests (see docs/testing.md).
 """
 
 import argparse
@@ -146,7 +150,8 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
-                # The xla pass takes no masks and biases in this form, so return the zeros of `run`.
+                # The kernel's mask and bias are two-dimensional, which the xla pass does not
+                # support. So return zeros, as `run` does.
                 return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
@@ -189,7 +194,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """Return, for each row of x, the index of the row that it uses of a broadcast operand."""
+    """Return an array with an index for each row of x: which row of the operand it uses."""
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
@@ -317,7 +322,10 @@ class _Kernel:
 
 
 class _Language(types.ModuleType):
-    """A stand-in for `triton.language`, for annotations and module constants of kernels."""
+    """A stand-in for `triton.language`.
+
+    Modules with kernels can then be imported: their annotations and constants use this module.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

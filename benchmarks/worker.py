@@ -5,12 +5,12 @@
 JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each side (JAX or
 torch) has separate processes. The number is how many cells the process compiles at the same time.
 
-The parent process writes a line to standard input for each step. This process answers with JSON
+The parent process sends two lines to standard input for each batch. This process answers with JSON
 objects, one per line:
 
     {"suite": name, "cells": [...]}   ->  {} when the cells are compiled
-    anything: its turn                ->  {"figures": {...}, "status": "ok" or a reason} for each
-                                          cell, in order; {} when it has given back their memory
+    any line: measure the cells now   ->  {"figures": {...}, "status": "ok" or a reason} for each
+                                          cell, in order; {} when the cells' memory is freed
 
 This is repeated for each batch, until the input ends.
 """

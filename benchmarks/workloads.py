@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
-Shape = tuple[int, ...]  # (rows, cols), except for blocks, losses and matmuls
-# The shape and dtype of an array. A third number is, for integers, the number of values from 0 and,
-# for weights, the standard deviation.
+Shape = tuple[int, ...]
+# The shape and dtype of an array, and for some arrays a number. For an array of integers, which are
+# drawn from range(n), the number is n. For a weight, it is the standard deviation.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
@@ -66,7 +66,7 @@ class Workload:
     x_dtype: str
     y_dtype: str
 
-    flops = 0  # matmul operations; 0, because memory traffic determines the time
+    flops = 0  # these operations have no matmul
     constants: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -156,7 +156,7 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def flops(self) -> int:
-        """The number of operations of the matmuls if they determine the time, else 0."""
+        """The number of operations of all matmuls, or 0 if memory traffic determines the time."""
         return 0
 
     @property
@@ -178,9 +178,9 @@ class ShapedWorkload(abc.ABC):
 
 
 class FewParameters(ShapedWorkload):
-    """A workload without parameters, or with few.
+    """A workload whose memory traffic can be counted without its parameters, if it has any.
 
-    Its backward pass reads the same arrays as its forward pass.
+    The backward pass is assumed to read the same arrays as the forward pass.
     """
 
     @property

@@ -80,7 +80,11 @@ def rotated(x: Array, base: float = 500_000.0) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A transformer layer. With other functions as arguments, it saves other arrays."""
+    """A transformer layer.
+
+    The fields are the functions that it calls. They determine which arrays the layer saves for its
+    backward pass.
+    """
 
     rms_norm: Callable[..., Array] = rms_norm
     gated_linear: Callable[..., Array] = gated_linear

@@ -30,14 +30,24 @@ _LINES = ({"lw": 5.0, "alpha": 0.6}, {"lw": 2.5}, {"lw": 1.2, "ls": (0, (4, 2))}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The results of one training run: losses, time and memory."""
+    """The results of one training run: losses, time and memory.
+
+    Attributes:
+      label: the name of the run.
+      losses: ``(steps,)``; the mean loss of each step's batch, in nats per byte.
+      final_loss: the mean loss of the held-out text after training, in nats per byte.
+      ms_per_step: the milliseconds per training step.
+      temp_bytes: the temp memory that XLA plans for the compiled training step.
+      residual_bytes: the bytes of all arrays that are saved for the backward pass, according to
+        `jaxnorm.memory_report`.
+    """
 
     label: str
-    losses: np.ndarray  # (steps,): mean loss of each step's batch, in nats per byte
-    final_loss: float  # mean loss of the held-out text after training, in nats per byte
+    losses: np.ndarray
+    final_loss: float
     ms_per_step: float
-    temp_bytes: int  # temp memory that XLA plans for the compiled training step
-    residual_bytes: int  # arrays saved for the backward pass, by `jaxnorm.memory_report`
+    temp_bytes: int
+    residual_bytes: int
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -80,9 +90,12 @@ def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) ->
 
 
 def learning_checks(runs: Sequence[Run], bigram: float, bound: float, enough: bool) -> list[Check]:
-    """Check that every run has learned: its final loss is below `bound`, and below `bigram`.
+    """Check that every run has learned: its final loss must be below `bound` and `bigram`.
 
-    If `enough` is False, training was too short, and the checks have no verdict.
+    Args:
+      bigram: the loss of a bigram model on the same text.
+      bound: the final loss that the model should reach with the default settings.
+      enough: False if training was too short to learn. The checks then have no verdict.
     """
     worst = max((run.final_loss for run in runs), key=lambda loss: (np.isnan(loss), loss))
     comparisons = [
@@ -108,7 +121,10 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
-    """Return a Markdown table of the runs. `freed` has its last two columns from the second row."""
+    """Return a Markdown table of the runs.
+
+    `freed` has the last two columns (temp memory and saved arrays) of all rows but the first.
+    """
     header = (*COLUMNS, "temp freed", "saved freed")
     last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]
     body = [(*run.cells(), *cells) for run, cells in zip(runs, last, strict=True)]
@@ -122,7 +138,7 @@ def plot(
 ) -> None:
     """Write a plot as PNG.
 
-    `early` is the number of first steps whose losses must agree, and the tolerance.
+    `early` is a pair (n, tolerance): the losses of the first n steps must agree to `tolerance`.
     """
     figure = plt.figure(figsize=(12, 6.2), layout="constrained")
     figure.suptitle(title, fontsize=11)

@@ -44,8 +44,10 @@ from transformer import (
 import jaxnorm
 
 DTYPES = ("float32", "bfloat16")
-LOSS_BOUND = 2.6  # maximum final loss, in nats per held-out byte
-EARLY_STEPS = 20  # losses must agree in these steps; later, differences grow
+# The maximum loss after training, in nats per held-out byte.
+LOSS_BOUND = 2.6
+# The losses of all runs must agree in so many first steps. Later, rounding differences grow.
+EARLY_STEPS = 20
 
 Params = Any
 State = tuple[Params, optax.OptState]
@@ -212,10 +214,10 @@ def activation_bytes(config: Config) -> int:
 
 
 def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float]]:
-    """Return the memory per layer that each run frees, compared with the run before it.
+    """Return how much less memory each run needs per layer than the run before it.
 
-    The first number is temp memory, the second is saved arrays. The unit is an activation (tokens x
-    width).
+    Each pair of numbers is the difference of temp memory and the difference of saved arrays. The
+    unit is one activation (tokens x width).
     """
     unit = activation_bytes(config) * config.layers
     return [

@@ -12,8 +12,11 @@ import optax
 
 import jaxnorm.linen
 
-VOCABULARY = 256  # number of values of a byte
-LEARNING_RATE_TIMES_WIDTH = 0.5  # a step of Adam changes a layer's output by about rate x width
+# The number of values of a byte.
+VOCABULARY = 256
+# A step of Adam changes the output of a layer by about learning rate x width. So the learning rate
+# is chosen inversely proportional to the width.
+LEARNING_RATE_TIMES_WIDTH = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Config:
         )
 
     def reaches(self, other: "Config") -> bool:
-        """Return True if neither the model nor its training is smaller than `other`'s."""
+        """Return True if model, batch and number of steps are at least as large as in `other`."""
         return (
             self.layers >= other.layers
             and self.width >= other.width
@@ -64,7 +67,7 @@ class GeluDense(nn.Dense):
 
 
 def gelu_dot(x: jax.Array, kernel: jax.Array, dimensions: Any, precision: Any) -> jax.Array:
-    """Apply gelu and a matmul, with the signature and parameters of the matmul of a `Dense`."""
+    """Apply gelu and a matmul. A `Dense` can use this function in place of its matmul."""
     return jaxnorm.activation_linear(x, kernel)
 
 

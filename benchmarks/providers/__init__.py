@@ -1,9 +1,12 @@
 """The compared libraries, called providers: a table, and an adapter module for each.
 
-An adapter has ``function(name, op, y_dtype)``, which returns a differentiable function that uses
-the library's public API. The function takes first the operation's operands that have rows, and then
-its parameters: x, scale and bias; x, residual, ... for a block; x, weight (if any) and labels for a
-loss; x, weight and scale for a matmul. It returns y, or several results in a tuple.
+An adapter has ``function(name, op, y_dtype)``. It returns a differentiable function that uses the
+library's public API, and that returns y, or several results in a tuple. This function takes
+
+* for a norm: x, scale and bias
+* for a block: the operands with rows (x, residual, ...), then the parameters
+* for a loss: x, weight (if any) and labels
+* for a norm with a matmul: x, weight and scale
 
 A *side* is a framework, JAX or torch, whose providers run in separate processes. An adapter is only
 imported in the processes of its side, so a machine without the library needs only this table. To
@@ -108,9 +111,10 @@ PROVIDERS: dict[str, Provider] = {
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
-    # Blocks that a single function of jaxnorm covers, but composed of jaxnorm's plain norm or
-    # softmax and of jax.numpy. add_rms_norm and add_layer_norm appear only with mixed dtypes here,
-    # because the blocks residual_* are the same compositions in a single dtype.
+    # jaxnorm has a single function for each of these blocks. This provider does not call it:
+    # it calls jaxnorm's plain norm or softmax, and computes the rest in jax.numpy. add_rms_norm and
+    # add_layer_norm appear only with mixed dtypes here, because the blocks residual_rms_norm and
+    # residual_layer_norm are the same computations in a single dtype.
     "composed": Provider(
         "jaxnorm composed",
         "jax",

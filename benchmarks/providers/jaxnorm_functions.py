@@ -1,4 +1,7 @@
-"""jaxnorm: its default, each of its implementations, and compositions of its plain functions."""
+"""Calls of jaxnorm: by default, with each implementation, and as compositions of plain functions.
+
+A composition computes a block with a plain norm or softmax of jaxnorm and with jax.numpy.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """The matmuls of a linear layer with a loss, without the loss: the reference for fused losses.
 
-In the backward pass, the logits take the place of their gradient, which has the same shape and
-dtype. Logits are normal numbers, because a GPU's clock depends on the values that it multiplies.
+The two functions have the signature of a loss, but the values that they return mean nothing. In the
+backward pass, the logits are used instead of their gradient, which has the same shape and dtype.
+Logits are normal numbers, because a GPU's clock depends on the values that it multiplies.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,10 @@ def _logits(x: Array, weight: Array) -> Array:
 
 @jax.custom_vjp
 def three(x: Array, weight: Array, labels: Array) -> Array:
-    """Return an element of the logits. The logits are saved for the backward pass."""
+    """Run three matmuls, like a mean loss that saves the logits: one forward, two backward.
+
+    One element of the logits is returned in place of the loss.
+    """
     return _three_forward(x, weight, labels)[0]
 
 
@@ -41,7 +45,10 @@ three.defvjp(_three_forward, _three_backward)
 
 @jax.custom_vjp
 def four(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-    """Return two elements of each row of logits. The backward pass computes the logits again."""
+    """Run four matmuls, like a loss that does not save the logits but recomputes them.
+
+    Two elements of each row of logits are returned in place of the results.
+    """
     return _four_forward(x, weight, labels)[0]
 
 

@@ -27,7 +27,9 @@ class LayerNorm(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_func(x, weight.t())  # tuned at the first call; torch stores the weight transposed
+    # linear_func tunes its schedule at the first call. It takes the weight transposed, as
+    # torch.nn.Linear stores it.
+    return linear_func(x, weight.t())
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
 import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
-# Use the same operation as tokamax's own benchmark, which no public argument selects.
-# `tokamax.layer_norm` differs only in a forward pass without a backward pass, in which y overwrites
-# x. XLA then copies x first. This copy is not a kernel, so it would not be timed, and it would
-# leave a part of a small x in the cache.
+# Call the same internal operation as tokamax's own benchmark; no argument of the public function
+# selects it. The public function `tokamax.layer_norm` differs only in a forward pass without a
+# backward pass, in which its kernel overwrites x by y. XLA then copies x first. This copy is not a
+# kernel, so it would not be timed, and it would leave a part of a small x in the cache.
 _NORM = TritonNormalization(input_output_alias=False)
 
 

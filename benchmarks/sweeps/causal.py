@@ -1,8 +1,9 @@
-"""Schedules of causal softmaxes with different sizes of units.
+"""Schedules of causal softmaxes that differ in how many columns a row loads at once.
 
-A unit is the columns that the threads of a row load at once. Beyond the diagonal, a row loads only
-the rest of the unit that the diagonal crosses: on average, half a unit of each array. Triton's
-kernels load only the rest of a vector.
+The threads of a row load a block of adjacent columns at once, called a *unit*. A row needs no
+columns beyond the diagonal, but it loads the unit that contains the diagonal completely. On
+average, half of this unit is loaded in vain, so small units may be faster. Triton's kernels waste
+only a part of a 16-byte vector.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ def workloads() -> Iterator[CausalWorkload]:
 
 
 def schedules(workload: CausalWorkload) -> list[Any]:
-    """Return the schedule that the tables choose, then others with larger and smaller units."""
+    """Return the schedule that the tables choose, then others that load more or fewer columns."""
     spec = workload.spec
     choose = forward.choose if workload.direction == "fwd" else softmax_backward.softmax_schedule
     chosen = choose(spec)

@@ -1,7 +1,7 @@
 """Schedules of forward passes whose rows are loaded through a pipeline.
 
-They differ in the number of rows per block, in the number of rows at the end of the array that have
-a block each, and in how many warpgroups and blocks share a row.
+They differ in the number of rows per block, in how many warpgroups and blocks share a row, and in
+the number of blocks at the end of the array that process only a single tile of rows.
 """
 
 import dataclasses
@@ -14,8 +14,11 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-_TAILS = (0, 1, 2, 4)  # last rows that have a block each, per block that the GPU runs at once
-_VALUES = (16, 64)  # minimum and maximum number of columns of a thread
+# The number of small blocks at the end of the array, divided by the number of blocks that the GPU
+# runs at the same time.
+_TAILS = (0, 1, 2, 4)
+# The minimum and maximum number of columns per thread.
+_VALUES = (16, 64)
 _LEAST_BYTES = 32 * 2**20
 
 
@@ -41,8 +44,8 @@ def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[Forward
     blocks = local_gpu().at_a_time(chosen.cluster)
     for tiles, tail in itertools.product(_TILES, _TAILS):
         if 2 * tail * blocks * chosen.rows < workload.rows:
-            # Use as many pipeline slots as the block has tiles, but not more than the table's
-            # schedule.
+            # Use a pipeline slot for each tile of the block, but not more slots than the table's
+            # schedule has.
             slots = min(tiles, max(chosen.slots, 2))
             tail_rows = tail * blocks if tiles > 1 else 0
             yield dataclasses.replace(chosen, tiles=tiles, tail=tail_rows, slots=slots)

@@ -1,8 +1,9 @@
 """Schedules of the kernel for a norm and the matmul after it.
 
 They differ in the width of an output tile, in the number of pipeline stages in shared memory, and
-in how many columns of tiles are computed before the next rows of tiles. The kernel is timed with
-the norm and, as the operation `product`, without it.
+in the order of the tiles: the kernel computes a group of neighbouring tiles in each row of tiles
+before the next group, and the groups have different widths. The kernel is timed with the norm and,
+as the operation `product`, without it.
 """
 
 import dataclasses

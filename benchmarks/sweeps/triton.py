@@ -20,9 +20,12 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # numbers of threads in an SM
-_STAGES = (1, 2, 3, 4, 8)  # tiles that a persistent program has in flight
-_VALUES = (4, 8, 16)  # columns of a tile that each thread holds
+# The numbers of threads that an SM runs at the same time.
+_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}
+# The numbers of tiles that a persistent program has in flight.
+_STAGES = (1, 2, 3, 4, 8)
+# The numbers of columns of a tile that each thread holds.
+_VALUES = (4, 8, 16)
 
 
 def workloads() -> Iterator[KernelWorkload]:
@@ -39,8 +42,10 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 
 def _held(spec: Spec) -> Iterator[Line]:
-    hold = spec.cols <= 8192  # with more columns, there are too few registers
-    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # with more columns, prefetching was slower
+    # Holding the parameters of more columns takes too many registers.
+    hold = spec.cols <= 8192
+    # In rows with more columns, prefetching the next rows was slower.
+    most = {"fwd": 2048, "bwd": 16384}[spec.direction]
     for rows, warps, threads, stages, values in itertools.product(
         (1, 2), _WARPS, _THREADS[spec.direction], _STAGES if spec.op == "norm" else (1,), _VALUES
     ):

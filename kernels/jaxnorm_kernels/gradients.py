@@ -16,16 +16,17 @@ def add_partials(
     dtypes: Sequence[np.dtype | None],
     groups: Sequence[int] | None = None,
 ) -> list[jax.Array | None]:
-    """Add up a kernel's partial gradients of each parameter, and cast the sums to its dtype.
+    """Return the gradient of each parameter, given the partial sums that a kernel's blocks stored.
 
-    A single reduction adds up all gradients, because XLA would run two reductions as two kernels.
+    A gradient has its parameter's dtype. A single reduction adds up all partial sums, because XLA
+    would run two reductions as two kernels.
 
     Args:
-      partials: for each parameter that is present, ``(n, cols)``: n partial sums of its gradient.
+      partials: for each parameter that is present, an array ``(n, cols)`` of n partial sums.
       dtypes: the dtype of each parameter; None if the parameter is absent.
-      groups: the number of groups of rows that each parameter has. A parameter with several groups
-        has the shape ``(groups, cols)``. Its partial sums are ordered by group, and row i of its
-        gradient is the sum over group i. None means that all rows share each parameter.
+      groups: for each parameter, the number of groups of rows of x that have separate values of it.
+        If this is above 1, the parameter has the shape ``(groups, cols)``, and its partial sums are
+        ordered by group. None means that all rows share each parameter.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)

@@ -3,9 +3,10 @@
 An implementation is an :class:`Implementation`: one function for each pass, which runs every
 operation of `operations.OPERATIONS`. The functions get two-dimensional arrays ``(rows, cols)``
 whose last axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that describes
-everything else about the call. They do not depend on autodiff, sharding or Flax. If
-``takes_inner(spec)`` is True, they also get arrays ``(outer, cols, inner)`` with ``Spec.inner``,
-which need no transpose. The statistics of such arrays have the shape ``(outer * inner,)``.
+everything else about the call. They do not depend on autodiff, sharding or Flax. To avoid a
+transpose, they also get arrays ``(outer, cols, inner)``, which are normalised over the middle axis,
+if ``takes_inner(spec)`` is True; see ``Spec.inner``. The statistics of such arrays have the shape
+``(outer * inner,)``.
 
 Only the ``xla`` implementation also takes arrays of any shape, normalised over ``Spec.axes``. Such
 arrays may be sharded, and XLA might gather them if they were reshaped to rows. Only ``xla`` has a
@@ -20,8 +21,8 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The default of the arrays that every call of certain operations has. It is None at run time, but
-# the type Any lets the annotations exclude None.
+# The default of fields whose array is always present in the operations that use it. The default is
+# None, but the type Any allows the annotation jax.Array instead of jax.Array | None.
 _ABSENT: Any = None
 
 
@@ -32,10 +33,11 @@ class Operands(NamedTuple):
       x, teacher_logits, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for n groups of rows.
         next_scale is the second norm's scale, branch_scale the factor of x in a sum.
-      mask, logits_bias: a boolean and a float array, ``(n, cols)`` or ``(n, 1)``.
-        `LogitsOptions.mask_rows` and `SoftmaxOptions.logits_bias_rows` map rows of x to their rows.
-        The gradient of the bias has the bias's shape. The xla implementation instead takes arrays
-        that broadcast to x's shape by numpy's rules.
+      mask, logits_bias: a boolean and a float array, ``(n, cols)`` or ``(n, 1)``. Which of the n
+        rows a row of x uses is described by `LogitsOptions.mask_rows` for the mask, and by
+        `SoftmaxOptions.logits_bias_rows` for the bias. The gradient of the bias has the bias's
+        shape. The xla implementation instead takes arrays that broadcast to x's shape by numpy's
+        rules.
       labels: ``(rows,)``, of any integer dtype.
       candidates: several labels of each row, ``(rows, k)``.
       positions: a boolean mask, ``(rows,)``.
@@ -133,12 +135,12 @@ class Implementation(NamedTuple):
     Attributes:
       forward: returns the results that ``spec.outputs`` names; the other entries are None.
       backward: returns the gradients, each in the dtype of its operand. The gradient of logits_bias
-        is returned only if the spec has the bias's dtype. For h = x + residual, the gradient of the
-        residual is the gradient of h, rounded to the residual's dtype. The gradient of x is the
-        same array, or a copy of it if x has another dtype. If x is normalised or scaled before the
-        addition, the gradients of x, scale and branch_scale may be computed from the unrounded
-        gradient of h, which a fused kernel holds in registers. If y has no cotangent, the gradient
-        of h is the cotangent of h.
+        is returned only if the spec has the bias's dtype. For h = x + residual, the gradient of h
+        is rounded to the residual's dtype. The result is the gradient of the residual, and also the
+        gradient of x; if x has another dtype, it is cast to that dtype. If x is normalised or
+        scaled before the addition, a fused kernel has the unrounded gradient of h in registers, and
+        may compute the gradients of x, scale and branch_scale from it. If y has no cotangent, the
+        gradient of h is the cotangent of h.
       why_unsupported: returns a sentence that tells the user why the implementation cannot run a
         call, or None if it can.
       why_not_default: returns a sentence that says why a call runs on ``xla`` unless the user
@@ -146,8 +148,8 @@ class Implementation(NamedTuple):
       takes_inner: returns True if the implementation takes the ``(outer, cols, inner)`` arrays of a
         call with ``spec.inner``.
       platforms: returns the supported platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
-      caveat: returns a sentence on what is unknown about the kernels for a call on the local GPU,
-        such as their time, or None.
+      caveat: returns a sentence that warns the user if something about a call's kernel is unknown,
+        such as its time on the local GPU; None if there is nothing to say.
       tangent: takes the tangents of the operands, where None stands for 0, and returns the tangents
         of the results. For a plain norm, the tangent of h is the tangent of x. Only the xla
         implementation has this function.

@@ -47,7 +47,8 @@ def settings() -> Iterator[None]:
 def local_capability() -> int | None:
     """Return ten times the compute capability of the local NVIDIA GPU (90 for 9.0), or None."""
     device = jax.local_devices()[0]
-    capability = getattr(device, "compute_capability", "")  # an AMD GPU has a name: "gfx942"
+    # For an AMD GPU, the attribute is not a number but a name, such as "gfx942".
+    capability = getattr(device, "compute_capability", "")
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return None
     return round(10 * float(capability))

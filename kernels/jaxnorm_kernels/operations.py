@@ -70,11 +70,12 @@ Op = Literal[
 ]
 Family = Literal["softmax", "loss", "norm"]
 
-#: The kind of an operand or a result, which determines its shape. An "array" has x's shape. A mask
-#: or a bias of logits broadcasts to x's shape. A statistic ("stat") has one number for each row. So
-#: has a label, which is a constant. A "candidate" has several labels for each row, along an
-#: additional last axis. A parameter ("scale", "bias", "branch_scale") has the normalised axes. A
-#: table of a rotation has a number for each pair of columns, and broadcasts to the other axes.
+#: The kind of an operand or a result, which determines its shape. An "array" has x's shape. A
+#: "mask" or a "logits_bias" broadcasts to x's shape. A "stat" (statistic) has one number for each
+#: row. A "label" also has one number for each row, but no gradient. A "candidate" has several
+#: labels for each row, along an additional last axis. A parameter ("scale", "bias", "branch_scale")
+#: has the normalised axes. A "table" (cos or sin of a rotation) has a number for each pair of
+#: columns, and broadcasts to the other axes.
 Kind = Literal[
     "array",
     "mask",
@@ -121,25 +122,26 @@ class Operation:
     """An operation, as an entry of the table `OPERATIONS`.
 
     Attributes:
-      operands: names of the arrays that the forward pass takes, in binding order. A call may be
-        without scale, bias, next_scale, mask, positions, logits_bias and logits_scale; the other
-        operands are required.
+      operands: names of the arrays that the forward pass takes, in binding order. These are
+        optional: scale, bias, next_scale, mask, positions, logits_bias and logits_scale. All others
+        are required.
       results: names and kinds of the arrays that the forward pass returns. y is the output; h is
         the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
         is present only if a LayerNorm saves its input.
-      saves: names of the array that the derivative starts from: first with save="output", then with
-        save="input".
-      starts_from_x: True if the derivative also takes x, to differentiate the norm before the sum,
-        or branch_scale x.
+      saves: two names of arrays. The derivative recomputes what it needs from the first array if a
+        call has save="output", and from the second array if it has save="input".
+      starts_from_x: True if the derivative also takes x, because x is normalised, or multiplied by
+        branch_scale, before the residual is added.
       keeps: names of the further operands and results that are saved for the derivative.
       constants: names of operands that have no tangent, although their kind may have one.
       through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
         h, but its backward pass may take an extra cotangent of x under the name h.
       norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
         result is y.
-      derivative: the operation whose tangent and backward pass are used for all operands but the
-        residual, whose derivative is the identity. None if the operation has its own passes.
+      derivative: another operation, whose tangent and backward pass this operation uses for all
+        operands but the residual. (The gradient of the residual is the cotangent of y.) None if the
+        operation has its own tangent and backward pass.
       has_kernels: False if only the xla implementation has the operation.
       out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies, or
         None. If the derivative starts from h, h is named `out_name` too.
@@ -204,7 +206,8 @@ _LOSS = Operation(
     operands=("x", "labels", "mask", "positions", "logits_scale"),
     results={"y": "stat"},
     saves=("x", "x"),
-    keeps=("labels", "mask", "logits_scale"),  # positions is not saved: log_sum is -inf there
+    # positions is not saved: the derivative recognises masked positions by log_sum = -inf.
+    keeps=("labels", "mask", "logits_scale"),
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
 )
@@ -246,7 +249,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),  # the sum is the result y; norm_add has no result h
+        through_h=(),  # this operation has no result h: the sum is y
         norms=("first",),
         derivative="norm",
     ),
@@ -280,7 +283,7 @@ OPERATIONS: dict[Op, Operation] = {
     "norm_gated": dataclasses.replace(
         _NORM,
         operands=("x", "gate", "scale"),
-        saves=("x", "x"),  # the gate's derivative cannot be computed from y
+        saves=("x", "x"),  # the gradient of the gate cannot be computed from y
         keeps=("gate", "scale"),
         statistics=("rstd",),
         through_h=(),

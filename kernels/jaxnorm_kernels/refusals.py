@@ -68,8 +68,8 @@ NO_ROWS: Table = (
     ),
 )
 
-# A norm of at most this many bytes takes a few microseconds on a GPU in the forward pass. This is
-# no more than the host takes to launch it.
+# If x has at most this many bytes, the forward pass of a norm takes only a few microseconds on a
+# GPU. Launching a kernel takes the host at least as long, so a fusion by XLA is better.
 _SMALL_BYTES = 4 * 2**20
 
 #: Reasons why XLA should run a call that kernels support, because it fuses the call better with the

@@ -13,7 +13,7 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-#: Activations that may follow a norm and a linear layer.
+#: Activations that may be applied to the result of a norm followed by a linear layer.
 LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
 #: Activations that a plain norm may apply to its result.
 NormActivation = Literal["silu", "gelu", "relu"]
@@ -22,12 +22,15 @@ Name = Literal["xla", "mosaic", "triton"]
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-#: Row statistics that the derivative needs, each ``(rows,)`` in the arithmetic dtype. The tuple is
-#: empty if ``spec.has_stats`` is False. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have
-#: one rstd each. A cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
-#: log(sum(exp(x - m))), whose sum is the log-sum-exp. log_s is -inf for a row without unmasked
-#: entries or whose position is masked, and NaN for a row whose label is not one of its columns. A
-#: divergence has the same two statistics of the student's logits and of the teacher's logits.
+#: Row statistics that the derivative needs. Each is an array ``(rows,)`` in the arithmetic dtype.
+#: If ``spec.has_stats`` is False, the tuple is empty. Otherwise:
+#:
+#: * A norm has ``(rstd,)`` or ``(rstd, mean)``. A call with two norms has one rstd for each norm.
+#: * A loss has ``(m, log_s)``. m is the maximum of the row's unmasked logits x, log_s is
+#:   log(sum(exp(x - m))), and m + log_s is the log-sum-exp. log_s is -inf if the row has no
+#:   unmasked logits, or if its position is masked. It is NaN if the label is not a column of the
+#:   row.
+#: * A divergence has m and log_s of the student's logits, then m and log_s of the teacher's logits.
 Stats = tuple[jax.Array, ...]
 
 # The forward pass of a norm that saves its output raises |scale + scale_offset| to at least this
@@ -42,9 +45,9 @@ class Shared:
     """How rows of x map to rows of an operand that is broadcast to x: a mask, a bias or a table.
 
     Attributes:
-      segments: (size, has_axis) for each axis of x that is not normalised, where has_axis is True
-        if the operand is not broadcast along that axis. Adjacent axes with equal has_axis are
-        merged. The operand's rows are numbered over the axes that it has.
+      segments: a pair (size, has_axis) for each axis of x that is not normalised. has_axis is False
+        if the operand is broadcast along this axis. Adjacent axes with equal has_axis are merged.
+        The index of an operand's row counts, in row-major order, over the axes with has_axis.
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
     """
 
@@ -63,7 +66,11 @@ class Shared:
 
     @property
     def run(self) -> int:
-        """Number of consecutive rows of x that use one row, or consecutive rows, of the operand."""
+        """Size of the last segment.
+
+        So many consecutive rows of x all use the same row of the operand, or they use consecutive
+        rows of the operand.
+        """
         return self.segments[-1][0] if self.segments else 1
 
 
@@ -92,11 +99,11 @@ class NormOptions:
       interleaved: True if a pair is columns 2i and 2i + 1, False if it is columns i and
         `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
-      wide: True if the norm computes in float64 because of another array of the call, although none
-        of the norm's own arrays is float64.
-      scale_groups, bias_groups, branch_scale_groups: number of groups of rows that the parameter
-        distinguishes: 1 for a parameter ``(cols,)`` that all rows of x share, n for a parameter
-        ``(n, cols)``, each row of which belongs to ``rows / n`` consecutive rows of x.
+      wide: True if none of this norm's arrays is float64, but the norm computes in float64 because
+        another array of the call is float64.
+      scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter: 1 for a
+        parameter ``(cols,)``, which all rows of x share; n for a parameter ``(n, cols)``. In the
+        latter case, ``rows / n`` consecutive rows of x share a row of the parameter.
       scattered: True if a parameter belongs to groups of rows that are not consecutive, or is
         broadcast along normalised axes.
       inner_params: True if scale and bias belong to the inner axis instead of columns. They are
@@ -156,9 +163,9 @@ class SoftmaxOptions(LogitsOptions):
         broadcast.
       logits_bias_rows: how rows of x map to rows of the bias. None if there is no bias, or if it is
         broadcast along some of the normalised axes but not all.
-      masked_logit: the value that replaces a masked logit. -inf excludes the logit; the result of a
-        row without unmasked logits is then 0. With a finite number, the logit takes part as a
-        constant.
+      masked_logit: the value that replaces a masked logit. -inf excludes the logit; if all logits
+        of a row are masked, its result is then 0. A finite number is treated like any other logit,
+        but has no gradient.
       causal: True if row i of each matrix includes only its columns j <= i.
       queries: with ``causal``, the number of rows of each matrix.
       queries_over: with ``causal``, the mesh axes over which the rows of each matrix are sharded.
@@ -222,8 +229,9 @@ class Spec:
       outputs: names of results and statistics. The forward pass returns them, the tangent returns
         their tangents, and the backward pass takes their cotangents. If y is not among them, the
         forward pass only computes the sum h (the xla implementation skips the norm), and the
-        backward pass takes only the cotangent of h. For a plain norm, which has no h, the backward
-        pass adds the cotangent named h to dx, and the tangent named h is the tangent of x.
+        backward pass takes only the cotangent of h. A plain norm has no h, but may have the name h
+        here: the backward pass then takes an extra cotangent, which it adds to dx, and the tangent
+        named h is the tangent of x.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
         may also return gradients of other operands.
@@ -265,7 +273,7 @@ class Spec:
             raise TypeError(f"a {self.op} has {expected.__name__}: got {self.options!r}")
 
     def replaced(self, **changes: Any) -> "Spec":
-        """Return a copy with other values of these fields, which are the spec's or its options'."""
+        """Return a copy with changed fields. They may be fields of the spec or of its options."""
         own = {name: changes.pop(name) for name in _FIELDS & changes.keys()}
         if changes:
             options = own.get("options", self.options)
@@ -347,7 +355,7 @@ class Spec:
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """True if the residual or the gate is needed only once the statistics of x are known."""
+        """True if a residual or gate is not needed before the statistics of x are computed."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -371,7 +379,7 @@ class Spec:
         Both norms of a call use the same dtype, so that all statistics have one dtype.
         """
         arrays = (*self.operand_dtypes, self.y_dtype, self.softmax.logits_bias_dtype)
-        # Compare by name: numpy treats None as float64.
+        # Compare names, because np.dtype("float64") == None is True.
         is_wide = self.norm.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
 
@@ -391,8 +399,8 @@ class Spec:
     def renormalises(self) -> bool:
         """True if softmax's derivative divides by sum(y), because y is rounded to 16 bits.
 
-        If a row is nearly one-hot, the terms of d - sum(d y) cancel, and the rounding error of y
-        would remain: |d| / 512 in bfloat16.
+        If a row is nearly one-hot, the two terms of d - sum(d y) nearly cancel. Without the
+        division, the rounding error of y would remain, which is up to |d| / 512 in bfloat16.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
@@ -413,7 +421,11 @@ class Spec:
 
     @functools.cached_property
     def has_stats(self) -> bool:
-        """True if the forward pass returns the statistics, or if a derivative includes them."""
+        """True if the statistics are in `outputs`.
+
+        The forward pass then returns them. A tangent returns their tangents, and a backward pass
+        takes their cotangents.
+        """
         return not set(self.statistics).isdisjoint(self.outputs)
 
     @functools.cached_property
@@ -466,11 +478,15 @@ class Spec:
 
     @functools.cached_property
     def clips_x_hat(self) -> bool:
-        """True if a kernel must clip x_hat = (y - bias) / G, recovered from y, to its true bound.
+        """True if a backward pass from y must clip x_hat = (y - bias) / G to its true bound.
 
-        G is scale + scale_offset. With a bias, y - bias has a rounding error that may be large
-        relative to G. Without a lower limit of |G|, y may round to small multiples of its smallest
-        number. In all other calls, x_hat is accurate up to the rounding of y.
+        G is scale + scale_offset. x_hat may be inaccurate, and larger than its bound, in two cases:
+
+        * There is a bias. The rounding error of y - bias may be large relative to G.
+        * |G| has no lower limit. If G is tiny, y is a small multiple of the smallest number of its
+          dtype, so its relative rounding error is large.
+
+        In all other calls, x_hat is accurate up to the rounding of y.
         """
         vanishes = self.norm.scale_dtype is not None and self.scale_floor is None
         return self.norm.saved == "output" and (self.norm.bias_dtype is not None or vanishes)
@@ -485,9 +501,9 @@ class Spec:
     def y_limit(self) -> float | None:
         """The limit to which the backward pass clips a y that may have overflowed, or None.
 
-        The largest float16 is 65504, and x_hat G may exceed it. If y overflows, a bounded function
-        of y, such as a tanh, has a cotangent of 0. Then 0 * inf would make the mean of the whole
-        row NaN.
+        The largest float16 is 65504, and x_hat G may exceed it. If y becomes inf and is passed to a
+        bounded function such as tanh, the cotangent of y is 0. The backward pass multiplies this
+        cotangent by y, and 0 * inf would be NaN, and make the mean over the whole row NaN.
         """
         grows = self.norm.scale_dtype is not None or self.norm.bias_dtype is not None
         stored = self.norm.saved == "output" and self.y_dtype.name == "float16"

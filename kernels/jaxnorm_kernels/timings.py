@@ -14,7 +14,7 @@ from jaxnorm_kernels.specs import Spec
 #: Where and how the kernels were timed.
 TIMED_ON = "an H100, with kernels compiled for an A100"
 
-#: The largest ratio of a kernel's time to XLA's with which the kernel is the default.
+#: A kernel is the default if its time, divided by the time of XLA's code, is at most this number.
 LIMIT = 0.8
 
 
@@ -62,7 +62,10 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """Return a call's key in `TIMINGS`: its public function, with an option that the call uses."""
+    """Return a call's key in `TIMINGS`, such as "softmax" or "softmax with where".
+
+    The key is the name of the public function, and the first timed option that the call uses.
+    """
     norm = spec.norm
     functions = {
         name: function

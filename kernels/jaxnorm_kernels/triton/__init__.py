@@ -8,7 +8,7 @@ from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
-extra.check()  # run before the imports below, which need Triton and jax-triton
+extra.check()  # raise a helpful error before the imports below, which need Triton and jax-triton
 
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa: E402

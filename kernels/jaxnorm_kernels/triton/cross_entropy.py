@@ -55,9 +55,10 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# A lower bound of exponents that are also used as factors. Its exponential is 0. Lower exponents
-# occur if logits are -inf, or float32's lowest number to mask a class. Multiplied by a sum or a
-# cotangent, they could become infinite, and 0 times infinity is NaN.
+# A lower limit for exponents that are also used as factors. Its exponential is 0. Lower exponents
+# occur if a logit is -inf, or if a user masks a class by the lowest float32 number. If such an
+# exponent is multiplied by a sum or a cotangent, the product may be infinite, and the exponential 0
+# times infinity is NaN.
 _FAR = tl.constexpr(-1e20)
 
 
@@ -255,14 +256,14 @@ def _cross_entropy_fwd(
 
 @triton.jit
 def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
-    """Add a block of logits to each thread's maximum and sums, and return the three.
+    """Return the sums of each thread after a further block of logits is added to them.
 
     Args:
-      sums: `(tile_rows, lanes)` each: m, s, and a third sum. With label smoothing, this is the sum
-        of x - r; for an entropy, it is T / f.
-      of_rows: `(tile_rows, 1)` each: a pointer to the row's first block, the number of elements in
-        it before the row's first column, the position of the label's column in the blocks, r, and
-        whether the row is read.
+      sums: three arrays `(tile_rows, lanes)`: m, s and a third sum. The third sum is the sum of
+        x - r with label smoothing, and T / f for an entropy.
+      of_rows: five arrays `(tile_rows, 1)`: a pointer to the row's first block, the number of
+        elements of this block that come before the row, the position of the label counted from the
+        beginning of this block, r, and True if the row is read.
       first: the offset of this block from the row's first block, in elements.
       is_whole: True if the block is entirely inside the row.
     """
@@ -272,7 +273,7 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     if not is_whole:
         read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
     x = _g(tl.load(begin + first + lane, read, float("-inf")), options)
-    if options.softcap > 0.0:  # exclude again: tanh(-inf) is finite
+    if options.softcap > 0.0:  # tanh(-inf) is -1, so set excluded elements to -inf again
         x = tl.where(read, x, float("-inf"))
     if options.label_smoothing > 0.0:
         rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)
@@ -341,7 +342,10 @@ def _cross_entropy_bwd(
 def _store_gradient(
     x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
 ):
-    """Store dx of each row's block number `nth`. `is_whole`: the block is inside the row."""
+    """Store dx for block number `nth` of each row of a tile.
+
+    `is_whole` is True if the block is entirely inside the row.
+    """
     m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, exists = of_rows
     begin, lead = _start(row, tiling.cols, options.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -404,7 +408,10 @@ def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
 
 @triton.jit
 def _start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Return where each row's first block begins, and how many elements before the row this is."""
+    """Return the offset of each row's first block, and the number of its elements before the row.
+
+    The block begins at a multiple of `vector` elements, which may lie before the row.
+    """
     start = row.to(tl.int64)[:, None] * cols
     begin = start // vector * vector
     return begin, (start - begin).to(tl.int32)

@@ -35,7 +35,7 @@ class Gpu:
 
 
 # If there is no local GPU, code is lowered for this GPU, an A100.
-AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
+AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)
 
 # Bytes of shared memory per program that are assumed if a GPU does not report them: the smallest
 # number of any GPU since Ampere (compute capability 8.6 and 8.9).

@@ -1,8 +1,8 @@
 """The logits of a softmax's kernels: loading x, masks and biases, and excluding elements.
 
 A mask or a bias that is broadcast to x's rows is loaded as it is, without expanding it in memory
-(see `tiles.Operand`). A causal softmax loads no element above the diagonal, except the rest of a
-vector of 16 elements that begins on or below it.
+(see `tiles.Operand`). A causal softmax loads vectors of 16 elements. It skips a vector that lies
+entirely above the diagonal. A vector that crosses the diagonal is loaded completely.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def load_cotangent(
 
 @triton.jit
 def drop_zeros(d, y, logits: tl.constexpr):
-    """Return the cotangent d; if `drops_zeros` is set, with 0 in elements whose y is 0."""
+    """Return the cotangent d. If `drops_zeros` is set, replace d by 0 in elements whose y is 0."""
     if logits.drops_zeros:
         d = tl.where(y == 0.0, 0.0, d)
     return d
@@ -147,7 +147,7 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the maximum number of columns up to the diagonal, over the rows of a tile.
+    """Return the number of columns that a tile's longest row has up to the diagonal.
 
     For a softmax that is not causal, this is the number of all columns.
     """

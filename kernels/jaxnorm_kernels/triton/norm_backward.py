@@ -172,7 +172,8 @@ def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tilin
     g, inverse, b = params
     if norm.activation is not None:
         _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
-        d = zero_beyond(d * slope, first_col, tiling)  # beyond the row, the slope is arbitrary
+        # Beyond the last column, the slope may be any number, so set d to 0 there.
+        d = zero_beyond(d * slope, first_col, tiling)
     dg = d * g
     if norm.from_output:
         z = clipped(saved, norm.y_limit) - b

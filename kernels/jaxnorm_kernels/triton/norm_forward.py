@@ -66,8 +66,9 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
-    # Both norms use the parameters of the last norm. If there are two, the first norm saves x and
-    # has neither mean, bias nor lower limit of |G|.
+    # `norm` has the options of the last norm, such as epsilon. If another norm comes before it,
+    # that norm uses the same options, but no mean, no bias, and no lower limit of |G|, because it
+    # saves its input.
     norm = spec.norms[-1]
     y_dtype = spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.norm.residual_dtype) if spec.normalises_h else None
@@ -99,8 +100,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     )
     if h is None:
         return Results(y, stats=tuple(results))
-    # The kernels store h even if the call does not return it, because rows that are too wide for
-    # registers are read back.
+    # The kernels always store h, because a kernel for rows that do not fit into registers reads it
+    # back. Return h only if the call requests it.
     return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
@@ -235,8 +236,8 @@ def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: t
     """Return (x - mean, r, mean), where x - mean is a tuple with an array for each tile.
 
     The mean is computed with a correctly rounded division. Triton's `/` has an error of up to 2
-    ulps: the mean of a row of equal numbers could then differ from these numbers, and results could
-    be 1 instead of 0.
+    ulps. With it, the mean of a row of equal numbers could differ from these numbers. x - mean
+    should be 0, but would be this small error, and its product with r could be as large as 1.
     """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:

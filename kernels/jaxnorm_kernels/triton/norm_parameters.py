@@ -71,11 +71,11 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 
 @triton.jit
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
-    """Return (pointer, offsets), where the offsets locate the row of a parameter for each row of x.
+    """Return (pointer, offsets), which locate a parameter for each row of a tile of x.
 
-    Each of the n rows of a parameter `(n, cols)` is shared by `group_rows` rows of x. Rows beyond
-    the last row of x use the last row of the parameter. If all rows share `(cols,)`, the offsets
-    are None.
+    A parameter `(n, cols)` has n rows, each of which is shared by `group_rows` rows of x. For each
+    row of the tile, the offset leads to the parameter's row. (Rows of the tile beyond the last row
+    of x use the parameter's last row.) For a parameter `(cols,)`, the offsets are None.
     """
     if group_rows is None:
         parameter = (ptr, None)
@@ -105,7 +105,7 @@ def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
         inverse = 1.0
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
-    else:  # float16: if G is 0, y has no information about xh
+    else:  # for float16, G may be 0; y then has no information about xh, and xh is taken as 0
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 
@@ -191,9 +191,10 @@ def activated(g, activation: tl.constexpr):
 
 @triton.jit
 def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
-    """Multiply `x` by the gate's activation if the call has a gate with this `comes_first`.
+    """Multiply `x` by the gate's activation, if the call has a gate at this point.
 
-    A kernel calls this before the norm with `comes_first` True, and after the norm with False.
+    A kernel calls this function before the norm with `comes_first` True, and after the norm with
+    `comes_first` False. One of these calls returns `x` unchanged.
     """
     if gate is not None and gate.comes_first == comes_first:
         a, _ = activated(load_tile(gate_ptr, tile), gate.activation)

@@ -93,9 +93,10 @@ class Rotation:
 
     @functools.cached_property
     def spans(self) -> tuple[int, ...]:
-        """Three numbers for each range of columns that is loaded at once (a *span*).
+        """The *spans* of a row: the ranges of adjacent columns that are loaded at once.
 
-        These are its first column, its size, and its size rounded up to a power of two.
+        Each span has three numbers: its first column, its size, and its size rounded up to a power
+        of two.
         """
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)
@@ -319,7 +320,10 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return two tuples: G and 1 / G of each part. With `tile_rows`, each row has a copy."""
+    """Return two tuples: G of each part of a row, and 1 / G of each part.
+
+    With `tile_rows`, the arrays have so many equal rows instead of one.
+    """
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:
         g, inverse = (), ()
@@ -371,7 +375,11 @@ def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _parts(spans, rotation: tl.constexpr):
-    """Convert spans, as they are loaded, to parts (see the module docstring)."""
+    """Convert spans to parts.
+
+    A span is a range of columns, as it is loaded (see `Rotation.spans`). The parts are the first
+    columns of all pairs, the second columns of all pairs, and the columns that are not rotated.
+    """
     if rotation.interleaved:
         head = spans[0]
         a, b = tl.split(tl.reshape(head, [head.shape[0], head.shape[1] // 2, 2]))
@@ -384,7 +392,10 @@ def _parts(spans, rotation: tl.constexpr):
 
 @triton.jit
 def _span(i: tl.constexpr, exists, rotation: tl.constexpr):
-    """Return the columns of span number `i`, and a mask of its elements that are in the array."""
+    """Return the columns of span number `i`, and a mask of its elements that are in the array.
+
+    A span is a range of columns that is loaded at once (see `Rotation.spans`).
+    """
     first: tl.constexpr = rotation.spans[3 * i]
     size: tl.constexpr = rotation.spans[3 * i + 1]
     block: tl.constexpr = rotation.spans[3 * i + 2]

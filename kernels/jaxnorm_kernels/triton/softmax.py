@@ -109,7 +109,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 def _softmax_fwd_in_registers(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Hold whole rows in registers, and store y = exp(z - m) / s, or log(y) for log_softmax."""
+    """Store y = exp(z - m) / s, or log(y) for log_softmax. Registers hold whole rows."""
     first_row = tl.program_id(0) * tiling.tile_rows
     z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]
@@ -177,7 +177,10 @@ def _output(z, m, s, logits: tl.constexpr):
 def _softmax_bwd_in_registers(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Hold whole rows, and store dx = scale dz. If `sum_ptr` is set, store each row's sum(dz)."""
+    """Store dx = scale dz. A program holds whole rows in registers.
+
+    If `sum_ptr` is not None, sum(dz) of each row is stored too.
+    """
     pieces: tl.constexpr = tiling.pieces
     first_row = tl.program_id(0) * tiling.tile_rows
     y, d = (), ()
@@ -208,7 +211,10 @@ def _softmax_bwd_in_registers(
 def _softmax_bwd_looped(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load rows twice, and store dx = scale dz. If `sum_ptr` is set, store each row's sum(dz)."""
+    """Store dx = scale dz. Rows are loaded twice, block after block.
+
+    If `sum_ptr` is not None, sum(dz) of each row is stored too.
+    """
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
@@ -290,7 +296,7 @@ def softmax_bwd_bias(
       mask: `(n, cols)` or `(n, 1)`; None if the mask is not read.
     """
     shared = spec.softmax.logits_bias_rows
-    assert shared is not None  # otherwise, `why_unsupported` refuses the call
+    assert shared is not None  # `why_unsupported` refuses calls without this mapping of rows
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,

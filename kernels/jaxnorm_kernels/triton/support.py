@@ -130,7 +130,10 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence on the kernel's time on another GPU, or None if it was not timed."""
+    """Return a sentence that compares the kernel with XLA, or None if it was not timed.
+
+    The times are from another GPU; see `timings`.
+    """
     return timings.caveat(spec)
 
 

@@ -45,8 +45,8 @@ def zeros(tiling: tl.constexpr):
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
     """Return a tile's column indices, as an array with one row or with `tile_rows` equal rows.
 
-    Use `tile_rows` to load a parameter that is held for many tiles. Each thread then has the values
-    for the rows that it holds, and no values are exchanged between threads for every tile.
+    Use `tile_rows` to load a parameter once for many tiles. Each thread then holds the values that
+    it needs for its rows. Otherwise, threads would exchange values again for each tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:
@@ -126,8 +126,8 @@ def rounded_like(x, ptr):
 
 
 #: A rule that converts an index over some axes to an index over other axes. It has three numbers
-#: for each axis: the index divided by the first, modulo the second (the size of the axis), is the
-#: position on the axis. The third is the factor of this position in the result.
+#: for each axis: (stride, size, new stride). The position on the axis is index // stride % size,
+#: and the result is the sum of position * new stride over all axes.
 Digits = tuple[int, ...]
 
 
@@ -137,9 +137,9 @@ class Operand:
 
     Attributes:
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
-      row: the conversion of a row index of x to the row index of the operand.
-      of_row, of_nth: the conversions back. The n-th row of x that uses row r of the operand has the
-        index r converted by `of_row`, plus n converted by `of_nth`.
+      row: the rule that converts a row index of x to the row index of the operand.
+      of_row, of_nth: two rules for the opposite direction. Of the rows of x that use row r of the
+        operand, the n-th has the index of_row(r) + of_nth(n).
     """
 
     has_columns: bool
@@ -150,7 +150,7 @@ class Operand:
 
 def operand_of(shared: Shared | None) -> Operand:
     """Convert a mapping of rows to a form that kernels take as a compile-time constant."""
-    assert shared is not None  # otherwise, `why_unsupported` refuses the call
+    assert shared is not None  # `why_unsupported` refuses calls without this mapping of rows
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}

@@ -99,10 +99,11 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
         has_entry = positions if has_entry is None else positions & has_entry
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
-    # If all unmasked logits of a row are -inf, the loss is NaN, because m - m is.
+    # If all unmasked logits of a row are -inf, the loss is NaN, because m - m = -inf + inf = NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
-    # `own` is the label's term of s, minus 1. It is -1 if the label's column is masked.
+    # `own` is the label's term of s, minus the 1 that log1p adds. It is -1 if the label's column is
+    # masked, because the term is then 0.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -150,10 +151,10 @@ def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.A
 def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, lse, and masks of the entries that affect the results and of the labels.
+    """Return five arrays: g(x), p, lse, and two masks.
 
-    Entries that affect the results are unmasked, or in the label's column. lse is 0 in rows without
-    an entry.
+    The first mask is True for entries that affect the results: they are unmasked, or in the label's
+    column. The second mask is True in the label's column. lse is 0 in rows without an entry.
     """
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = columns(x.shape, spec) == label
@@ -162,8 +163,8 @@ def probabilities(
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
     if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
-        # Entries that do not affect the results may be NaN, but tanh's derivative must not be NaN
-        # there.
+        # Entries that do not affect the results may be NaN. Replace them, because tanh and its
+        # derivative would be NaN too.
         x = jnp.where(takes_part, x, 0)
     scale = scale_of(residuals.logits_scale, spec)
     x = g(x, scale, spec)
@@ -199,7 +200,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
-    """Return the column index of each element, in the row as a whole if the row is sharded."""
+    """Return the column index of each element. In a sharded row, it counts from the first shard."""
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
     for axis, names in zip(spec.axes, over):
@@ -230,7 +231,7 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
-    """Return T = sum(exp(x - m) (x - m)), given g(x) for x, and m."""
+    """Return T = sum(exp(x - m) (x - m)) of each row. The argument `x` is g(x)."""
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     scale = scale_of(operands.logits_scale, spec)
 
@@ -238,10 +239,10 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return f_times(x.astype(spec.compute_dtype) - m, scale, spec)
 
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
-        """Return e * depth, or 0 for an infinite depth.
+        """Return e * depth for e = exp(depth), and 0 instead of NaN if the depth is -inf.
 
-        The maximum avoids 0 * inf without a comparison, whose result XLA would store on a CPU (see
-        `label_sums`).
+        `jnp.maximum` makes the depth finite. A comparison would have the same effect, but XLA on a
+        CPU would store its result (see `label_sums`).
         """
         return e * jnp.maximum(depth, _NO_TERM)
 
@@ -250,7 +251,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return the sum T, computed as is fastest on a CPU.
+        """Return the sum T, computed in the way that is fastest on a CPU.
 
         The barrier keeps XLA from storing x - m to use it in the backward pass too.
         """

@@ -17,11 +17,13 @@ _ANOTHER_S: Any = None
 class Formulas(NamedTuple):
     """The forward pass, backward pass and tangent of an operation; see `Implementation`.
 
-    An operation that uses another operation's derivative has a forward pass only. The tangent is
-    the transpose of the backward pass, which is linear in the cotangents. `own_tangent`, if given,
-    is used instead of this transpose, which XLA may fuse badly on a CPU. For a float32 array of
-    2048 x 1024, jax.jvp of softmax with an own tangent loads and stores 8 arrays of that size
-    instead of 12, and jax.jvp of log_prob takes 0.3 of the time.
+    An operation that uses another operation's derivative has a forward pass only.
+
+    The backward pass is linear in the cotangents. By default, the tangent is computed as the
+    transpose of the backward pass. XLA may fuse this transpose badly on a CPU, so an operation may
+    have a separate function for its tangent, `own_tangent`. For a float32 array of 2048 x 1024,
+    jax.jvp of softmax then loads and stores 8 arrays of that size instead of 12, and jax.jvp of
+    log_prob takes 0.3 of the time.
     """
 
     forward: Callable[[Operands, Spec], Results]

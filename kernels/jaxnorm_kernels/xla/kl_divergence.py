@@ -22,9 +22,9 @@ With c the cotangent of the divergence, the gradient of the student's z is
     c q (log(q) - log(p) - KL)          of KL(q || p)
 
 If teacher and student have equal logits, divergence and gradient are exactly 0, whatever the
-compiler fuses or folds. For this, u is computed as f times the difference of both g(x) - max(g(x)),
-if both have the same f; log(s_Q) is computed as log(s_P) + log(s_Q / s_P); and log(p) - log(q) is
-computed from u.
+compiler fuses or folds. Three measures ensure this. If teacher and student have the same f, u is
+computed from g(x) - max(g(x)) of each: as f times the difference of these two numbers. log(s_Q) is
+computed as log(s_P) + log(s_Q / s_P). And log(p) - log(q) is computed from u.
 
 The teacher's logits are constants: they get no gradient. A row *has no entry* if ``positions`` is
 False for it, or if all its classes are masked. Its results are 0, and -inf for the student's log(s)
@@ -51,8 +51,8 @@ from jaxnorm_kernels.xla.reductions import (
     row_sums,
 )
 
-# The largest |u| with which e_Q - e_P is computed as e_P expm1(-u). If |u| is larger, the
-# difference is as accurate, and the factors of the product may underflow or overflow.
+# For |u| up to this number, e_Q - e_P is computed as e_P expm1(-u). For larger |u|, subtracting
+# both numbers is accurate, and the two factors of the product might underflow or overflow.
 _SMALL = 1.0
 
 
@@ -144,14 +144,19 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """The depths z - max(z) of logits z, as the product of `factor` and `below`, g - max(g)."""
+    """The depths z - max(z) of logits z = factor g. They are the product of both fields.
+
+    Attributes:
+      below: g - max(g), where the maximum is that of the row.
+      factor: the factor of g.
+    """
 
     below: jax.Array
     factor: Scale
 
     @property
     def of_z(self) -> jax.Array:
-        """Return the depths z - max(z), multiplied out."""
+        """The depths z - max(z)."""
         return times(self.below, self.factor)
 
 

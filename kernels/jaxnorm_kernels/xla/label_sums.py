@@ -2,17 +2,19 @@
 
     others   sum(exp(x - m), j != l)
 
-On a GPU, XLA fuses the comparison with the label and the exponential into one reduction. On a CPU,
-XLA calls a library for each sum, which adds many terms in parallel. XLA fuses arithmetic into the
-sum, but not comparisons: it would store their results in an array of x's size. To avoid this, a row
-is reshaped to a matrix on a CPU, if its length has a suitable divisor. The columns of the matrix
-are called *lanes*. In the label's lane, m is replaced by inf, so that all exponentials are 0:
+To leave out the label's term, every column is compared with the label. On a GPU, XLA fuses the
+comparison and the exponential into the reduction. On a CPU, XLA calls a fast library function for
+each sum. It fuses arithmetic into this call, but not comparisons: it would store their results in
+an array of x's size. To avoid this on a CPU, a row is reshaped to a matrix, if its length has a
+suitable divisor. The columns of the matrix are called *lanes*. In the lane that contains the label,
+m is replaced by inf, so that all exponentials of this lane are 0. A second sum adds the lane's
+other elements:
 
     others   sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
 For the second sum, the label's lane is gathered from each row, and only its elements are compared
-with the label. Lanes are short, since gathers are slow. Both formulas add the same terms in a
-different order, and no term is negative.
+with the label. Lanes are short, since gathers are slow. Both formulas add the same terms. As no
+term is negative, their order hardly matters for the accuracy.
 
 On a CPU, exponentials take two thirds of the time of the loss and its gradient. So forward and
 backward pass compute the same array e of exponentials, and XLA computes it once in a program with
@@ -65,7 +67,7 @@ def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return f times a difference of g(x), which is a difference of the logits z = f g(x)."""
+    """Return f times a difference of g(x). This is the difference of the logits z = f g(x)."""
     return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
 
 
@@ -98,17 +100,20 @@ def label_sums(
     spec: Spec,
     scale: Scale | None = None,
 ) -> list[jax.Array]:
-    """Return sums for each row: `others` (see the module docstring), and x and `kept` at the label.
+    """Return three or four numbers for each row.
 
-    With label smoothing, sum(x - m) is returned too.
+    * `others`, the sum of exponentials without the label's term (see the module docstring)
+    * the label's element of `x`
+    * the label's element of `kept`
+    * with label smoothing, sum(x - m)
 
     Args:
       x: logits, of any dtype. Each sum converts them separately, because XLA on a CPU would store a
         conversion that several sums share.
-      kept: x, with -inf where masked.
+      kept: x, with -inf in masked columns.
       m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
       label: the column of the row's label. For a label of -1, the results are arbitrary.
-      at_label: True at that column.
+      at_label: a boolean array of x's shape, True in the label's column.
       scale: the scale a of the logits; None for `LogitsOptions.logits_scale`.
     """
     scale = spec.logits.logits_scale if scale is None else scale
@@ -119,7 +124,7 @@ def label_sums(
         return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
-        """Return an array of x's shape for each sum, whose elements are added up."""
+        """Return the terms of each sum, as a list of arrays of x's shape."""
         terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, scale, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
@@ -149,8 +154,8 @@ def label_sums(
 def shares_exponentials(spec: Spec) -> bool:
     """Return True if forward and backward pass share one array of exponentials on a CPU.
 
-    They do not if the call has ``positions``, because derivatives must be 0 in rows that are
-    excluded, even if their logits are NaN.
+    With ``positions``, the array cannot be shared: the derivatives of excluded rows must be 0, but
+    their exponentials may be NaN.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
@@ -167,7 +172,7 @@ def exponentials_but_label(
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """Return, for each row of x, its element in the column that `column` has for the row."""
+    """Gather elements of each row of x. `column` has the indices of their columns for each row."""
     return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
 
 
@@ -197,8 +202,8 @@ def _others(
 def lane_size(cols: int) -> int | None:
     """Return the number of elements of a lane: the divisor of `cols` nearest to cols ** 0.3.
 
-    "Nearest" refers to the ratio. Return None if no divisor is within the limits, or if `cols` is
-    symbolic.
+    Distances are measured on a logarithmic scale. Return None if no divisor is within the limits,
+    or if `cols` is symbolic.
     """
     if not isinstance(cols, int):
         return None

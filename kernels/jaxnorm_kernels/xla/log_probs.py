@@ -5,10 +5,10 @@
     y_i      = -(m - x_{l_i}) - log(s)
     dx       = sum_i a_i [j = l_i] - sum(a) p - b p (log(p) + H)
 
-a_i and b are the cotangents of y_i and of the entropy H. To compute log(s), the class of the
-largest logit takes the role of the label, so that the log-probability of a nearly certain label is
-as accurate as others. If a label is not a column, its y_i is NaN, and the gradient is NaN if its
-cotangent a_i is not 0.
+a_i and b are the cotangents of y_i and of the entropy H. log(s) is computed as in `cross_entropy`,
+with the column of the largest logit in the role of the label. So the log-probability of a nearly
+certain label is accurate. If a label is not a column of the row, its y_i is NaN. The gradient of
+the row is then NaN too, unless the cotangent a_i is 0.
 """
 
 import functools
@@ -26,8 +26,8 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# The largest number of labels with which every column is compared with every label to add the
-# labels' cotangents to the gradient. With more labels, a scatter adds them, unless rows are
+# Two methods add the cotangents of a row's labels to the gradient. Up to this number of labels,
+# every column is compared with every label. With more labels, a scatter is used, unless rows are
 # sharded.
 _COMPARED = 32
 
@@ -126,7 +126,10 @@ def _labels(candidates: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
-    """Return the column of each row's largest unmasked logit; of several, the first."""
+    """Return the column of each row's largest unmasked logit.
+
+    If several columns have the largest logit, this is the first of them.
+    """
     (x,), spec = cross_entropy.without_padding([operands.x], spec)
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     is_largest = kept == row_max(kept, spec)
@@ -136,9 +139,9 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
 
 
 def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
-    """Return, for each row of v, its elements in the columns that `labels` has for the row.
+    """Return the elements of v at the labels: for each row, one element for each of its labels.
 
-    For a label of -1, the value is arbitrary.
+    For a label of -1, the element is arbitrary.
     """
     if spec.axes == (-1,) and not spec.cols_over:
         return at_column(v, jnp.maximum(labels, 0))
@@ -153,9 +156,10 @@ def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Return an array of `shape` with the values `a` of the labels, each in its label's column.
+    """Return an array of `shape` that is 0 except in the columns of the labels.
 
-    If several labels have the same column, it has the sum of their values.
+    `a` has a value for each label, which is put into the label's column. If several labels of a row
+    are equal, their values are added up.
     """
     count = labels.shape[-1]
     if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:

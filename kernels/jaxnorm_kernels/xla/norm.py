@@ -85,11 +85,11 @@ def _floor(g: jax.Array, floor: float) -> jax.Array:
 def _floor_jvp(
     floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return NaN as the tangent where |g| is below the floor: second derivatives are unknown there.
+    """Return a tangent of NaN where |g| is below the floor.
 
-    Only second derivatives use this rule. Below the floor, the cotangent of the saved y is the sum
-    of an ordinary term and a term of size x_hat / floor, whose rounding error exceeds the ordinary
-    term. NaN is better than noise of any size.
+    Only second derivatives use this rule. Below the floor, they cannot be computed: the cotangent
+    of the saved y is the sum of an ordinary term and a huge term of size x_hat / floor, and the
+    rounding error of the huge term exceeds the ordinary term. NaN is better than a wrong number.
     """
     (g,), (t,) = primals, tangents
     return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
@@ -100,8 +100,9 @@ def _straight_through[T](
 ) -> Callable[[jax.Array, T], jax.Array]:
     """Return `f` with the derivative of the identity. `f` is a function that only rounds or clips.
 
-    Second derivatives need this. For example, x_hat of a one-hot row is at the bound to which it is
-    clipped, and must have a derivative there.
+    Second derivatives need this, because the derivative of `jnp.clip` is 0 beyond the bound. For
+    example, x_hat of a one-hot row is at its bound, so rounding errors decide whether it is
+    clipped. Its derivative must not depend on that.
     """
     wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
     wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
@@ -115,7 +116,11 @@ def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
 
 
 def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast v to `dtype` in a way that XLA does not elide if the result is widened again."""
+    """Cast v to `dtype`, and ensure that this rounds v.
+
+    XLA may remove a cast to a narrower dtype if the result is cast back to a wider one. So v is
+    rounded before the cast.
+    """
     if dtype.itemsize < v.dtype.itemsize:
         v = _rounded_where_casts_are_dropped(v, dtype.name)
     return v.astype(dtype)
@@ -123,9 +128,10 @@ def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @_straight_through
 def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
-    """Round v, except on a CPU.
+    """Round v to values that `dtype` can represent. On a CPU, return v unchanged.
 
-    There, XLA does not elide the cast that follows, and rounding would double the time in float16.
+    XLA on a CPU does not remove the cast that follows, so this rounding is not needed. In float16,
+    it would double the time.
     """
     return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
 
@@ -136,8 +142,8 @@ def _rounded(v: jax.Array, dtype: str) -> jax.Array:
 
     Casting v to `dtype` and back is not reliable: XLA may remove both casts
     (`xla_allow_excess_precision`) in the forward pass but not in the backward pass. XLA never
-    removes `reduce_precision`, but this operation flushes subnormal numbers to 0, which are common
-    in float16. They are rounded to multiples of the smallest subnormal number instead.
+    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. Such numbers are
+    common in float16. So they are rounded to multiples of the smallest subnormal number instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -261,7 +267,8 @@ def _with_norm_of(
 ) -> Results:
     """Return the results in ``spec.outputs``: h, y = norm(h), and statistics.
 
-    `stats` are the statistics of an earlier norm, to which those of norm(h) are appended.
+    `stats` are the statistics of an earlier norm of the call. They come before the statistics of
+    norm(h).
     """
     if "y" not in spec.outputs:
         return Results(h=h)
@@ -330,7 +337,7 @@ def normalised(
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
-    """Return residual + y, rounded once to the residual's dtype, before any norm of the sum."""
+    """Return residual + y, rounded to the residual's dtype. A norm of the sum uses this result."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
     assert spec.norm.residual_dtype is not None
     return round_to(total, spec.norm.residual_dtype)
@@ -352,7 +359,7 @@ def _recovered(
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - along_rows(effective_bias(bias, spec), z, spec)
-    is_number = isinstance(spec.cols, int)  # False if an export has symbolic shapes
+    is_number = isinstance(spec.cols, int)  # `cols` may be symbolic when a program is exported
     bound = math.sqrt(spec.cols) if is_number else jnp.sqrt(jnp.asarray(spec.cols, z.dtype))
     xh = clip(z if g is None else safe_divide(z, g), bound)
     return g, xh, along, z

@@ -61,9 +61,9 @@ def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Arr
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """Return `rotated(v, cos, sin)`. On a CPU, compute it by swapping the elements of each pair.
 
-    On a CPU, XLA does not fuse concatenations, so that the backward pass would store the result of
-    each of its rotations. The forward pass has only one rotation, for which concatenating two
-    halves is faster.
+    `rotated` concatenates arrays. XLA does not fuse concatenations on a CPU, so the backward pass,
+    which has several rotations, would store the result of each. The forward pass has a single
+    rotation, for which the concatenation is faster.
     """
 
     def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
-    """Return the columns that the first and the second elements of pairs make up.
+    """Return the rotated columns, given the first and the second elements of all their pairs.
 
     This is the inverse of `_pairs`.
     """

@@ -10,7 +10,7 @@ from jaxnorm_kernels.specs import Spec
 
 
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum over the normalised axes, with all their shards. These axes keep size 1."""
+    """Return the sum over the normalised axes, which keep size 1, and over all of their shards."""
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
 
@@ -26,9 +26,10 @@ def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the sums of each array over this shard's part of rows, by a single reduction.
+    """Return the sums of each array over the normalised axes, by a single reduction.
 
-    JAX cannot differentiate this reduction.
+    If rows are sharded, these are partial sums over the columns of this shard. JAX cannot
+    differentiate the reduction.
 
     On a GPU, XLA fuses the computation of the values into the reduction. On a CPU, XLA compiles the
     reduction to a slow scalar loop.
@@ -40,18 +41,18 @@ def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the mean over the normalised axes, with all their shards. These axes keep size 1."""
+    """Return the mean over the normalised axes, which keep size 1, and over all of their shards."""
     if spec.cols_over:
         return row_sum(v, spec) / spec.cols
     return jnp.mean(v, axis=spec.axes, keepdims=True)
 
 
 def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_sum`, but keep XLA from fusing it with the computation that follows on a CPU.
+    """Return `row_sum`. On a CPU, keep XLA from fusing the sum with the operations that use it.
 
-    If sums are fused with elementwise functions of them, XLA on a CPU calls a library for both. For
-    elementwise functions, XLA's own loops take two thirds of the library's time, and can reuse an
-    operand's buffer.
+    XLA on a CPU calls a library for a sum, and also for elementwise operations that are fused with
+    it. For elementwise operations, XLA's own loops take two thirds of the library's time, and can
+    reuse an operand's buffer.
     """
     return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 
@@ -62,7 +63,10 @@ def mean_apart(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the maximum over the normalised axes, with all their shards; -inf for empty rows."""
+    """Return the maximum over the normalised axes and over all of their shards.
+
+    The axes keep size 1. The maximum of a row without columns is -inf.
+    """
     # With `initial`, the maximum of a row of length 0 is -inf.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
@@ -71,8 +75,9 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
     """Return True for each row with an unmasked entry; `like` has the shape and type of x.
 
-    A mask that is broadcast along an axis does not vary over the mesh axes that shard the axis. It
-    is cast to vary over them, because a sum over several mesh axes requires this.
+    Inside `jax.shard_map`, `lax.psum` over several mesh axes requires that its operand varies over
+    all of them. A mask that is broadcast along a sharded axis is equal on all shards and does not
+    vary, so it is cast.
     """
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
@@ -118,7 +123,9 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _axes_of_parameter(
     parameter: jax.Array, like: jax.Array, spec: Spec
 ) -> tuple[list[int], list[int]]:
-    """Return the axes of `like` that the parameter has, in the parameter's order, and the others.
+    """Return two lists of axes of `like`: those that `parameter` has, and all other axes.
+
+    The first list is in the order of the parameter's axes.
 
     The last axes of the parameter are the normalised axes. Its leading axes, if any, distinguish
     groups of rows. They are aligned to the last of the other axes, as in numpy's broadcasting.

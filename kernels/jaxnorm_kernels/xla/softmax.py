@@ -57,7 +57,10 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x and, if the spec requests it, of the bias, from the softmax y."""
+    """Return the gradients of x and, if the spec requests it, of the bias.
+
+    They are computed from the saved y = softmax(z).
+    """
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
     if kept is not None and spec.drops_masked:
@@ -83,7 +86,10 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x and, if the spec requests it, of the bias, from log_softmax y."""
+    """Return the gradients of x and, if the spec requests it, of the bias.
+
+    They are computed from the saved y = log_softmax(z).
+    """
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
     dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
@@ -141,8 +147,8 @@ def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """Return a mask of unmasked entries, a mask of rows with an unmasked entry, and the logits z.
 
-    Both masks are None if all entries are unmasked, and the second one if every row has an unmasked
-    entry. Masked entries of z are `SoftmaxOptions.masked_logit`.
+    If all entries are unmasked, the first mask is None. If every row has an unmasked entry, the
+    second mask is None. Masked entries of z are `SoftmaxOptions.masked_logit`.
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
     kept = _kept(mask, x.shape, spec)
@@ -167,7 +173,10 @@ def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
-    """Return a mask of unmasked entries that broadcasts to x's shape; None if all are unmasked."""
+    """Return a boolean array, True for unmasked entries, or None if all entries are unmasked.
+
+    The array broadcasts to x's shape.
+    """
     if not spec.softmax.causal:
         return mask
     rank = len(shape)
@@ -179,14 +188,14 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
         return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
 
     row = index(-2, spec.softmax.queries_over)
-    if spec.softmax.queries:  # the rows of several matrices follow each other
+    if spec.softmax.queries:  # x has the rows of several matrices, one matrix after the other
         row = row % spec.softmax.queries
     reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
 
 
 def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
-    """Return the rows' sums `total`, with 1 for rows without an unmasked entry."""
+    """Return `total`, the sums of rows. For a row without an unmasked entry, return 1 instead."""
     return total if has_entry is None else jnp.where(has_entry, total, 1)
 
 
