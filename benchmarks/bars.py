@@ -26,7 +26,8 @@ class Bar:
     """A limit on the ratio of a jaxnorm step's time or temp memory to that of a plain JAX step.
 
     Attributes:
-      figure: the name of the compared result: "ms" for the time, "temp_bytes" for the memory.
+      figure: the column of results whose ratio is limited: "ms" (time) or "temp_bytes" (temp
+        memory).
       most: the largest allowed ratio.
       remat: which residuals the jaxnorm step rematerialises; see `models.REMATS`.
       plain_remat: which residuals the plain JAX step rematerialises.
@@ -66,5 +67,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield every training step that a bar compares. A step that several bars use comes once."""
+    """Yield every training step that a bar compares, once even if several bars use it."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

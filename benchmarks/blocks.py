@@ -28,9 +28,9 @@ ROWS_BY_COLS: tuple[Shape, ...] = (
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 DTYPES = ("bfloat16", "float32", "mixed")
 QUICK_COLS = 4096
-#: The shape of the logits of attention: batch, heads, queries, keys.
+#: The shape of attention logits: batch, heads, queries, keys.
 LOGITS: Shape = (4, 16, 2048, 2048)
-#: The scale of the logits of attention with heads of 64 columns: 1 / sqrt(64).
+#: The factor of attention logits if a head has 64 columns: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
 #: Shapes of queries, of keys, and of arrays that contain both: (batch, length, number of heads,
 #: columns of a head).
@@ -38,8 +38,8 @@ HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
 )
-#: The operands of a rotation: float32 tables with one number for each pair of columns. All heads
-#: share them.
+#: The tables of cosines and sines for a rotation (RoPE). They are float32, with one number for each
+#: position and pair of columns. All heads share them.
 TABLES = ("cos", "sin")
 #: Shapes of gated norms: each row is a head, as in gated delta nets, or a whole hidden state.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
@@ -49,18 +49,18 @@ CHANNEL_GROUPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The arrays of one block. The backward pass reads `saved` and the results' cotangents.
+    """The arrays of one block. The backward pass reads the arrays in `saved`, and the cotangents.
 
     Attributes:
       results: names of the results: y, and h if the block also returns the residual stream.
-      saved: names of the arrays that the backward pass must read besides the cotangents; as few
-        as possible.
+      saved: names of the smallest set of arrays that the backward pass can start from, besides the
+        cotangents.
       gradients: names of the operands of x's shape whose gradients are separate arrays. A residual
         that is added to x is not listed: its gradient is the same array as the gradient of x.
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it; `where` is boolean.
       broadcast: maps the name of an operand that has size 1 along one axis to that axis.
-      shapes: the shapes of x.
+      shapes: the shapes of x with which the block is measured.
       axis: the normalised axis.
       grouped: True if each sample has separate parameters. A parameter then has the size of x along
         the first axis and the normalised axis, and size 1 along the axes between.
@@ -113,7 +113,8 @@ BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
     "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
     "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
-    # The same step with a library's norm and a separate addition, as models often write it.
+    # h = x + residual, y = norm(h), computed by an addition and a library's plain norm, as models
+    # often write it.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.
@@ -125,8 +126,8 @@ BLOCKS: dict[str, Block] = {
         gradients=("x", "residual"),
         parameters=("scale", "next_scale"),
     ),
-    # y = norm(x) (1 + scale) + bias, with parameters for each sample: adaLN of diffusion
-    # transformers.
+    # y = norm(x) * (1 + scale) + bias, where each sample has a separate scale and bias: the step of
+    # diffusion transformers that is called adaLN.
     "ada_layer_norm": Block(
         ("y",),
         saved=("y",),
@@ -136,7 +137,8 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
-    # h = residual + gate x, y = norm(h) (1 + scale) + bias: adaLN-zero of diffusion transformers.
+    # h = residual + gate * x, y = norm(h) * (1 + scale) + bias: the step of diffusion transformers
+    # that is called adaLN-zero.
     "gated_add_layer_norm": Block(
         ("y", "h"),
         saved=("x", "y"),
@@ -145,9 +147,9 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (8, 4096, 1536)),
         grouped=True,
     ),
-    # y = softmax(scale x), in three forms: with one mask for all heads; with a causal mask; and
-    # with a bias of the logits that all samples share and that is different for each head, such as
-    # a position bias.
+    # y = softmax(scale * x), in three forms. The first has one mask for all heads, the second has a
+    # causal mask. The third adds a bias to the logits, such as a position bias: it is different for
+    # each head, and all samples share it.
     "masked_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "where"), broadcast={"where": 1}
     ),
@@ -160,21 +162,21 @@ BLOCKS: dict[str, Block] = {
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # GroupNorm of images with channels last, over positions and the channels of each group, and the
-    # same followed by silu, as in diffusion models. With silu, x is saved, because y does not
-    # determine the norm's result.
+    # GroupNorm of images with channels last, without and with a silu after it, as in diffusion
+    # models. It normalises over all positions and over the channels of a group. With silu, x is
+    # saved, because the norm's result cannot be recovered from y.
     "group_norm": _GROUP_NORM,
     "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
-    # y = rotation(norm(x), cos, sin), for queries and keys of attention. The tables have a row for
-    # each position.
+    # y = rotation(norm(x), cos, sin), for queries and keys of attention. The tables cos and sin
+    # have a row for each position.
     "rms_norm_rope": dataclasses.replace(
         _SOFTMAX,
         parameters=("scale",),
         operands=("x", *TABLES),
         shapes=HEADS,
     ),
-    # y = norm(x) silu(gate), as in gated delta nets (Qwen3-Next), and norm(x silu(gate)), as in
-    # Mamba 2: `rms_norm_gated`.
+    # Two forms of `rms_norm_gated`: y = norm(x) * silu(gate), as in gated delta nets (Qwen3-Next),
+    # and y = norm(x * silu(gate)), as in Mamba 2.
     "gated_rms_norm": _GATED_RMS_NORM,
     "gate_first_rms_norm": _GATED_RMS_NORM,
 }
@@ -182,7 +184,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction. `shape` and `dtype` are those of x."""
+    """One block in one direction ("fwd" or "fwd+bwd"), for x with this `shape` and `dtype`."""
 
     @property
     def block(self) -> Block:
@@ -208,7 +210,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def x_dtype(self) -> str:
-        """The dtype of the normalised array, and of some providers' scale and bias."""
+        """The dtype of the array that is normalised: h if the block returns it, otherwise x."""
         return self.dtype_of("h" if "h" in self.block.results else "x")
 
     @property
@@ -216,7 +218,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype_of("y")
 
     def shape_of(self, name: str) -> Shape:
-        """Return the shape of the array called `name`, which is not a parameter."""
+        """Return the shape of the operand or result called `name`. Parameters are excluded."""
         if name in TABLES:
             length, _, cols = self.sizes[-3:]
             return (length, 1, cols // 2)

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# The size of an H200's L2 cache. All sets of operands together have about 5 times this size, but
-# there are at least 2 and at most MAX_BUFFERS sets.
+# The size of an H200's L2 cache. A timed function cycles through several sets of operands. The
+# number of sets is such that together they have about 5 times this size; it is at least 2 and at
+# most MAX_BUFFERS.
 L2_BYTES = 60e6
 MAX_BUFFERS = 64
-# The maximum number of bytes that a timed copy loads and stores. The limit ensures that its arrays
-# fit into memory besides the operands. The time of a larger copy is extrapolated.
+# The maximum number of bytes that a timed copy loads and stores. A larger copy might not fit into
+# memory together with the operands, so its time is extrapolated.
 COPY_BYTES = 8e9
 REPEATS = 20
 
@@ -22,8 +23,8 @@ class Timing:
     """How long a call takes on the device: medians over all timed calls.
 
     Attributes:
-      us: microseconds of all kernels of a call together.
-      main_us: microseconds of the longest kernel of a call.
+      us: the sum of the times of all kernels of a call, in microseconds.
+      main_us: the time of the longest kernel of a call, in microseconds.
       kernels: the number of kernels of a call; None on a CPU.
     """
 
@@ -40,11 +41,11 @@ class Timing:
         return size / self.us / 1e3
 
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Return the columns of a row of results: the time, and the speed.
+        """Return the time and the speed, as a dict from the names of columns of results.
 
-        `roof` is the timing of a copy that loads and stores as many bytes as the workload. The
-        speed is compared with the copy's speed. If matmuls determine the time of the workload,
-        `roof` is None, and the speed is in TFLOP/s instead of GB/s.
+        `roof` is the timing of a copy that loads and stores as many bytes as the workload. It is
+        None if matmuls determine the time of the workload. The speed is then in TFLOP/s; otherwise,
+        it is in GB/s, and also relative to the copy's speed.
         """
         return {
             "us": self.us,
@@ -65,24 +66,29 @@ def buffers_for(size: int) -> int:
 
 
 def words_for(size: int) -> tuple[int, float]:
-    """Return the size of the copy with which a call is compared (in 32-bit words), and a factor.
+    """Return two numbers: how many 32-bit words a copy should have, and a factor for its time.
 
-    The call loads and stores `size` bytes. If a copy of that many bytes would not fit into memory,
-    a smaller copy is timed instead, and its time is multiplied by the factor.
+    The copy is compared with a call that loads and stores `size` bytes. If a copy of that many
+    bytes would not fit into memory, a smaller copy is timed, and its time is multiplied by the
+    factor.
     """
     words = max(1, min(size, int(COPY_BYTES)) // 8)
     return words, max(1.0, size / COPY_BYTES)
 
 
 def calls_for(operands: Sequence[Any]) -> int:
-    """Return the number of calls to time: enough for a median, and for all sets of operands."""
+    """Return the number of calls to time.
+
+    It is `REPEATS`, or the number of sets of operands if this is larger.
+    """
     return max(REPEATS, len(operands))
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
     """Return the timing of one call, given the times of all kernels of several equal calls.
 
-    `kernels_us` has the times in order, and `calls` is the number of calls.
+    `kernels_us` has the times in the order in which the kernels ran. `calls` is the number of
+    calls.
     """
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:

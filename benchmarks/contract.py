@@ -18,9 +18,9 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: How many arrays of x's shape each pass of an operation loads or stores. The first number counts
-#: arrays with the dtype of x, the second arrays with the dtype of y. Backward passes read the saved
-#: output.
+#: How many arrays of x's shape each pass of an operation loads or stores. Each entry is a pair of
+#: numbers: how many of these arrays have the dtype of x, and how many have the dtype of y. Backward
+#: passes read the saved output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     # x, residual and h have the dtype of x; y has the dtype of y.
     ("add_norm", "fwd"): (3, 1),
@@ -61,7 +61,9 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class KernelWorkload(Workload):
-    """One kernel on one shape of x: a forward pass, or a backward pass that reads the saved output.
+    """One kernel for one shape of x.
+
+    It is a forward pass, or a backward pass that reads the saved output.
 
     A residual, if the operation has one, has x's dtype.
     """
@@ -174,7 +176,7 @@ class KernelWorkload(Workload):
 
 
 class LinearKernelWorkload(LinearWorkload):
-    """The kernel of a norm and the matmul after it, on one shape. It has only a forward pass."""
+    """The fused kernel of a norm and the matmul after it, for one shape. It is a forward pass."""
 
     @property
     def cols(self) -> int:

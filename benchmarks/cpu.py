@@ -1,7 +1,7 @@
 """The suite `cpu`: jaxnorm's plain JAX code on a CPU, compared with other libraries.
 
-Both are timed in the same process. This module defines the cells and, like `workloads`, does not
-import JAX or torch. `cpu_times` measures them.
+jaxnorm and the other library are timed in the same process. This module defines the cells and, like
+`workloads`, does not import JAX or torch. `cpu_times` measures them.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from benchmarks.workloads import Array, FewParameters, Shape, Workload
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("fwd", "fwd+bwd")
 ROWS: tuple[Shape, ...] = ((4096, 1024), (1024, 4096))
-# Shapes of the activation and down projection of an MLP: rows, hidden features, features.
+# Sizes for the second half of an MLP (activation and down projection): rows, hidden features,
+# features.
 PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 
@@ -22,8 +23,8 @@ PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 class Beside:
     """How an operation is timed: its shapes, and the providers with which jaxnorm is compared.
 
-    If `is_eager` is True, it runs outside `jax.jit`, where a library may trace or compile a
-    gradient at each call.
+    If `is_eager` is True, the operation runs outside `jax.jit`. A library may then trace or compile
+    its gradient again at each call.
     """
 
     shapes: tuple[Shape, ...]
@@ -115,8 +116,8 @@ def cells(
 ) -> Iterator[CpuCell]:
     """Yield the selected cells.
 
-    If `shapes` is not None, an operation uses those of `shapes` that have as many axes as its
-    default shapes.
+    If `shapes` is None, each operation is measured with its default shapes. Otherwise, it is
+    measured with the entries of `shapes` that have the same number of axes as its default shapes.
     """
     for op, beside in CPU.items():
         its = beside.shapes[: 1 if quick else None]

@@ -5,9 +5,9 @@
 This prints the largest error of each of these results:
 
 * cross-entropies, in ulps of float32: 64 rows of normal logits with standard deviation 3
-* log-probabilities of randomly drawn labels, and entropies, in ulps: logits with standard
-  deviations 1, 3 and 10
-* probabilities of labels, as relative errors: the logits of a linear layer
+* log-probabilities of labels that are drawn from the softmax, and entropies, in ulps: logits with
+  standard deviations 1, 3 and 10
+* probabilities of labels, as relative errors: the logits are the results of a linear layer
 * y of a LayerNorm: 64 rows of 4096 normal numbers with standard deviation 1, and means up to 1e4
 """
 
@@ -52,9 +52,9 @@ def losses() -> str:
 def log_probs() -> str:
     """Return a table of the errors of log-probabilities and entropies.
 
-    The two columns called ratio have relative errors of probabilities. In the first, jaxnorm
-    computes the logits by a linear layer and does not round them. In the second, the logits are
-    rounded to bfloat16.
+    The two columns called "ratio" have the relative errors of probabilities. For the first of them,
+    jaxnorm computes the logits in a fused linear layer, and does not round them. For the second,
+    the logits are rounded to bfloat16.
     """
 
     def row(deviation: float) -> list[str]:
@@ -89,8 +89,8 @@ def log_probs() -> str:
 def _log_prob_and_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute log-probability and entropy in float64.
 
-    The label's own term is left out of the sum and added by log1p, which is accurate for small
-    sums.
+    log(sum(exp(logits))) is computed by log1p from the sum without the label's term, because log1p
+    is accurate if this sum is small.
     """
     below = logits.max(-1, keepdims=True) - logits
     exponentials = np.exp(-below)

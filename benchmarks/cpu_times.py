@@ -21,10 +21,10 @@ Figures = dict[str, float | None]
 
 
 def step(cell: CpuCell, name: str) -> Callable[..., Any]:
-    """Return the function that is timed. `name` is the provider.
+    """Return the function that is timed for the provider called `name`.
 
-    It takes operands, parameters and cotangents. It returns the result and, for "fwd+bwd", also the
-    gradients.
+    The function takes operands, parameters and cotangents. It returns the result and, for the
+    direction "fwd+bwd", also the gradients.
     """
     if name == "flax-two_pass":
         f = flax_modules.layer_norm(cell.dtype, use_fast_variance=False)
@@ -70,8 +70,8 @@ def prepare(cell: CpuCell) -> Callable[[], Figures]:
         start = time.perf_counter()
         turns: list[list[float]] = []
         while len(turns) < WARMUP + MOST:
-            # Alternate the order of both calls, because the second may find a warm cache or another
-            # clock.
+            # Alternate which call runs first, because the second call may find a warm cache or
+            # another clock frequency.
             order = (0, 1) if len(turns) % 2 else (1, 0)
             taken = {i: seconds(both[i]) for i in order}
             turns.append([taken[0], taken[1]])
@@ -81,8 +81,8 @@ def prepare(cell: CpuCell) -> Callable[[], Figures]:
         return {
             "ms": 1e3 * statistics.median(ours),
             "peer_ms": 1e3 * statistics.median(theirs),
-            # Compare calls that ran next to each other, so that other load on the machine slows
-            # both.
+            # Compare calls that ran directly after each other, because other load on the machine
+            # then slows both calls.
             "ratio": statistics.median(a / b for a, b in zip(ours, theirs)),
         }
 

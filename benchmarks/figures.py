@@ -18,8 +18,8 @@ from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
-# Providers whose figure counts as jaxnorm's, in order of preference: a call of jaxnorm, which uses
-# its default implementation, and the Mosaic kernel.
+# The providers that stand for jaxnorm. The first of them that was measured counts: a call of
+# jaxnorm with its default implementation, else the Mosaic kernel.
 OWN = ("jaxnorm", "mosaic")
 # The shapes (rows, N) in plots and tables. Each has enough rows to fill a GPU.
 PLOTTED = [
@@ -63,7 +63,10 @@ Figures = dict[Question, dict[str, Figure]]
 
 
 def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
-    """Return the figures of a suite's successful rows: a dict from each question to its answers.
+    """Return the times and speeds of a suite's successful rows, by workload and provider.
+
+    The result maps each question (a workload) to its answers (a dict from each provider to its
+    `Figure`).
 
     `roof` compares a workload with a copy that loads and stores as many bytes. The time of this
     copy is the median over all processes that timed it, because a single process can be wrong: on
@@ -92,7 +95,7 @@ def _question(row: Row, kind: type[Any]) -> Question:
 
 
 def of_products(rows: Iterable[Row]) -> Figures:
-    """Return the figures of matmuls: a dict from each question to its answers.
+    """Return the times and speeds of matmuls, by workload and provider; see `figures`.
 
     `roof` is computed from the time of XLA's matmul alone (jnp); it is NaN if that was not
     measured.
@@ -113,13 +116,19 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def step_of(cell: TrainingCell) -> dict[str, str]:
-    """Return the fields of a training step as a dict of text. The provider is the last field."""
+    """Return a dict from the names of a training step's fields to their values as text.
+
+    The provider is the last field.
+    """
     fields = {name: str(value) for name, value in dataclasses.asdict(cell).items()}
     return fields | {"provider": fields.pop("provider")}
 
 
 def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
-    """Return a dict from the fields of a training step to its row of results, sorted by model."""
+    """Return a dict from each training step (the values of its fields) to its row of results.
+
+    The steps are sorted by model.
+    """
     names = [*step_of(TrainingCell("", "none", "scan", "", 0, ""))]
     choices: dict[str, Sequence[str]] = {"model": [*MODELS], "layers": LAYERS, "remat": REMATS}
 
@@ -134,12 +143,18 @@ def bytes_of(question: Question) -> int:
 
 
 def own(answers: dict[str, Figure]) -> Figure | None:
-    """Return jaxnorm's figure among the answers, or None if it was not measured."""
+    """Return jaxnorm's time and speed in a workload, or None if jaxnorm was not measured.
+
+    `answers` has the figures of all providers for this workload.
+    """
     return next((answers[name] for name in OWN if name in answers), None)
 
 
 def times_faster(answers: dict[str, Figure], peer: str) -> float | None:
-    """Return the time of the provider `peer` divided by jaxnorm's, or None if one is unknown."""
+    """Return the time of the provider `peer` divided by jaxnorm's time in the same workload.
+
+    Return None if one of the two was not measured.
+    """
     mine, other = own(answers), answers.get(peer)
     return None if mine is None or other is None else other.us / mine.us
 
@@ -154,7 +169,7 @@ class Ahead:
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Yield each provider that is faster than jaxnorm, for one workload after the other."""
+    """Yield all pairs of a workload and a provider that is faster than jaxnorm in it."""
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:
@@ -188,7 +203,7 @@ def comparison(figures: Figures, peer: str) -> Comparison | None:
 def along_n(
     figures: Figures, op: str, direction: str, x_dtype: str, y_dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return a dict from the row length N of each plotted shape to the answers for this shape.
+    """Return a dict from the row length N of each plotted shape to the providers' figures.
 
     If several shapes have the same N, the one with the most rows is used.
     """
@@ -203,9 +218,9 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from each shape of a block to the answers for this shape.
+    """Return a dict from each measured shape of a block to the providers' figures.
 
-    The shapes of `BLOCKS` come first, then others that were measured.
+    The shapes in the table `BLOCKS` come first, then all other measured shapes.
     """
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
@@ -219,14 +234,14 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return a dict from the size M = N = K of each square matmul to its answers."""
+    """Return a dict from the size M = N = K of each square matmul to the providers' figures."""
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
 
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from the name of each matmul of a model to its answers."""
+    """Return a dict from the name of each matmul of a model to the providers' figures."""
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 
 

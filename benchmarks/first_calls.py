@@ -18,8 +18,9 @@ Figures = dict[str, float | None]
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
     """Measure the compile time of a cell, and return a function that returns it.
 
-    In other suites, this function compiles a cell, and the returned function measures it. In this
-    suite, the compilation itself is measured, so nothing is left for the returned function.
+    In other suites, a function with this name compiles a cell, and the returned function measures
+    it. In this suite, the compilation itself is measured, so the returned function only returns the
+    result.
     """
     _warm_up()
     figures = seconds(cell)

@@ -30,8 +30,9 @@ class Collective:
     Attributes:
       name: its opcode, such as "all-gather".
       array: the dtype and shape of its result, such as "bf16[16,64]".
-      size: number of bytes that each device sends in one run, with a ring algorithm or directly.
-      runs: how often the operation runs per call of the program. In a loop, this may be above 1.
+      size: the number of bytes that each device sends in one run. Ring algorithms and direct
+        exchange send the same number.
+      runs: how often the operation runs per call of the program: more than once if it is in a loop.
     """
 
     name: str
@@ -73,7 +74,10 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 
 def _results(opcode: str, kind: str) -> list[str]:
-    """Return the arrays in a collective's result type. For a "-start" opcode, skip its operands."""
+    """Return the result arrays of a collective, given its opcode and its result type.
+
+    The result type of a "-start" opcode lists the operands first. They are skipped.
+    """
     arrays = [found[0] for found in _ARRAY.finditer(kind)]
     return arrays[len(arrays) // 2 :] if opcode.endswith("-start") else arrays
 
@@ -104,10 +108,10 @@ def _group(line: str, devices: int) -> int:
 
 
 def extra_passes(text: str, elements: int) -> int:
-    """Return the number of operations on at least `elements` elements that compute nothing.
+    """Return the number of copies, casts and transposes of arrays of at least `elements` elements.
 
-    These are copies, casts and transposes. On a GPU, the driver may perform a copy without a
-    kernel; the time of the program's kernels then does not include it.
+    On a GPU, the driver may perform a copy without a kernel. The time of the program's kernels then
+    does not include this copy.
     """
     computations = dict(_computations(text))
 

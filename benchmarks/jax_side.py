@@ -1,4 +1,4 @@
-"""Measures cells of the providers that use JAX. Each process of `worker.py` imports it."""
+"""Measures cells (workloads with a provider) in JAX. The processes of `worker.py` import it."""
 
 import dataclasses
 import functools
@@ -18,7 +18,8 @@ from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
-# Operands that have rows, parameters (scale and bias), and cotangents of the results.
+# Three tuples of arrays: the operands that have rows (such as x), the parameters (scale and bias),
+# and the cotangents of the results.
 Inputs = tuple[Arrays, Arrays, Arrays]
 
 # The maximum number of threads that compile cells at the same time.
@@ -74,9 +75,10 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
-    """Return sets of inputs: so many that a call finds none of its inputs in the GPU's cache.
+    """Return several sets of inputs.
 
-    The cells of a workload share the inputs.
+    Timed calls cycle through the sets, so that no input of a call is in the GPU's cache. All cells
+    with the same workload share the sets.
     """
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
@@ -88,7 +90,7 @@ class Program:
 
     Attributes:
       call: the compiled function.
-      operands: a function that computes its operands from the inputs of the workload.
+      operands: a function that returns the operands of the call, given the inputs of the workload.
       compile_s: the seconds that tracing and compiling took.
       extra_passes: the number of copies, casts and transposes of arrays of x's size.
       temp_bytes: the memory that XLA plans for intermediates.
@@ -102,10 +104,10 @@ class Program:
 
 
 def compile_cell(cell: Timed) -> Program:
-    """Compile a cell's call as a user would make it. Errors of the library are not caught.
+    """Compile the call of a cell, under `jax.jit` as in a user's program.
 
-    A gradient is not returned if it is the same array as another gradient, because XLA would copy
-    it.
+    If two gradients are the same array, the compiled call returns it once, because XLA would copy
+    it. Errors of the library are not caught.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     rows, parameters, cotangents = jax.eval_shape(
@@ -202,8 +204,8 @@ def release() -> None:
 def crowds_others() -> bool:
     """Return True if this process holds so much GPU memory that other processes may lack memory.
 
-    JAX frees this memory only when the process ends. With the limit `KEPT_BYTES`, seven waiting
-    processes leave half of an H200's memory to an eighth process that measures.
+    JAX frees this memory only when the process ends. The limit `KEPT_BYTES` is such that seven
+    waiting processes leave half of an H200's memory to an eighth process, which measures.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
         return False

@@ -1,9 +1,9 @@
-"""GPT-2 and Llama 3.2, and a training step, as people write them in plain JAX.
+"""GPT-2, Llama 3.2 and their training step, as people write them in plain JAX.
 
 The models are plain functions of trees of parameters. Parameters are float32 and activations
-bfloat16. Layers are scanned or unrolled. The embedding is also the weight of the last layer.
-Variants of a model differ in a few functions, which are in `variants`. In shapes, B is the number
-of sequences, S their length and d the width.
+bfloat16. Layers are scanned or unrolled. The embedding is also the weight of the last layer. The
+variants of a model (with or without jaxnorm) differ in a few functions, which are in `variants`. In
+shapes, B is the number of sequences, S their length and d the width.
 """
 
 import dataclasses

@@ -12,8 +12,8 @@ from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
-#: For each size of Llama, the width, and the numbers of features of two matmuls: one projects to
-#: queries, keys and values, the other to gate and up.
+#: For each size of Llama, three numbers: the width of the model; the number of output features of
+#: the matmul for queries, keys and values; and that of the matmul for gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
     "8B": (4096, (6144, 14336, 28672)),  # 14336 is the gate projection alone, without up
@@ -28,7 +28,10 @@ PROJECTIONS: dict[Shape, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """The measurements of one operation. M x K x N means x (M, K) and weight (K, N)."""
+    """The shapes, dtypes and directions in which one operation is measured.
+
+    A shape M x K x N means x (M, K) and weight (K, N).
+    """
 
     normalises: bool
     shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)
@@ -38,7 +41,8 @@ class Linear:
 
 
 LINEAR: dict[str, Linear] = {
-    # x @ weight, without a norm. The time of jnp for it is the reference for other operations.
+    # x @ weight, without a norm. Its time with the provider jnp is the reference for the other
+    # operations.
     "product": Linear(normalises=False),
     # rms_norm(x, scale) @ weight.
     "rms_norm_linear": Linear(normalises=True),

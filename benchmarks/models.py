@@ -1,7 +1,7 @@
 """The measured models: cells of training steps, and of stacks of small layers.
 
-This module does not import JAX, because the process that starts the measuring processes imports it
-too.
+This module does not import JAX, because it is also imported by the process that only starts the
+measuring processes.
 """
 
 import dataclasses
@@ -11,9 +11,11 @@ from typing import Literal
 
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
-# The memory of an H100. The column batch_in_80gb has the largest batch that fits into it.
+# The memory of an H100. The column batch_in_80gb of the results has the largest batch that fits
+# into this memory.
 BUDGET_BYTES = 80 * 10**9
-# The numbers of the training steps whose loss is recorded. Training ends after the last of them.
+# The loss of these training steps, counted from 1, is recorded. Training ends after the last of
+# them.
 LOSS_STEPS = (1, 10, 20, 30, 40)
 
 
@@ -142,7 +144,7 @@ STACK_SHAPES: list[Shape] = [
 
 @dataclasses.dataclass(frozen=True)
 class StackCell:
-    """A stack of small pre-norm layers. ``"fwd+bwd"`` computes a loss and its gradients."""
+    """A stack of small pre-norm layers. The direction ``"fwd+bwd"`` is a loss and its gradients."""
 
     op: Operation
     direction: Direction

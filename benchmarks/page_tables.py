@@ -128,7 +128,7 @@ def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
 
 
 def by_product(measured: Figures) -> str:
-    """Return tables of TFLOP/s of a norm with its matmul, one for each dtype and direction."""
+    """Return tables of TFLOP/s of a norm with a matmul after it, for each dtype and direction."""
     asked = dict.fromkeys(
         (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
     )

@@ -84,7 +84,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
 
 
 def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
-    """Write a PNG of matmuls in one dtype: square ones, and beside them those of models."""
+    """Write a PNG of matmuls in one dtype, with panels of square matmuls and of models' matmuls."""
     panels = [
         [
             (f"{_OPS.get(op, op)}, {text.DIRECTIONS[way]}", along(measured, op, way, dtype))
@@ -173,7 +173,7 @@ def _plot(
     y_label: str = "bandwidth [GB/s]",
     roof: str = COPY,
 ) -> None:
-    """Draw panels with titles. A column of panels shares the x axis, and all share the y axis."""
+    """Draw panels with titles. The panels of a column share the x axis; all share the y axis."""
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),

@@ -36,8 +36,8 @@ from benchmarks.worker import REASON_LENGTH, RESTART
 LIMIT_S = 900.0
 # The time limit, in seconds, for a process that gets SIGABRT to print its stack and end.
 ABORT_S = 10.0
-# A line of faulthandler's output that names a file of the project, but not of a virtual environment
-# inside the project's folder.
+# Matches a line of faulthandler's output that names a file of the project. Files of a virtual
+# environment in the project's folder do not match.
 _FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)')
 
 
@@ -75,9 +75,9 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, so that all workers have one in each round.
+    """Split the cells into batches of about equal size: one batch per worker and round.
 
-    Cells of one workload are in one batch, because they share operands.
+    Cells with the same workload are in the same batch, because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []
@@ -91,13 +91,13 @@ def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
 def default_workers(on: Machine) -> int:
     """Return the default number of processes: half of the cores, but at most 8; without a GPU, 1.
 
-    There is a maximum because each process holds GPU memory.
+    The number is limited because each process holds GPU memory.
     """
     return 1 if on == Machine("cpu") else max(1, min(8, cores() // 2))
 
 
 def environment(workers: int) -> dict[str, str]:
-    """Return the environment variables of each process if `workers` processes run at a time."""
+    """Return the environment variables for a process, if `workers` processes run at a time."""
     shares_memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if workers > 1 else {}
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(_threads(workers))}
     return {**os.environ, **threads, **shares_memory}
@@ -188,8 +188,8 @@ def _round(
 ) -> Generator[Outcome, None, list[list[Cell]]]:
     """Let all workers compile their batches at the same time, then measure one after the other.
 
-    Yield the outcomes of the cells. If a process ends early, return its remaining cells as batches
-    for another round.
+    Yield the outcomes of the cells. When the generator ends, it returns the cells that remain
+    because a process ended early, as batches for another round.
     """
     start = time.monotonic()
     for worker, cells in turns:
@@ -209,7 +209,7 @@ def _round(
 def _turn(
     worker: _Worker, cells: list[Cell], limit_s: float
 ) -> Generator[Outcome, None, list[Cell]]:
-    """Yield the outcomes of a worker's cells. Return the cells that another process must run."""
+    """Yield the outcomes of a worker's cells. At the end, return those that another must run."""
     answered = 0
     if not worker.ended:
         worker.send({})

@@ -21,9 +21,9 @@ import jax
 from benchmarks import hlo, models, training
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 
-# Patterns that determine the class of a kernel. The patterns of _BY_NAME are searched first, in the
-# kernel's name, then those of _BY_SCOPE in its JAX name scope, and last those of _MOVES in its
-# name. The first pattern that matches decides.
+# Patterns that determine the class of a kernel. The first pattern that matches decides. The
+# patterns are tried in this order: _BY_NAME on the kernel's name, _BY_SCOPE on its JAX name scope,
+# _MOVES on the kernel's name again.
 _BY_NAME = {
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "attention": r"sdpa|fmha|flash|cudnn",
@@ -58,9 +58,10 @@ def kernel_class(name: str, scopes: Mapping[str, str]) -> str:
 def by_class(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int
 ) -> dict[str, float]:
-    """Return a dict from each class to its milliseconds per step.
+    """Return a dict from each class of kernels to its milliseconds per training step.
 
-    `ran` has the name and the microseconds of each kernel that ran in `steps` steps.
+    `ran` lists all kernels that ran in `steps` training steps: the name and the microseconds of
+    each.
     """
     ms = dict.fromkeys(CLASSES, 0.0)
     for name, us in ran:

@@ -9,20 +9,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: The environment variable with the path of a folder that contains a folder of kernels for each
-#: side of `SIDES`.
+#: The name of an environment variable. Its value is the path of a folder that contains a folder of
+#: compiled kernels for each side in `SIDES`.
 VARIABLE = "TRITON_PROGRAMS"
 
-#: GPUs for which kernels can be compiled: compute capability times ten, number of multiprocessors,
-#: and maximum bytes of shared memory of a thread block.
+#: GPUs for which kernels can be compiled. Each has three numbers: ten times its compute capability,
+#: its number of multiprocessors, and the maximum shared memory of a thread block in bytes.
 GPUS = {
     "a100": (80, 108, 163 * 1024),
     "l4": (89, 58, 99 * 1024),
     "h100": (90, 132, 227 * 1024),
 }
 
-#: The sides whose processes run compiled Triton kernels, and the GPU for which each side's kernels
-#: were compiled.
+#: A side is a group of processes. The processes of these sides run compiled Triton kernels. The
+#: values are names in `GPUS`: the GPU for which the kernels were compiled.
 SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
 
 ABOUT = "about.json"
@@ -35,7 +35,7 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def of_side(side: str) -> Path:
-    """Return the folder of a side's kernels. Raise ModuleNotFoundError if it has no kernels."""
+    """Return the folder of a side's compiled kernels, or raise ModuleNotFoundError."""
     folder = Path(os.environ.get(VARIABLE, "."), side)
     if not (folder / ABOUT).exists():
         raise ModuleNotFoundError(
@@ -46,7 +46,7 @@ def of_side(side: str) -> Path:
 
 
 def software(side: str) -> str:
-    """Return the software that compiled a side's kernels, and the GPU that the kernels are for."""
+    """Return text that names the compiler and the target GPU of a side's compiled kernels."""
     found = about(of_side(side))
     capability, sms, _ = found["gpu"]
     return f"{found['software']} (for sm_{capability}, {sms} multiprocessors)"

@@ -193,8 +193,8 @@ def compile_times(rows: Sequence[Row]) -> str:
 def _of_operations(rows: Sequence[Row]) -> str:
     """Return a table of compile times of operations.
 
-    For each provider, and each of its operations, it has the median time, the longest time, and the
-    cell that took longest.
+    The table has a row for each provider and operation. A row has the median time, the longest
+    time, and the cell that took longest.
     """
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
@@ -292,7 +292,7 @@ def _speed(mine: Figure, other: Figure | None) -> str:
 
 
 def _star(figure: Figure) -> str:
-    """Return "*" if the program also copies, casts or transposes whole arrays."""
+    """Return "*" if the program also copies, casts or transposes whole arrays, otherwise ""."""
     return "*" if figure.extra_passes else ""
 
 

@@ -26,7 +26,7 @@ def path(folder: Path, name: str) -> Path:
 
 
 def read(file: Path, columns: Sequence[str]) -> list[Row]:
-    """Return all rows of a file. Raise ValueError if it has other columns than `columns`.
+    """Return all rows of a CSV file. Raise ValueError if its columns differ from `columns`.
 
     If the file does not exist, there are no rows.
     """
@@ -58,7 +58,7 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 
 
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """Return the measured numbers of a suite as text, with "" for numbers that are missing."""
+    """Return a dict from each column of a suite to its number as text, or "" if it is missing."""
 
     def text(name: str, decimals: int) -> str:
         value = figures.get(name)
@@ -79,7 +79,7 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """Return the last row of each cell, whichever version of the software was measured."""
+        """Return the last row of each cell. Rows of all versions of the software count."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 
@@ -134,7 +134,7 @@ def gpus() -> int:
 def commit() -> str:
     """Return the short hash of the commit, or "unknown" without git.
 
-    "-dirty" is appended if kernels are changed.
+    "-dirty" is appended if kernels have changes that are not committed.
     """
     try:
         head = _git("rev-parse", "--short=7", "HEAD")

@@ -3,7 +3,7 @@
     python -m benchmarks.run                      everything, on one GPU; then the report
     python -m benchmarks.run --quick              a few shapes of everything
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
-    python -m benchmarks.run training --bars      the steps with a limit, and whether they meet it
+    python -m benchmarks.run training --bars      only the steps that bars.py compares
 
 Suites:
 
@@ -13,7 +13,7 @@ Suites:
 * `loss`: cross-entropies and log-probabilities
 * `linear`: a matmul alone, and a matmul after a norm
 * `training`: steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses
-* `capacity`: the largest batch of such a step that fits in 80 GB
+* `capacity`: the largest batch with which a training step fits in 80 GB
 * `stacks`: programs of many small norms
 * `compile`: the seconds to trace, lower and compile operations and training steps
 * `cpu`: jaxnorm's plain JAX code on the machine's CPU, compared with optax, jax.nn and Flax
@@ -27,9 +27,10 @@ operand is in the GPU's cache. These are columns of the results:
 * `tflops`: TFLOP/s, computed from 2 M N K operations per matmul; forward and backward pass together
   have three matmuls
 * `kernels`: the number of kernels of a call
-* `extra_passes`: the number of copies, casts and transposes of whole arrays; a copy that is not a
-  kernel is not timed
-* `temp_bytes`: the memory besides operands and results: XLA's plan, or torch's allocations
+* `extra_passes`: the number of copies, casts and transposes of whole arrays. The GPU driver may
+  perform a copy without a kernel; the measured time does not include such a copy
+* `temp_bytes`: the memory for intermediates, without operands and results: planned by XLA, or
+  allocated by torch
 
 Several processes compile calls at the same time (--workers), but nothing compiles while a call is
 timed. `compile_s` is the compile time of a call; for torch, it includes the first run. Calls of
@@ -66,7 +67,7 @@ class Run:
     folder: Path
     machine: Machine
     commit: str
-    software: dict[str, str]  # from each installed provider's name to its software
+    software: dict[str, str]  # maps the name of each installed provider to its software
 
     def key(self, cell: Cell) -> tuple[str, ...]:
         fields = map(str, dataclasses.astuple(cell))

@@ -1,4 +1,4 @@
-"""Stacks of small pre-norm layers: programs whose time the host determines, not the GPU.
+"""Stacks of small pre-norm layers: programs whose time depends on the host, not on the GPU.
 
 A layer is ``x + gelu(norm(x) w) v`` with square matrices. Launching a jaxnorm kernel costs the host
 more than launching a kernel of XLA. This matters if arrays are small and a program has many
@@ -68,7 +68,7 @@ def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) ->
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):
-        turns.reverse()  # alternate, so that neither program always runs second
+        turns.reverse()  # alternate the order, so that both programs run second equally often
         for run, taken in turns:
             start = time.perf_counter()
             jax.block_until_ready(run(*arguments))

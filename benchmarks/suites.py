@@ -70,9 +70,9 @@ OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MO
 class Selection:
     """The cells that the command line selects.
 
-    `ops` may name operations, blocks, losses, matmuls and models. If `shapes` is None, each suite
-    uses its own shapes. `variants`, `remats`, `layers` and `devices` select training steps. If
-    `bars` is True, only the training steps that the bars compare are selected.
+    `ops` may have names of operations, blocks, losses, matmuls and models. If `shapes` is None,
+    each suite uses its own shapes. `variants`, `remats`, `layers` and `devices` select training
+    steps. If `bars` is True, only the training steps that the bars compare are selected.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
@@ -142,8 +142,8 @@ class Suite:
       cells: a function that returns the cells of a selection.
       sides: the frameworks on which it can run.
       batch: the maximum number of cells that a process compiles before it measures them.
-      alone: True if cells are compiled one after the other in one process, because a compiler
-        chooses a matmul by its time on the GPU.
+      alone: True if cells are compiled one after the other in one process, because the compiler
+        times several matmuls on the GPU to choose the fastest.
       in_turn: True if each process compiles its cells one after the other, because the compile time
         is measured.
     """

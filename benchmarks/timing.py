@@ -58,7 +58,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.cache
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile a function that makes an array, and a function that copies such an array.
+    """Compile two functions: one makes an array, the other copies an array of this size.
 
     The copy loads and stores `size` bytes in all.
     """

@@ -1,4 +1,4 @@
-"""Measures cells of the providers that use torch. Each process of `worker.py` imports it."""
+"""Measures cells (workloads with a provider) in torch. The processes of `worker.py` import it."""
 
 import functools
 import gc
@@ -18,7 +18,7 @@ from benchmarks.workloads import ShapedWorkload, Workload
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Tensors = tuple[Tensor, ...]
-Inputs = tuple[Tensors, Tensors, Tensors]  # row operands, parameters, cotangents
+Inputs = tuple[Tensors, Tensors, Tensors]  # operands with rows, parameters, cotangents
 Operands = Sequence[tuple[Any, ...]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,10 @@ def random_inputs(
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
-    """Return sets of inputs: so many that a call finds none of its inputs in the GPU's cache."""
+    """Return several sets of inputs.
+
+    Timed calls cycle through the sets, so that no input of a call is in the GPU's cache.
+    """
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
@@ -90,7 +93,10 @@ def forward_and_backward(
 def calls_of(
     cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """Return a function to time, and sets of operands for it. It calls the provider's function."""
+    """Return two things: the function to time, which calls `f`, and a list of its operands.
+
+    The list has an entry for each set of inputs.
+    """
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
     leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
@@ -148,7 +154,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
 
 
 def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
-    """Return the peak memory of a call without operands and results, or None without a GPU."""
+    """Return a call's peak memory besides operands and results, or None without a GPU."""
     if DEVICE == "cpu":
         return None
     synchronize()

@@ -22,7 +22,8 @@ WARMUP = 3
 KERNEL_STEPS = 10
 # On a mesh, arrays of the state with at least this many elements are sharded.
 _SPLIT_FROM = 100_000
-# To find the largest batch, use at most so many linear interpolations, and then bisection.
+# The maximum number of linear interpolations to find the largest batch. After them, bisection is
+# used.
 _GUESSES = 8
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
@@ -210,9 +211,9 @@ def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
 def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:
     """Return the largest n with ``used(n) <= limit``, or 0 if there is none.
 
-    `used` is expensive to evaluate and grows about linearly. ``known`` has at least one of its
-    values. The result is exact for any growing `used`, because used(n) and used(n + 1) are
-    evaluated.
+    `used` is expensive to evaluate and grows about linearly. ``known`` maps one or more arguments
+    of `used` to its values there. The result is exact for any growing `used`, because used(n) and
+    used(n + 1) are evaluated for the returned n.
     """
     values = dict(known)
     while True:

@@ -26,7 +26,7 @@ FOLDER = RESULTS / "nvidia_h100_80gb_hbm3_triton"
 PAGE = ROOT / "docs/platforms.md"
 _MARKS = ("<!-- triton:begin -->", "<!-- triton:end -->")
 
-#: The key in `jaxnorm_kernels.timings.TIMINGS` of each operation, block and loss.
+#: Maps each operation, block and loss to its key in `jaxnorm_kernels.timings.TIMINGS`.
 CALLS = {
     "softmax": "softmax",
     "log_softmax": "log_softmax",

@@ -122,7 +122,8 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
     Calls return results that XLA computes.
 
     Args:
-      folder: the folder for the compiled kernels. It may already have some.
+      folder: the folder for the compiled kernels. Kernels that it already has are not compiled
+        again.
       gpu: the GPU for which kernels are compiled, as in `GPUS`.
     """
     triton = importlib.import_module("jaxnorm_kernels.triton")
@@ -150,8 +151,8 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
-                # The kernel's mask and bias are two-dimensional, which the xla pass does not
-                # support. So return zeros, as `run` does.
+                # The xla pass does not support the kernel's two-dimensional mask and bias. So
+                # return zeros, as `run` does, instead of XLA's results.
                 return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
@@ -194,7 +195,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """Return an array with an index for each row of x: which row of the operand it uses."""
+    """Return an array that has, for each row of x, the index of the operand's row that it uses."""
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
@@ -229,7 +230,7 @@ def _compiled(one: Launch) -> bytes:
 
 
 def _only_call(module: Any) -> Any:
-    """Return the custom call of a StableHLO module that has exactly one."""
+    """Return the custom call of a StableHLO module that has exactly one custom call."""
     (call,) = (
         op
         for function in module.body.operations

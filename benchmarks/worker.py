@@ -31,7 +31,7 @@ from benchmarks.suites import SUITES, Cell
 
 RESTART = 75  # exit code: another process must run the remaining cells
 REASON_LENGTH = 200
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # terminal colours, which errors of QuACK contain
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # terminal colours in QuACK's error texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,10 @@ class Failed:
 
 
 class Absent:
-    """A replacement for a side that cannot be imported. Each of its cells fails with the reason."""
+    """A replacement for a side's module (JAX or torch) that cannot be imported.
+
+    All cells of this side fail, with the import error as the reason.
+    """
 
     THREADS = 1
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
 Shape = tuple[int, ...]
-# The shape and dtype of an array, and for some arrays a number. For an array of integers, which are
-# drawn from range(n), the number is n. For a weight, it is the standard deviation.
+# The shape and dtype of an array. Some arrays also have a number. For an array of integers, it is
+# n, and the integers are drawn from range(n). For a weight, it is the standard deviation.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
@@ -51,9 +51,10 @@ class Workload:
     """One operation in one direction on one shape.
 
     Attributes:
-      op: the operation, which normalises rows.
-      direction: ``"bwd"`` takes the residuals that the provider's forward pass saves; ``"fwd+bwd"``
-        returns the output and all gradients.
+      op: the name of the operation, a norm or a softmax.
+      direction: ``"fwd"`` is the forward pass; ``"bwd"`` is the backward pass, which takes the
+        residuals that the provider's forward pass saves; ``"fwd+bwd"`` is a call that returns the
+        output and all gradients.
       rows, cols: the shape of x.
       x_dtype: the dtype of x and its gradient.
       y_dtype: the dtype of the output and its cotangent.
@@ -122,7 +123,7 @@ class ShapedWorkload(abc.ABC):
     """One operation in one direction, whose arrays have shapes that follow from `shape`.
 
     Attributes:
-      op: its name in the table of blocks, losses or matmuls.
+      op: the operation's name in the table of blocks, losses or matmuls.
       direction: ``"fwd+bwd"`` is a call that returns the results and all gradients.
       shape: the sizes as text, such as "8192x4096".
       dtype: the dtype of its arrays, or "mixed".
@@ -161,7 +162,7 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """The indices in `row_operands` of the float operands without a gradient in training."""
+        """The indices in `row_operands` of the float operands that need no gradient in training."""
         return ()
 
     @property
@@ -178,7 +179,7 @@ class ShapedWorkload(abc.ABC):
 
 
 class FewParameters(ShapedWorkload):
-    """A workload whose memory traffic can be counted without its parameters, if it has any.
+    """A workload whose parameters, if any, are too small to count in its memory traffic.
 
     The backward pass is assumed to read the same arrays as the forward pass.
     """
@@ -219,8 +220,9 @@ def shaped(
     """Yield all selected workloads of blocks, losses or matmuls.
 
     `kind` is the class of the workloads. `table` has the shapes, quick shapes, directions and
-    dtypes of each operation. If `shapes` is not None, an operation uses the shapes in it that have
-    as many axes as its own.
+    dtypes of each operation. If `shapes` is None, an operation uses its shapes in the table.
+    Otherwise, it uses the entries of `shapes` that have the same number of axes as its shapes in
+    the table.
     """
     for op in (name for name in ops if name in table):
         asked = table[op]

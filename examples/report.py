@@ -71,7 +71,11 @@ class Check:
 
 
 def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) -> list[Check]:
-    """Check that losses of the runs agree: the first ones to `tolerance`, the last ones to 3 %."""
+    """Check that the losses of all runs agree.
+
+    The losses of the first `early_steps` steps may differ by `tolerance`, the losses at the end by
+    3 %.
+    """
     curves = np.stack([run.losses for run in runs])
     early = float(np.max(np.ptp(curves[:, :early_steps], axis=0)))
     # Losses of batches are noisy, and the held-out loss is a single number. So check both.
@@ -95,7 +99,7 @@ def learning_checks(runs: Sequence[Run], bigram: float, bound: float, enough: bo
     Args:
       bigram: the loss of a bigram model on the same text.
       bound: the final loss that the model should reach with the default settings.
-      enough: False if training was too short to learn. The checks then have no verdict.
+      enough: False if training was too short to learn. The result of each check is then None.
     """
     worst = max((run.final_loss for run in runs), key=lambda loss: (np.isnan(loss), loss))
     comparisons = [
@@ -123,7 +127,8 @@ def table(runs: Sequence[Run]) -> Table:
 def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
     """Return a Markdown table of the runs.
 
-    `freed` has the last two columns (temp memory and saved arrays) of all rows but the first.
+    `freed` has a pair of numbers for each run after the first: how much less temp memory and how
+    much less memory for saved arrays it needs. They become the last two columns.
     """
     header = (*COLUMNS, "temp freed", "saved freed")
     last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]

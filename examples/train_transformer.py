@@ -8,8 +8,8 @@ MLP, which saves the input of the activation and not its output. The memory that
 is printed. The exit code is 1 if the runs disagree or, at the default size or above, have not
 learned.
 
-With --mesh, the same runs are sharded over devices. The printed temp memory is then that of one
-device.
+With --mesh, the same runs are sharded over devices. The printed temp memory is then the memory of
+one device.
 """
 
 import argparse
@@ -46,7 +46,8 @@ import jaxnorm
 DTYPES = ("float32", "bfloat16")
 # The maximum loss after training, in nats per held-out byte.
 LOSS_BOUND = 2.6
-# The losses of all runs must agree in so many first steps. Later, rounding differences grow.
+# The number of first steps in which the losses of all runs must agree. Later, rounding differences
+# grow.
 EARLY_STEPS = 20
 
 Params = Any

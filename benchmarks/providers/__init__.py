@@ -41,10 +41,10 @@ class Provider:
       adapter: the name of its adapter module in this package.
       distributions: the packages that must be installed. Their versions are recorded with every
         result.
-      operations: names of the operations that it has.
-      blocks, losses, linear: names of the blocks, losses and matmuls that it has.
-      mixed: names of the operations that it can run with float32 x and bfloat16 output, and of the
-        blocks with a float32 residual stream and bfloat16 x and y.
+      operations: names of the norms and softmaxes that the provider has.
+      blocks, losses, linear: names of the blocks, losses and matmuls that the provider has.
+      mixed: names of what the provider can run with mixed dtypes: operations with float32 x and
+        bfloat16 output, and blocks with a float32 residual stream and bfloat16 x and y.
       overwrites: names of the operations that overwrite their operands.
       wide_parameters: True if scale and bias are always float32; otherwise they have x's dtype.
       note: a caveat that is printed next to its results.
@@ -72,7 +72,7 @@ class Provider:
 
     @property
     def software(self) -> str:
-        """The names and versions of its packages. Raise ModuleNotFoundError if one is missing."""
+        """The names and versions of the packages. Raise ModuleNotFoundError if one is missing."""
         if self.side in program_folders.SIDES:
             return program_folders.software(self.side)
         try:
@@ -91,7 +91,7 @@ _EVERYTHING: dict[str, Any] = {
 _JAXNORM: dict[str, Any] = {**_EVERYTHING, "linear": ("rms_norm_linear",)}
 _NO_PRODUCTS: dict[str, Any] = {**_EVERYTHING, "linear": ()}
 _TRITON: tuple[str, tuple[str, ...]] = ("jaxnorm_functions", ("jax",))
-# Packages, operations, blocks and losses.
+# The fields `distributions`, `operations`, `blocks` and `losses` of a provider, in this order.
 _LINEAR_LOSS: tuple[Any, ...] = ((), (), ("linear_cross_entropy",))
 _LIGER_CUTE = (("torch", "liger-kernel", "nvidia-cutlass-dsl"), *_LINEAR_LOSS)
 _CCE = (("torch", "cut-cross-entropy", "triton"), *_LINEAR_LOSS)
@@ -161,8 +161,8 @@ PROVIDERS: dict[str, Provider] = {
         linear=tuple(LINEAR),
         mixed=("rms_norm", "add_rms_norm"),
     ),
-    # QuACK's linear loss with `use_scaled_exp=False`, as for vocabularies that are not multiples of
-    # 128. Its matmuls for the weight's gradient are not tuned here.
+    # QuACK's linear loss with `use_scaled_exp=False`, which QuACK also uses if the size of the
+    # vocabulary is not a multiple of 128. The matmuls for the weight's gradient are not tuned here.
     "quack_chunks": Provider(
         "QuACK, logits of a chunk",
         "torch",
@@ -183,8 +183,9 @@ PROVIDERS: dict[str, Provider] = {
         wide_parameters=False,
         note="Liger's RMSNorm overwrites dy with dx.",
     ),
-    # Liger's linear loss with kernels in CuTe DSL: for a chunk's logits, beside cuBLAS's matmuls;
-    # and its kernels for whole logits, matmuls included, which only a Hopper GPU can run.
+    # Liger's linear loss with kernels in CuTe DSL, in two forms. In the first, a kernel processes a
+    # chunk of logits, and cuBLAS runs the matmuls. In the second, kernels process all logits and
+    # also run the matmuls; they need a Hopper GPU.
     "liger_cute": Provider("Liger CuTe", "torch", "liger_cute_functions", *_LIGER_CUTE),
     "liger_sm90": Provider(
         "Liger CuTe, whole logits", "torch", "liger_cute_functions", *_LIGER_CUTE
@@ -223,6 +224,6 @@ PROVIDERS: dict[str, Provider] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    """Return the function with which a provider runs `op`. It takes operands and parameters."""
+    """Return the provider's function for `op`. Its arguments are operands, then parameters."""
     adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
     return adapter.function(name, op, y_dtype)

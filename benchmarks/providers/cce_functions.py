@@ -1,4 +1,4 @@
-"""Apple's cut cross-entropy, as it is by default and with all small gradients."""
+"""Apple's cut cross-entropy: by default, and without leaving out small gradients."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Gated norms of flash-linear-attention: its own Triton kernels, and those of Mamba 2."""
+"""Gated norms of flash-linear-attention: two Triton kernels, the second of which is Mamba 2's."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Calls of jaxnorm: by default, with each implementation, and as compositions of plain functions.
+"""Calls of jaxnorm: with the default or a given implementation, and compositions.
 
 A composition computes a block with a plain norm or softmax of jaxnorm and with jax.numpy.
 """
@@ -46,7 +46,7 @@ def rms_norm_rope(
     return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
-# For each block, and for the norm with a matmul, jaxnorm's function and its options.
+# Maps the name of each block, and of the norm with a matmul, to jaxnorm's function and its options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),

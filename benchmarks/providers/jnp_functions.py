@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The norms and the softmax of a library, from which blocks are composed."""
+    """A library's norms and softmax. Blocks are composed of them and of jax.numpy functions."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]

@@ -1,4 +1,4 @@
-"""Liger's linear cross-entropy with kernels in CuTe DSL, where users must ask for them by name."""
+"""Liger's linear cross-entropy with kernels in CuTe DSL, which are not its default."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def in_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Use a CuTe kernel for a chunk's logits, and cuBLAS for matmuls.
+    """Compute the loss in chunks: a CuTe kernel for a chunk of logits, and cuBLAS for the matmuls.
 
-    Liger uses its Triton kernel if the vocabulary is not a multiple of 8.
+    If the size of the vocabulary is not a multiple of 8, Liger uses its Triton kernel instead.
     """
     loss, *_ = fused_linear_cross_entropy(x, weight.t(), labels, impl="nvidia-cutedsl")
     return loss

@@ -2,7 +2,7 @@
 
 The two functions have the signature of a loss, but the values that they return mean nothing. In the
 backward pass, the logits are used instead of their gradient, which has the same shape and dtype.
-Logits are normal numbers, because a GPU's clock depends on the values that it multiplies.
+The logits are normally distributed, because a GPU's clock depends on the values that it multiplies.
 """
 
 from collections.abc import Callable

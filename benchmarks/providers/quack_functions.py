@@ -37,7 +37,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def linear_cross_entropy_of_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Store the logits of a chunk, as QuACK does wherever its other algorithm is not available."""
+    """Store a chunk of logits, as QuACK does for calls without support for `use_scaled_exp`."""
     return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False, use_scaled_exp=False)
 
 

@@ -1,4 +1,4 @@
-"""tokamax's norms, as Triton kernels whose y has x's dtype, and its loss of a linear layer."""
+"""tokamax's norms (Triton kernels whose y has x's dtype) and its loss of a linear layer."""
 
 from collections.abc import Callable
 

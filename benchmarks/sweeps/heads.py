@@ -15,8 +15,8 @@ from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
 _SHAPES = ((4, 2048, 32, 128), (4, 2048, 32, 64), (4, 2048, 16, 256))
-# With a factor n of these, a row has n times as many threads as in the table's schedule, and each
-# thread loads vectors of 1 / n of the width.
+# Factors n by which schedules differ from the table's: a row has n times as many threads, and a
+# thread loads vectors with 1 / n of the elements.
 _THREADS = (1, 2)
 _TILES = (1, 2, 4)
 _STAGE_BYTES, _STAGES, _BLOCKS = (8192, 16384, 32768), (3,), (2, 3, 4, 6)

@@ -20,7 +20,7 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-# The numbers of threads that an SM runs at the same time.
+# For each direction, how many threads an SM (multiprocessor) runs at the same time.
 _THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}
 # The numbers of tiles that a persistent program has in flight.
 _STAGES = (1, 2, 3, 4, 8)
@@ -35,14 +35,14 @@ def workloads() -> Iterator[KernelWorkload]:
 
 
 def schedules(workload: KernelWorkload) -> list[Schedule]:
-    """Return the schedule that the table chooses, then all others that may be faster, once each."""
+    """Return the schedule that the table chooses, then all others that may be faster."""
     spec = workload.spec
     lines = [choose_line(spec), *_held(spec), *(_looped() if spec.cols > 8192 else ())]
     return list(dict.fromkeys(of_line(line, spec, local_gpu()) for line in lines))
 
 
 def _held(spec: Spec) -> Iterator[Line]:
-    # Holding the parameters of more columns takes too many registers.
+    # The parameters of more columns do not fit in the registers of a program.
     hold = spec.cols <= 8192
     # In rows with more columns, prefetching the next rows was slower.
     most = {"fwd": 2048, "bwd": 16384}[spec.direction]

@@ -1,4 +1,4 @@
-"""Helpers of backward kernels: add up partial gradients, and run two norms one by one."""
+"""Helpers of backward kernels: they add up partial gradients, and run two norms in turn."""
 
 from collections.abc import Callable, Sequence
 

@@ -21,8 +21,9 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The default of fields whose array is always present in the operations that use it. The default is
-# None, but the type Any allows the annotation jax.Array instead of jax.Array | None.
+# The default of fields that are absent (None) in some operations, but always present in the
+# operations that use them. Its type is Any, so that these fields can have the annotation jax.Array
+# instead of jax.Array | None.
 _ABSENT: Any = None
 
 
@@ -32,20 +33,20 @@ class Operands(NamedTuple):
     Attributes:
       x, teacher_logits, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for n groups of rows.
-        next_scale is the second norm's scale, branch_scale the factor of x in a sum.
-      mask, logits_bias: a boolean and a float array, ``(n, cols)`` or ``(n, 1)``. Which of the n
-        rows a row of x uses is described by `LogitsOptions.mask_rows` for the mask, and by
-        `SoftmaxOptions.logits_bias_rows` for the bias. The gradient of the bias has the bias's
-        shape. The xla implementation instead takes arrays that broadcast to x's shape by numpy's
-        rules.
+        next_scale is the scale of the second norm. branch_scale is a factor of x in h = residual +
+        branch_scale * x.
+      mask, logits_bias: a boolean and a float array, ``(n, cols)`` or ``(n, 1)``.
+        `LogitsOptions.mask_rows` and `SoftmaxOptions.logits_bias_rows` describe which of the n rows
+        belongs to a row of x. The gradient of the bias has the bias's shape. For the xla
+        implementation, mask and bias are arrays that broadcast to x's shape by numpy's rules.
       labels: ``(rows,)``, of any integer dtype.
       candidates: several labels of each row, ``(rows, k)``.
       positions: a boolean mask, ``(rows,)``.
       logits_scale: for each row, a factor of its logits, ``(rows,)``. Absent if the factor is a
         static number.
       cos, sin: the tables of a rotation, with a column for each pair of x's columns.
-        `NormOptions.table_rows` maps rows of x to rows of the tables. The xla implementation
-        instead takes tables that broadcast to x's other axes, and returns their gradients.
+        `NormOptions.table_rows` maps rows of x to rows of the tables. For the xla implementation,
+        the tables broadcast to x's other axes, and it also returns their gradients.
     """
 
     x: jax.Array = _ABSENT
@@ -70,10 +71,10 @@ class Residuals(NamedTuple):
     """The residuals that a tangent or a backward pass takes. Absent entries are None.
 
     Attributes:
-      saved: the array from which the derivative recomputes the rest. `Spec.starts_from` is the name
-        of this operand or result.
-      x: the operand x, if the derivative takes it besides `saved`. In norm_add_norm it is the input
-        of the first norm; in scaled_add_norm, branch_scale multiplies it.
+      saved: an operand or result, from which the derivative recomputes what is not saved.
+        `Spec.starts_from` is its name.
+      x: the operand x, if the derivative takes it besides `saved`: in norm_add_norm, as the input
+        of the first norm, and in scaled_add_norm, for the gradient of branch_scale.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
         candidates, logits_scale: as in :class:`Operands`.
@@ -103,12 +104,12 @@ class Results(NamedTuple):
     """The results of a forward pass, or their tangents or cotangents. Absent entries are None.
 
     Attributes:
-      y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum of
-        a residual and a norm. For a loss, a divergence or a label's log-probability, ``(rows,)``;
-        for several labels, ``(rows, k)``.
-      h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``; y is the norm of the
-        rounded sum. A plain norm has no h; in its backward pass, this entry of the cotangents is an
-        extra cotangent of x.
+      y: ``(rows, cols)`` for a norm or softmax; ``(rows,)`` for a loss, a divergence or a label's
+        log-probability; ``(rows, k)`` for the log-probabilities of k labels. The dtype is
+        ``spec.y_dtype``, or ``spec.norm.residual_dtype`` if y is the sum of a residual and a norm.
+      h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``. y is the norm of the
+        rounded sum. A plain norm has no h. If its backward pass gets a cotangent with the name h,
+        this is an extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.
       entropy: the entropy of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
@@ -135,12 +136,12 @@ class Implementation(NamedTuple):
     Attributes:
       forward: returns the results that ``spec.outputs`` names; the other entries are None.
       backward: returns the gradients, each in the dtype of its operand. The gradient of logits_bias
-        is returned only if the spec has the bias's dtype. For h = x + residual, the gradient of h
-        is rounded to the residual's dtype. The result is the gradient of the residual, and also the
-        gradient of x; if x has another dtype, it is cast to that dtype. If x is normalised or
-        scaled before the addition, a fused kernel has the unrounded gradient of h in registers, and
-        may compute the gradients of x, scale and branch_scale from it. If y has no cotangent, the
-        gradient of h is the cotangent of h.
+        is returned only if the spec has a `logits_bias_dtype`. For h = x + residual, the gradient
+        of h is rounded to the residual's dtype. The rounded array is the gradient of the residual
+        and, cast to x's dtype, the gradient of x. If x is normalised or scaled before the addition,
+        a fused kernel has the unrounded gradient of h in registers, and may compute the gradients
+        of x, scale and branch_scale from it. If y has no cotangent, the gradient of h is the
+        cotangent of h.
       why_unsupported: returns a sentence that tells the user why the implementation cannot run a
         call, or None if it can.
       why_not_default: returns a sentence that says why a call runs on ``xla`` unless the user

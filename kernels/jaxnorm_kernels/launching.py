@@ -35,9 +35,9 @@ own_buffer = lax.optimization_barrier
 def settings() -> Iterator[None]:
     """Override the caller's JAX settings while a kernel is traced.
 
-    Kernels use 32-bit indices. With 64-bit types enabled, Python integers would become int64, which
-    cannot be mixed with them. Pallas holds references to the tracers of every kernel (jax 0.11.2
-    and 0.12.0), so ``jax_check_tracer_leaks`` would raise.
+    Kernels use 32-bit indices. With 64-bit types enabled, Python integers would become int64, and
+    int64 cannot be mixed with 32-bit indices. The option ``jax_check_tracer_leaks`` would raise an
+    error, because Pallas holds references to the tracers of every kernel (jax 0.11.2 and 0.12.0).
     """
     with jax.enable_x64(False), jax.check_tracer_leaks(False):
         yield

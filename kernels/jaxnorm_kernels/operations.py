@@ -1,14 +1,15 @@
 """The table of operations: the arrays that each operation takes, returns and saves.
 
-A softmax takes logits, z = logits_scale x + logits_bias::
+A softmax takes logits, z = logits_scale * x + logits_bias::
 
     softmax          y = exp(z) / sum(exp(z))
     log_softmax      y = z - log(sum(exp(z)))
 
-A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for each row, and masks::
+A loss takes a label for each row, masks, and logits z = logits_scale * x. If the logits are capped,
+z = c * tanh(logits_scale * x / c), where c is the cap::
 
-    cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
-                            targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
+    cross_entropy           y = logsumexp(z) - sum(targets * z) + z_loss * logsumexp(z)^2
+                            targets = (1 - a) * one_hot(label) + a / cols    a = label_smoothing
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
     log_probs_and_entropy   y_i = log(p[candidate_i]) for k candidates    entropy as above
 
@@ -26,7 +27,7 @@ A norm may be fused with the residual addition before or after it::
 
 Or the norm follows an addition in which x is scaled (LayerScale, adaLN-zero)::
 
-    scaled_add_norm  h = residual + branch_scale x        y = norm(h)
+    scaled_add_norm  h = residual + branch_scale * x        y = norm(h)
 
 Or the norm of an attention head is followed by a rotation of its pairs of columns (RoPE)::
 
@@ -34,7 +35,7 @@ Or the norm of an attention head is followed by a rotation of its pairs of colum
 
 Or a gate multiplies the norm's result, or its input::
 
-    norm_gated       y = norm(x) activation(gate)       or y = norm(x activation(gate))
+    norm_gated       y = norm(x) * activation(gate)       or y = norm(x * activation(gate))
 
 An activation after a plain norm, y = activation(norm(x)), is a static option and not an operation.
 
@@ -70,12 +71,12 @@ Op = Literal[
 ]
 Family = Literal["softmax", "loss", "norm"]
 
-#: The kind of an operand or a result, which determines its shape. An "array" has x's shape. A
-#: "mask" or a "logits_bias" broadcasts to x's shape. A "stat" (statistic) has one number for each
-#: row. A "label" also has one number for each row, but no gradient. A "candidate" has several
-#: labels for each row, along an additional last axis. A parameter ("scale", "bias", "branch_scale")
-#: has the normalised axes. A "table" (cos or sin of a rotation) has a number for each pair of
-#: columns, and broadcasts to the other axes.
+#: The kind of an operand or a result. It determines the shape. An "array" has x's shape. A "mask"
+#: or a "logits_bias" broadcasts to x's shape. A "stat" (statistic) has one number for each row. A
+#: "label" also has one number for each row, but no gradient. A "candidate" has several labels for
+#: each row, along an additional last axis. A parameter ("scale", "bias", "branch_scale") has the
+#: normalised axes. A "table" (cos or sin of a rotation) has a number for each pair of columns, and
+#: broadcasts to the other axes.
 Kind = Literal[
     "array",
     "mask",
@@ -129,19 +130,20 @@ class Operation:
         the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
         is present only if a LayerNorm saves its input.
-      saves: two names of arrays. The derivative recomputes what it needs from the first array if a
-        call has save="output", and from the second array if it has save="input".
-      starts_from_x: True if the derivative also takes x, because x is normalised, or multiplied by
-        branch_scale, before the residual is added.
-      keeps: names of the further operands and results that are saved for the derivative.
-      constants: names of operands that have no tangent, although their kind may have one.
+      saves: two names of arrays. A call with save="output" saves the first array, a call with
+        save="input" saves the second. The derivative recomputes from this array what else it needs.
+      starts_from_x: True if the derivative also takes x besides the saved array. It needs x if x is
+        normalised, or multiplied by branch_scale, before the residual is added.
+      keeps: names of other operands and results that are also saved for the derivative.
+      constants: names of operands that are treated as constants: they have no tangent, although
+        other operands of the same kind may have one.
       through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
         h, but its backward pass may take an extra cotangent of x under the name h.
       norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
         result is y.
-      derivative: another operation, whose tangent and backward pass this operation uses for all
-        operands but the residual. (The gradient of the residual is the cotangent of y.) None if the
-        operation has its own tangent and backward pass.
+      derivative: the name of another operation. This operation uses the tangent and backward pass
+        of the other one for all operands except the residual. (The gradient of the residual is the
+        cotangent of y.) None if the operation has its own tangent and backward pass.
       has_kernels: False if only the xla implementation has the operation.
       out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies, or
         None. If the derivative starts from h, h is named `out_name` too.
@@ -169,7 +171,10 @@ class Operation:
 
     @property
     def may_add_dh(self) -> bool:
-        """True for a plain norm, whose backward pass may take an extra cotangent of x, named h."""
+        """True for a plain norm.
+
+        Its backward pass may take an extra cotangent of x, under the name h.
+        """
         return bool(self.through_h) and "h" not in self.results
 
     @property
@@ -249,7 +254,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),  # this operation has no result h: the sum is y
+        through_h=(),  # in this operation, the sum is the result y, and there is no h
         norms=("first",),
         derivative="norm",
     ),

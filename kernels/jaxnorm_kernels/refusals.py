@@ -96,8 +96,8 @@ BETTER_FUSED: Table = (
 def first(table: Table, spec: Spec) -> str | None:
     """Return the first reason in the table that applies to `spec`, or None if none applies.
 
-    The backward pass of a call with a residual runs the backward passes of the call's norms, in one
-    kernel or two. So a reason that applies to one of these norms applies to the call.
+    The backward pass of a call with a residual runs the backward pass of each norm of the call, in
+    one or two kernels. So a reason also applies to the call if it applies to one of these norms.
     """
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]

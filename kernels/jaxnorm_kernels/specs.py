@@ -13,7 +13,7 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-#: Activations that may be applied to the result of a norm followed by a linear layer.
+#: Activations that may be applied to the result of a linear layer after a norm.
 LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
 #: Activations that a plain norm may apply to its result.
 NormActivation = Literal["silu", "gelu", "relu"]
@@ -33,10 +33,10 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: * A divergence has m and log_s of the student's logits, then m and log_s of the teacher's logits.
 Stats = tuple[jax.Array, ...]
 
-# The forward pass of a norm that saves its output raises |scale + scale_offset| to at least this
-# number, so that the backward pass can recover x_hat from y. The number is small enough to vanish
-# in any sum with ordinary numbers, and large enough that 1 / floor**2, which second derivatives
-# need, is finite. float16's range has no such number.
+# For each dtype of y, the lower limit ("floor") of |scale + scale_offset| in a norm that saves its
+# output. With it, the backward pass can recover x_hat from y. A floor must be so small that adding
+# it to ordinary numbers does not change them, and so large that 1 / floor**2, which second
+# derivatives need, is finite. The range of float16 contains no such number.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -47,7 +47,7 @@ class Shared:
     Attributes:
       segments: a pair (size, has_axis) for each axis of x that is not normalised. has_axis is False
         if the operand is broadcast along this axis. Adjacent axes with equal has_axis are merged.
-        The index of an operand's row counts, in row-major order, over the axes with has_axis.
+        The rows of the operand are numbered in row-major order of the axes with has_axis True.
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
     """
 
@@ -68,8 +68,8 @@ class Shared:
     def run(self) -> int:
         """Size of the last segment.
 
-        So many consecutive rows of x all use the same row of the operand, or they use consecutive
-        rows of the operand.
+        For each run of this many consecutive rows of x, there are two cases. All of them use the
+        same row of the operand, or they use consecutive rows of the operand.
         """
         return self.segments[-1][0] if self.segments else 1
 
@@ -79,23 +79,25 @@ class NormOptions:
     """Options of a norm.
 
     Attributes:
-      scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
+      scale_dtype, bias_dtype: dtype of the parameter and of its gradient; None if it is absent.
       residual_dtype: dtype of the residual, and of the sum (h or y).
       next_scale_dtype: dtype of the second norm's scale.
-      branch_scale_dtype: dtype of the factor of x in h = residual + branch_scale x.
+      branch_scale_dtype: dtype of the factor of x in h = residual + branch_scale * x.
       gate_dtype: dtype of the gate.
       table_dtype: dtype of the tables of a rotation.
       epsilon: the number that is added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: the number that is added to ``scale`` in the arithmetic dtype (1.0 for Gemma's
         ``1 + w``).
-      saved: the array that the backward pass starts from: "output" or "input". With two norms, this
-        applies to the second norm; the backward pass of the first norm always starts from x.
-      activation: the name of a function of `jax.nn`, which is called with its default options. It
-        is applied to the gate or, in a plain norm that saves its input, to the result:
-        `y = activation(norm(x))`. None for no activation.
-      norm_before_gate: True for y = norm(x) activation(gate), False for norm(x activation(gate)).
-      rotated: number of columns that are rotated; these come first.
+      saved: the array that the backward pass starts from: "output" or "input". In an operation with
+        two norms, this describes the second norm. The backward pass of the first norm always starts
+        from x.
+      activation: the name of a function of `jax.nn`, which is called with its default options, or
+        None. In a gated norm, it is applied to the gate. In a plain norm that saves its input, it
+        is applied to the result: `y = activation(norm(x))`.
+      norm_before_gate: True for y = norm(x) * a, False for y = norm(x * a), where a is
+        activation(gate).
+      rotated: the number of columns that are rotated. They are the first columns of a row.
       interleaved: True if a pair is columns 2i and 2i + 1, False if it is columns i and
         `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
@@ -104,10 +106,11 @@ class NormOptions:
       scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter: 1 for a
         parameter ``(cols,)``, which all rows of x share; n for a parameter ``(n, cols)``. In the
         latter case, ``rows / n`` consecutive rows of x share a row of the parameter.
-      scattered: True if a parameter belongs to groups of rows that are not consecutive, or is
-        broadcast along normalised axes.
-      inner_params: True if scale and bias belong to the inner axis instead of columns. They are
-        then ``(inner,)``, or ``(n, inner)`` for n groups of consecutive outer indices.
+      scattered: True if scale, bias or branch_scale is shared by rows that are not consecutive, or
+        is broadcast along normalised axes.
+      inner_params: True if scale and bias have an element for each position of the inner axis, not
+        for each column. Their shape is then ``(inner,)``, or ``(n, inner)`` for n groups of
+        consecutive outer indices.
     """
 
     scale_dtype: np.dtype | None = None
@@ -143,7 +146,7 @@ class LogitsOptions:
       mask_rows: how rows of x map to rows of the mask. None if there is no mask, or if it is
         broadcast along some of the normalised axes but not all.
       logits_scale: the factor of x, if it is a static number; 1 if the factor is an operand.
-      has_scale: True if the factor of x is an operand, with a number for each row.
+      has_scale: True if the factor of x is an operand. It then has a number for each row.
     """
 
     has_mask: bool = False
@@ -157,15 +160,16 @@ class SoftmaxOptions(LogitsOptions):
     """Options of a softmax.
 
     Attributes:
-      logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None
-        for no bias, and for a backward pass that does not return its gradient.
+      logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None if
+        there is no bias. Also None in a backward pass that does not return the gradient of the
+        bias.
       logits_bias_shape: shape of the bias: x's shape, with 1 for the axes along which the bias is
         broadcast.
       logits_bias_rows: how rows of x map to rows of the bias. None if there is no bias, or if it is
         broadcast along some of the normalised axes but not all.
-      masked_logit: the value that replaces a masked logit. -inf excludes the logit; if all logits
-        of a row are masked, its result is then 0. A finite number is treated like any other logit,
-        but has no gradient.
+      masked_logit: the value that replaces a masked logit. -inf excludes the logit, and the softmax
+        of a row without other logits is 0. A finite number is treated like any other logit, but has
+        no gradient.
       causal: True if row i of each matrix includes only its columns j <= i.
       queries: with ``causal``, the number of rows of each matrix.
       queries_over: with ``causal``, the mesh axes over which the rows of each matrix are sharded.
@@ -186,11 +190,12 @@ class LossOptions(LogitsOptions):
 
     Attributes:
       has_positions: True if the call has a mask of rows. The loss is 0 where the mask is False.
-      label_smoothing, z_loss: numbers in the equation of a cross-entropy; see `operations`.
-      logit_softcap: c, if the logits are c tanh(logits_scale x / c); None for no cap.
-      padding: number of trailing columns that are padding and not classes; their dx is 0.
-      gradient_dtype: dtype of dx in a backward pass after which x is not needed. None for any other
-        backward pass; dx then has x_dtype.
+      label_smoothing, z_loss: coefficients of a cross-entropy; see the equation in `operations`.
+      logit_softcap: the cap c of logits c * tanh(logits_scale * x / c); None for no cap.
+      padding: the number of columns at the end of a row that are padding and not classes. dx is 0
+        in these columns.
+      gradient_dtype: the dtype of dx, if the caller does not need x after the backward pass. If it
+        equals x_dtype, a kernel may write dx over x. None in all other cases; dx then has x_dtype.
       teacher_dtype: dtype of a divergence's teacher logits; None for any other operation.
       teacher_softcap: `logit_softcap` of the teacher's logits.
       reverse: True for KL(student || teacher), False for KL(teacher || student).
@@ -227,16 +232,17 @@ class Spec:
       x_dtype: dtype of x and, by default, of its gradient dx.
       y_dtype: dtype of the output, such as a cross-entropy's loss, and of its cotangent dy.
       outputs: names of results and statistics. The forward pass returns them, the tangent returns
-        their tangents, and the backward pass takes their cotangents. If y is not among them, the
-        forward pass only computes the sum h (the xla implementation skips the norm), and the
-        backward pass takes only the cotangent of h. A plain norm has no h, but may have the name h
-        here: the backward pass then takes an extra cotangent, which it adds to dx, and the tangent
-        named h is the tangent of x.
+        their tangents, and the backward pass takes their cotangents. If y is not among them, only
+        the sum h is used: the forward pass of the xla implementation skips the norm, and the
+        backward pass takes only the cotangent of h. A plain norm has no h, but the name h may be
+        listed. The backward pass then takes an extra cotangent, which it adds to dx, and the
+        tangent named h is the tangent of x.
       options: options of the operation's family.
-      wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
-        may also return gradients of other operands.
-      axes: the normalised axes of the arrays. For all implementations but xla, this is the last
-        axis.
+      wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
+        requested (direction ``"bwd"``). A kernel may also return other gradients.
+      axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
+        normalised, or the middle axis if `inner` is set; only the xla implementation gets other
+        axes.
       moved_axis: True if operands and results must be transposed to become two-dimensional arrays.
       inner: if above 1, arrays have the shape ``(outer, cols, inner)`` (see `strided`) and are
         normalised over the middle axis. Only an implementation whose `takes_inner` returns True
@@ -244,10 +250,11 @@ class Spec:
       inner_cols: if above 1, a row also includes this many adjacent elements of the inner axis,
         such as the channels of a group in GroupNorm. Statistics then have the shape
         ``(outer * inner / inner_cols,)``.
-      cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded; ``cols``
-        counts all shards. Only the xla implementation takes it.
-      axes_over: for each of ``axes``, the mesh axes over which it is sharded. They are needed to
-        locate the column of a label.
+      cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded. ``cols``
+        is then the number of columns of all shards. Only the xla implementation supports sharded
+        columns.
+      axes_over: for each of ``axes``, the mesh axes over which it is sharded. Losses need them to
+        find the shard that contains the column of a label.
     """
 
     op: Op
@@ -355,7 +362,7 @@ class Spec:
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """True if a residual or gate is not needed before the statistics of x are computed."""
+        """True if a residual or gate can be loaded after the statistics of x are computed."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -369,7 +376,7 @@ class Spec:
 
     @functools.cached_property
     def strided(self) -> tuple[int, int, int]:
-        """Shape ``(outer, cols, inner)`` of the arrays, for `inner` above 1."""
+        """The shape ``(outer, cols, inner)`` of the arrays, if `inner` is above 1."""
         return self.rows * self.inner_cols // self.inner, self.cols // self.inner_cols, self.inner
 
     @functools.cached_property
@@ -385,22 +392,23 @@ class Spec:
 
     @functools.cached_property
     def logit_factor(self) -> float:
-        """The factor f of a loss's logits z = f g(x): the cap if it exists, else the scale of x."""
+        """The last factor of a loss's logits: the cap in cap * tanh(...), else `logits_scale`."""
         return (
             self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
         )
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """True if masked entries are excluded, False if they count as a constant logit."""
+        """True if masked entries are excluded, False if they are replaced by a finite logit."""
         return self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
     def renormalises(self) -> bool:
         """True if softmax's derivative divides by sum(y), because y is rounded to 16 bits.
 
-        If a row is nearly one-hot, the two terms of d - sum(d y) nearly cancel. Without the
-        division, the rounding error of y would remain, which is up to |d| / 512 in bfloat16.
+        Let d be the cotangent of y. If a row of y is nearly one-hot, the two terms of d - sum(d *
+        y) nearly cancel. Without the division, their difference would be dominated by y's rounding
+        error, which makes it wrong by up to |d| / 512 in bfloat16.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
@@ -413,8 +421,8 @@ class Spec:
     def reads_mask(self) -> bool:
         """True if the pass reads the mask.
 
-        A softmax's backward pass need not read it: excluded entries have y = 0, and entries with y
-        = 0 have a gradient of 0.
+        A softmax's backward pass need not read the mask if masked entries are excluded: they have y
+        = 0, and the gradient of any entry with y = 0 is 0.
         """
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.logits.has_mask and not shows
@@ -471,7 +479,7 @@ class Spec:
 
     @functools.cached_property
     def scale_floor(self) -> float | None:
-        """The smallest |scale + scale_offset| that the norm computes with, or None for no limit."""
+        """The lower limit to which the norm raises |scale + scale_offset|; None for no limit."""
         if self.norm.saved == "input" or self.norm.scale_dtype is None:
             return None
         return _SCALE_FLOOR.get(self.y_dtype.name)
@@ -493,7 +501,10 @@ class Spec:
 
     @functools.cached_property
     def reads_bias(self) -> bool:
-        """True if a norm's backward pass needs the bias, for x_hat or the activation's input."""
+        """True if a norm's backward pass needs the bias.
+
+        It is needed to compute x_hat from y, or to recompute the input of an activation.
+        """
         has_use = self.norm.saved == "output" or self.norm.activation is not None
         return has_use and self.norm.bias_dtype is not None
 
@@ -501,9 +512,10 @@ class Spec:
     def y_limit(self) -> float | None:
         """The limit to which the backward pass clips a y that may have overflowed, or None.
 
-        The largest float16 is 65504, and x_hat G may exceed it. If y becomes inf and is passed to a
-        bounded function such as tanh, the cotangent of y is 0. The backward pass multiplies this
-        cotangent by y, and 0 * inf would be NaN, and make the mean over the whole row NaN.
+        The largest float16 is 65504, and x_hat * (scale + scale_offset) may exceed it. If y becomes
+        inf and is passed to a bounded function such as tanh, the cotangent of y is 0. The backward
+        pass multiplies this cotangent by y. Without the limit, the product 0 * inf would be NaN,
+        and so would the mean over the row.
         """
         grows = self.norm.scale_dtype is not None or self.norm.bias_dtype is not None
         stored = self.norm.saved == "output" and self.y_dtype.name == "float16"
@@ -529,7 +541,7 @@ class Spec:
 
     @functools.cached_property
     def first(self) -> "Spec":
-        """The spec of the norm whose result is added to a residual. That norm saves its input."""
+        """The spec of the norm before the residual addition. This norm always saves its input."""
         changes: dict[str, Any] = {}
         if self.norm.residual_dtype is not None:
             changes["y_dtype"] = self.norm.residual_dtype  # norm(x) has this dtype

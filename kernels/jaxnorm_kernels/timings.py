@@ -1,9 +1,9 @@
 """Times of the Triton kernels relative to XLA's, which decide whether a kernel is the default.
 
-They apply to Ampere, Ada and RTX 50 GPUs, none of which was available for timing. Instead, kernels
-were compiled and scheduled for an A100, and timed on an H100, which can run code for an A100.
-`python -m benchmarks.triton_defaults` generates the table from the committed results, and
-`tests/test_triton_defaults.py` checks that they agree.
+They decide the default on Ampere, Ada and RTX 50 GPUs. None of these GPUs was available for timing.
+Instead, kernels were compiled and scheduled for an A100, and timed on an H100, which can run code
+for an A100. `python -m benchmarks.triton_defaults` generates the table from the committed results,
+and `tests/test_triton_defaults.py` checks that they agree.
 """
 
 import dataclasses
@@ -64,7 +64,8 @@ TIMINGS: dict[str, Timing] = {
 def name_of(spec: Spec) -> str:
     """Return a call's key in `TIMINGS`, such as "softmax" or "softmax with where".
 
-    The key is the name of the public function, and the first timed option that the call uses.
+    The key is the name of the public function. If the call uses an option that changes the time,
+    such as `where`, the option is part of the key.
     """
     norm = spec.norm
     functions = {

@@ -19,8 +19,8 @@ _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 # The first version of jax-triton that accepts None for an absent array.
 _JAX_TRITON = (0, 4, 1)
 
-# Names that jax-triton imports from Triton, which has them since version 3.7. If they are missing,
-# jax-triton assumes that Triton has no NVIDIA backend.
+# Names that Triton has since version 3.7. If jax-triton cannot import them, it assumes that Triton
+# has no NVIDIA backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 

@@ -26,10 +26,11 @@ class Logits:
 
     Attributes:
       log: True for log_softmax, False for softmax.
-      scale: the factor of x in the logits z = scale x + bias.
+      scale: the factor of x in the logits z = scale * x + bias.
       queries: for a causal softmax, the number of rows of each matrix; 0 for other softmaxes.
-      mask, bias: how rows of x map to rows of the array, or None if the kernel does not take it.
-      drops: True if the mask or the causal diagonal may exclude elements.
+      mask, bias: how rows of x map to rows of the mask or bias; None if the kernel does not take
+        this array.
+      drops: True if a mask or causal diagonal may exclude elements.
       drops_zeros: True if the kernel does not read the mask, and treats elements with y = 0 as
         excluded instead.
       renormalises: True if the backward pass divides by sum(y).
@@ -81,7 +82,7 @@ def load_logits(
     cols: tl.constexpr,
     eviction: tl.constexpr = "",
 ):
-    """Return z = scale x + bias of a tile in float32, and a mask of the included elements.
+    """Return z = scale * x + bias of a tile in float32, and a mask of the included elements.
 
     Excluded elements have z = -inf.
     """
@@ -139,7 +140,7 @@ def masked(y, takes_part, logits: tl.constexpr):
 
 @triton.jit
 def scaled(dz, logits: tl.constexpr):
-    """Return the gradient of x, given the gradient dz of the logits z = scale x + bias."""
+    """Return the gradient of x, given the gradient dz of the logits z = scale * x + bias."""
     if logits.scale != 1.0:
         dz *= logits.scale
     return dz
@@ -160,10 +161,10 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def term_of_total(y, d, logits: tl.constexpr):
-    """Return the terms of a row's *total*: d y for softmax, d for log_softmax.
+    """Return the terms of a row's *total*: d * y for softmax, d for log_softmax.
 
-    The total is sum(d y) / sum(y) for softmax (without the division if sum(y) counts as 1), and
-    sum(d) for log_softmax.
+    The total of a row is sum(d) for log_softmax. For softmax, it is sum(d * y) / sum(y); if y is
+    not rounded to 16 bits, sum(y) counts as 1 and the division is left out.
     """
     return d if logits.log else d * y
 
@@ -186,8 +187,8 @@ def total_of(terms, weights, logits: tl.constexpr):
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
     """Return dz = y (d - total), or d - exp(y) total for log_softmax.
 
-    Excluded elements, whose y or exp(y) is 0, get no part of the total, because 0 times a total of
-    NaN would be NaN.
+    In excluded elements, y or exp(y) is 0. The term with the total is left out there, because the
+    total may be NaN and 0 * NaN would be NaN.
     """
     multiple = tl.exp(y) * total if logits.log else y * (d - total)
     if logits.drops or logits.drops_zeros:

@@ -10,10 +10,10 @@ For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (RMS
 With an activation after the norm, the backward pass starts from the input. It recomputes n = xh G +
 bias, and d = dy activation'(n).
 
-dh, a further cotangent of x, is added to dx before dx is rounded. For h = residual + branch_scale
-x, let t be the dx above:
+dh is a further cotangent of x. It is added to dx before dx is rounded. If the norm is applied to h
+= residual + branch_scale * x, let t be the dx above:
 
-    dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+    dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
 With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
 multiplies the norm's input, x a is normalised instead of x, and dt denotes the dx above:
@@ -172,7 +172,8 @@ def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tilin
     g, inverse, b = params
     if norm.activation is not None:
         _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
-        # Beyond the last column, the slope may be any number, so set d to 0 there.
+        # Beyond the last column, the activation's derivative `slope` may be any number, so set d to
+        # 0 there.
         d = zero_beyond(d * slope, first_col, tiling)
     dg = d * g
     if norm.from_output:

@@ -1,7 +1,7 @@
 """Shared code of the norms' kernels: compile-time parameters, scale and bias, and activations.
 
 The activations are functions of `jax.nn`. Each is computed together with its derivative, from a
-single sigmoid s(t) = 1 / (1 + exp(-t)):
+single sigmoid s(t) = 1 / (1 + exp(-t)). The columns are the activation of g and its derivative:
 
     sigmoid       s(g)              s (1 - s)
     silu          g s(g)            s + g s (1 - s)
@@ -63,7 +63,7 @@ def of(spec: Spec) -> Norm:
 
 
 def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Return how many rows of x share a row of the parameter; None if all rows share `(cols,)`."""
+    """Return the number of rows of x that share a row of `parameter`; None if all rows share it."""
     if parameter is None or parameter.ndim == 1:
         return None
     return spec.rows // parameter.shape[0]
@@ -105,7 +105,7 @@ def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
         inverse = 1.0
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
-    else:  # for float16, G may be 0; y then has no information about xh, and xh is taken as 0
+    else:  # with a float16 y, G may be 0. xh then cannot be recovered from y, and 0 is used instead
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 

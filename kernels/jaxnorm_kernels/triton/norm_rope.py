@@ -55,8 +55,9 @@ class Rotation:
 
     Attributes:
       cols: the number of columns of a row.
-      pairs: the number of pairs that are rotated; these columns come first.
-      interleaved: True if a pair is two neighbours, False if it is one column of each half.
+      pairs: the number of pairs of columns that are rotated. They are the first columns of a row.
+      interleaved: True if a pair is two adjacent columns; False if it is a column of the first half
+        and a column of the second half of the rotated columns.
       table_row: the conversion of a row index of x to a row index of the tables
         (`tiles.renumbered`).
       tile_shares: True if all rows of a tile use the same row of the tables.
@@ -322,7 +323,7 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
     """Return two tuples: G of each part of a row, and 1 / G of each part.
 
-    With `tile_rows`, the arrays have so many equal rows instead of one.
+    Each array has a single row or, if `tile_rows` is given, this number of equal rows.
     """
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:

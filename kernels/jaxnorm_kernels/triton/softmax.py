@@ -1,10 +1,10 @@
-"""Kernels of softmax and log_softmax of z = scale x + bias.
+"""Kernels of softmax and log_softmax of z = scale * x + bias.
 
 With m = max(z), d = dy, and all sums over a row:
 
     softmax      y = exp(z - m) / sum(exp(z - m))          dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))          dz = d - exp(y) sum(d)
-    both         dx = scale dz,  dbias = sum(dz) over the elements that share a value of the bias
+    both         dx = scale * dz,  dbias = sum(dz) over the elements that share a value of the bias
 
 sum(y) counts as 1, unless y is rounded to 16 bits (`Spec.renormalises`). Excluded elements have z =
 -inf and y = 0 (-inf for log_softmax), and their cotangent d counts as 0 even if it is infinite. The
@@ -177,7 +177,7 @@ def _output(z, m, s, logits: tl.constexpr):
 def _softmax_bwd_in_registers(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale dz. A program holds whole rows in registers.
+    """Store dx = scale * dz. A program holds whole rows in registers.
 
     If `sum_ptr` is not None, sum(dz) of each row is stored too.
     """
@@ -211,7 +211,7 @@ def _softmax_bwd_in_registers(
 def _softmax_bwd_looped(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale dz. Rows are loaded twice, block after block.
+    """Store dx = scale * dz. Rows are loaded twice, block after block.
 
     If `sum_ptr` is not None, sum(dz) of each row is stored too.
     """
@@ -255,7 +255,7 @@ class Programs:
       col_blocks: the number of blocks into which the columns are divided.
       bias_tiles: the number of tiles into which the rows of the bias are divided.
       splits: the number of parts into which the rows of x that share a row of the bias are divided.
-      each: the number of rows of x in such a part.
+      each: the number of rows of x in each of these parts.
       tile_shares: True if the rows of a tile share one row of the bias, False if each has its own.
     """
 
@@ -367,7 +367,7 @@ def _softmax_bwd_bias(
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx = scale dz, and the program's sums of dz over rows that share a row of the bias.
+    """Store dx = scale * dz, and the program's sums of dz over rows that share a row of the bias.
 
     If a program holds whole rows, it computes their totals, and the pointer to the totals is None.
     `sharing` is the number of rows of x that share a row of the bias. A program processes `each` of

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# The lower limit to which the maximum of a block is raised. A block may contain only -inf: its
-# exponentials relative to this limit are 0, but relative to -inf, they would be NaN.
+# The lower limit to which the maximum m of a block is raised. If a block contains only -inf, exp(x
+# - m) is then 0. With m = -inf, it would be NaN, because -inf - -inf is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -149,7 +149,7 @@ class Operand:
 
 
 def operand_of(shared: Shared | None) -> Operand:
-    """Convert a mapping of rows to a form that kernels take as a compile-time constant."""
+    """Convert a `Shared` to an `Operand`, which a kernel takes as a compile-time constant."""
     assert shared is not None  # `why_unsupported` refuses calls without this mapping of rows
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}

@@ -6,7 +6,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import cross_entropy, kl_divergence, log_probs, norm, norm_rope, softmax
 from jaxnorm_kernels.xla.formulas import Formulas
 
-#: The formulas of each operation that `operations.OPERATIONS` lists.
+#: Maps the name of each operation in `operations.OPERATIONS` to its `Formulas`.
 FORMULAS: dict[Op, Formulas] = {
     **softmax.FORMULAS,
     **cross_entropy.FORMULAS,

@@ -5,8 +5,8 @@ Cross-entropy
 
 For a row of V logits x with label l, let a = label_smoothing and b = z_loss. Sums with targets are
 over all columns, other sums over the unmasked columns. With a scale or a cap, the logits are z = f
-g(x) instead of x (see `label_sums`): `f_times` computes differences of z from differences of g(x),
-and `times_slope` applies dz / dx:
+* g(x) instead of x, where f is a factor and g is the identity or a tanh (see `label_sums`).
+`f_times` multiplies differences of g(x) by f, and `times_slope` multiplies by dz / dx:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
@@ -214,7 +214,7 @@ def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
     return column
 
 
-#: An exponent so low that its exponential is 0 even in float64.
+#: A negative number whose exponential is 0 even in float64.
 _NO_TERM = -1e4
 
 
@@ -303,7 +303,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 
 
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Return log(p) + H, which is log(p) minus its mean, or 0 where p is 0.
+    """Return log(p) + H, or 0 where p is 0. H is the entropy, -sum(p * log(p)).
 
     The argument `x` is g(x), as in `probabilities`.
     """

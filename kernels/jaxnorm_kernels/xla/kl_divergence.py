@@ -57,7 +57,7 @@ _SMALL = 1.0
 
 
 class _Logits(NamedTuple):
-    """Logits z = factor g, where g is x or, if the logits have a cap, tanh(scale x / cap).
+    """Logits z = factor * g, where g is x or, if the logits have a cap, tanh(scale * x / cap).
 
     Attributes:
       slope: the derivative dz / dx.
@@ -144,10 +144,10 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """The depths z - max(z) of logits z = factor g. They are the product of both fields.
+    """The depths z - max(z) of logits z = factor * g, as two factors: `below` and `factor`.
 
     Attributes:
-      below: g - max(g), where the maximum is that of the row.
+      below: g - max(g), where max(g) is the maximum of each row.
       factor: the factor of g.
     """
 
@@ -197,8 +197,8 @@ class _Distributions(NamedTuple):
     Attributes:
       q: the probabilities of the student.
       weight: the derivative of the divergence with respect to the student's logits z.
-      slope: the derivative dz / dx; a number if the logits have no cap.
-      takes_part: True for unmasked entries of rows that have an entry.
+      slope: the derivative dz / dx. It is an array, or a number if the logits have no cap.
+      takes_part: a boolean array, True for unmasked entries of rows that have an entry.
     """
 
     q: jax.Array

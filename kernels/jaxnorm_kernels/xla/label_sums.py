@@ -67,7 +67,10 @@ def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return f times a difference of g(x). This is the difference of the logits z = f g(x)."""
+    """Return f * `difference`.
+
+    For a difference of two values of g(x), this is the difference of the logits z = f * g(x).
+    """
     return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
 
 

@@ -5,10 +5,11 @@
     y_i      = -(m - x_{l_i}) - log(s)
     dx       = sum_i a_i [j = l_i] - sum(a) p - b p (log(p) + H)
 
-a_i and b are the cotangents of y_i and of the entropy H. log(s) is computed as in `cross_entropy`,
-with the column of the largest logit in the role of the label. So the log-probability of a nearly
-certain label is accurate. If a label is not a column of the row, its y_i is NaN. The gradient of
-the row is then NaN too, unless the cotangent a_i is 0.
+[j = l_i] is 1 in column l_i and 0 elsewhere. a_i is the cotangent of y_i, and b is the cotangent of
+the entropy H. log(s) is computed as in `cross_entropy`, but the column of the largest logit takes
+the role of the label. So the log-probability of a nearly certain label is accurate. If a label is
+not a column of the row, its y_i is NaN. The gradient of the row is then NaN too, unless the
+cotangent a_i is 0.
 """
 
 import functools
@@ -26,8 +27,8 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# Two methods add the cotangents of a row's labels to the gradient. Up to this number of labels,
-# every column is compared with every label. With more labels, a scatter is used, unless rows are
+# The largest number of labels per row for which every column is compared with every label, to add
+# the cotangents of the labels to the gradient. For more labels, a scatter is used, unless rows are
 # sharded.
 _COMPARED = 32
 

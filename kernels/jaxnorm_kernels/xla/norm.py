@@ -15,9 +15,9 @@ With an activation, let n = xh G + bias. Then y = activation(n), and d = dy acti
 
 With a residual, three forms exist: y = norm(h) with h = x + residual, y = residual + norm(x), or y
 = norm(h) with h = residual + norm(x). h may have a separate cotangent dh, which is added to the dx
-of norm(h). With h = residual + branch_scale x, let t be the sum of this dx and dh:
+of norm(h). With h = residual + branch_scale * x, let t be the sum of this dx and dh:
 
-    dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+    dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
 With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
 multiplies the norm's input, t = x a is normalised instead of x. Let th be the normalised t, and dt
@@ -186,7 +186,7 @@ def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Opera
 
 
 def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """Compute h = residual + branch_scale x, y = norm(h)."""
+    """Compute h = residual + branch_scale * x, y = norm(h)."""
     return add_norm_fwd(operands._replace(x=_scaled(operands.x, operands, spec)), spec)
 
 
@@ -230,7 +230,7 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
-    """Compute y = norm(x) activation(gate), or norm(x activation(gate))."""
+    """Compute y = norm(x) * activation(gate), or norm(x * activation(gate))."""
     x, a = operands.x.astype(spec.compute_dtype), _activation(spec)(operands.gate)
     of = x if spec.norm.norm_before_gate else x * a
     y, stats = normalised(of, operands.scale, None, spec.last)
@@ -289,7 +289,7 @@ def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
 
 
 def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
-    """Return the product branch_scale x in the arithmetic dtype."""
+    """Return the product branch_scale * x in the arithmetic dtype."""
     scale = of.branch_scale.astype(spec.compute_dtype)
     return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
@@ -323,7 +323,7 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
 def normalised(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
-    """Return y in the arithmetic dtype, and the statistics that the spec requests."""
+    """Return y in the arithmetic dtype, and a tuple of the statistics that the spec requests."""
     x = x.astype(spec.compute_dtype)
     mean = row_mean(x, spec) if spec.norm.subtract_mean else None
     centred = x if mean is None else x - mean
@@ -346,7 +346,7 @@ def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
 def _recovered(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
-    """Return G, x_hat, the statistics and, if the output is saved, z = x_hat G.
+    """Return G, x_hat, the statistics and, if the output is saved, z = x_hat * G.
 
     The statistics have size 1 for the normalised axes.
     """

@@ -16,7 +16,7 @@ def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return `row_sum` of each array, with a single all-reduce for all of them."""
+    """Return the `row_sum` of each array. A single all-reduce adds up the shards of all arrays."""
     return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
 
 
@@ -73,7 +73,7 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """Return True for each row with an unmasked entry; `like` has the shape and type of x.
+    """Return True for each row with an unmasked entry. `like` is x, or an array like x.
 
     Inside `jax.shard_map`, `lax.psum` over several mesh axes requires that its operand varies over
     all of them. A mask that is broadcast along a sharded axis is equal on all shards and does not

@@ -1,12 +1,12 @@
 """softmax and log_softmax over ``spec.axes``, with a backward pass from the output.
 
-For z = scale x + bias, m = max(z) and d = dy, with all sums over a row:
+For z = scale * x + bias, m = max(z) and d = dy, with all sums over a row:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
-    both         dx = scale dz,  dbias = sum(dz) where the bias is broadcast
+    both         dx = scale * dz,  dbias = sum(dz) where the bias is broadcast
 
-softmax's Jacobian is symmetric: if t is the tangent of z, the tangent of y is y (t - sum(t y) /
+softmax's Jacobian is symmetric: if t is the tangent of z, the tangent of y is y * (t - sum(t * y) /
 sum(y)). sum(y) counts as 1, unless y is rounded to 16 bits (`Spec.renormalises`).
 
 An entry is masked if ``mask`` is False for it, or if ``causal`` is set and it is beyond the
@@ -122,7 +122,7 @@ def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) ->
 
 
 def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
-    """Return the tangent of the logits z = scale x + bias."""
+    """Return the tangent of the logits z = scale * x + bias."""
     y, scale = residuals.saved, scale_of(residuals.logits_scale, spec)
     dx, dbias = tangents.x, tangents.logits_bias
     terms = [] if dx is None else [times(dx.astype(spec.compute_dtype), scale)]
@@ -132,7 +132,7 @@ def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
 
 
 def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
-    """Return the gradients of x and of the bias, given the gradient dz of z = scale x + bias.
+    """Return the gradients of x and of the bias, given the gradient dz of z = scale * x + bias.
 
     The bias's gradient is summed over the axes along which the bias is broadcast.
     """

@@ -51,7 +51,7 @@ def exp2(x: jax.Array) -> jax.Array:
 
 
 def exp_of_term(x: jax.Array, times: float = 1.0) -> jax.Array:
-    """Return exp(times x) for arguments <= 0, in one multiplication and one more instruction.
+    """Return exp(`times` * x) for exponents <= 0, by one multiplication and one `exp2`.
 
     Use it only for the terms of a sum whose largest term is 1. The relative error is larger for
     small terms, which matter less in that sum.
