@@ -41,7 +41,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The two training steps that the bar compares: the jaxnorm step, the plain JAX step."""
+        """The two training steps that the bar compares: the step with jaxnorm comes first."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),

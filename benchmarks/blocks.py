@@ -1,4 +1,4 @@
-"""Blocks: a norm or softmax together with a model's elementwise work before and after it.
+"""Blocks: a norm or softmax with the elementwise operations of a model before and after it.
 
 XLA cannot fuse a kernel with the operations around it. So a kernel is timed as part of a block, and
 compared with plain JAX code of the same block, which a compiler can fuse. To add a block, add an
@@ -43,7 +43,7 @@ HEADS: tuple[Shape, ...] = (
 TABLES = ("cos", "sin")
 #: Shapes of gated norms: each row is a head, as in gated delta nets, or a whole hidden state.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
-#: The number of groups of channels that GroupNorm normalises.
+#: The number of groups into which GroupNorm divides the channels.
 CHANNEL_GROUPS = 32
 
 
@@ -58,7 +58,8 @@ class Block:
       gradients: names of the operands of x's shape whose gradients are separate arrays. A residual
         that is added to x is not listed: its gradient is the same array as the gradient of x.
       parameters: names of the norms' scales and biases.
-      operands: names of the operands that have x's shape, or broadcast to it; `where` is boolean.
+      operands: names of the operands that have x's shape, or broadcast to it. The operand `where`
+        is boolean.
       broadcast: maps the name of an operand that has size 1 along one axis to that axis.
       shapes: the shapes of x with which the block is measured.
       axis: the normalised axis.
@@ -157,7 +158,8 @@ BLOCKS: dict[str, Block] = {
     "biased_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "bias"), gradients=("x", "bias"), broadcast={"bias": 0}
     ),
-    # Softmaxes whose axis is not the last: over queries, and over the channels of images.
+    # Two operations whose normalised axis is not the last: a softmax over the queries of attention,
+    # and a LayerNorm over the channels of images.
     "column_softmax": dataclasses.replace(_SOFTMAX, shapes=((8, 4096, 4096),), axis=-2),
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1

@@ -133,7 +133,7 @@ class KernelWorkload(Workload):
         return lambda *operands: call(implementation, spec, *operands)[:results]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
-        """Return random operands of realistic size. GPUs would compress constant arrays."""
+        """Return random operands with realistic values. GPUs would compress constant arrays."""
         keys = iter(jax.random.split(jax.random.key(seed), 8))
         spec, backward = self.spec, self.direction == "bwd"
 
@@ -194,7 +194,7 @@ class LinearKernelWorkload(LinearWorkload):
         )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Return random operands of realistic size, because a GPU's clock depends on the values."""
+        """Return random operands with realistic values. A GPU's clock depends on the values."""
         keys = jax.random.split(jax.random.key(seed), 3)
         (x, dtype), (weight, _, deviation) = self.row_operands
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]

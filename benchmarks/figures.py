@@ -95,7 +95,7 @@ def _question(row: Row, kind: type[Any]) -> Question:
 
 
 def of_products(rows: Iterable[Row]) -> Figures:
-    """Return the times and speeds of matmuls, by workload and provider; see `figures`.
+    """Return the times and speeds of matmuls, by workload and provider; see `of`.
 
     `roof` is computed from the time of XLA's matmul alone (jnp); it is NaN if that was not
     measured.

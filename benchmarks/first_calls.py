@@ -16,7 +16,7 @@ Figures = dict[str, float | None]
 
 
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
-    """Measure the compile time of a cell, and return a function that returns it.
+    """Measure the compile time of a cell, and return a function that returns this time.
 
     In other suites, a function with this name compiles a cell, and the returned function measures
     it. In this suite, the compilation itself is measured, so the returned function only returns the

@@ -1,8 +1,8 @@
 """Plots of results.
 
 * Norms and softmaxes: GB/s against the row length N. There is a panel for each operation and
-  direction, and a line for each provider. Odd row lengths, which are no multiple of a 16-byte
-  vector, are hollow markers next to the lines.
+  direction, and a line for each provider. Rows whose length is not a multiple of 16 bytes have
+  hollow markers, which are not part of the lines.
 * Matmuls: one panel shows TFLOP/s against the size of square matmuls, another panel shows TFLOP/s
   of the matmuls that occur in models.
 * Training steps: for each model, bars of time, bars of memory, and curves of the loss.
@@ -205,7 +205,7 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # keeps names in order if a provider is missing
+        axes.xaxis.update_units(names)  # fix the order: a provider may lack names
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)

@@ -143,7 +143,7 @@ class _Worker:
 
     def send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `answer` reports a dead process
+        with contextlib.suppress(BrokenPipeError):  # if the process has died, `answer` reports it
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 

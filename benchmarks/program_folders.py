@@ -21,8 +21,8 @@ GPUS = {
     "h100": (90, 132, 227 * 1024),
 }
 
-#: A side is a group of processes. The processes of these sides run compiled Triton kernels. The
-#: values are names in `GPUS`: the GPU for which the kernels were compiled.
+#: A side is a group of processes. The processes of the sides in this dict run compiled Triton
+#: kernels. The values are names in `GPUS`: the GPU for which the kernels were compiled.
 SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
 
 ABOUT = "about.json"

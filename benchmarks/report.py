@@ -204,7 +204,8 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
-# For each suite with plots, what the plots show, and the function that draws them.
+# Maps each suite with plots to two things: text on what a plot shows, and the function that draws
+# it.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("Bandwidth against the length of a row", plots.kernels),
     "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),

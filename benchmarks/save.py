@@ -3,8 +3,9 @@
     python -m benchmarks.save errors
     python -m benchmarks.save memory
 
-`errors`: relative errors ||a - b|| / ||b|| of dx and dscale over 256 rows of 1024. The reference is
-JAX's autodiff of the plain formula in float64, at the exact values of the inputs.
+`errors`: relative errors ||a - b|| / ||b|| of dx and dscale for 256 rows of 1024 elements, where b
+is the reference. The reference is JAX's autodiff of the plain formula in float64, at the exact
+values of the inputs.
 
 `memory`: temp memory that XLA plans for the gradients of 12 layers with RMSNorms. It is given per
 layer, in multiples of one activation, which has tokens x width (T*d) elements. In a pre-norm block,

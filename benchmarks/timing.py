@@ -58,7 +58,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 
 @functools.cache
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile two functions: one makes an array, the other copies an array of this size.
+    """Compile two functions: one makes an array, the other copies this array.
 
     The copy loads and stores `size` bytes in all.
     """
@@ -70,7 +70,10 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """Return the timing of XLA's copy of `size` / 2 bytes, the roofline bound for `size` bytes."""
+    """Return the timing of a copy by XLA that loads and stores `size` bytes in all.
+
+    It is the roofline bound for a call that loads and stores as many bytes.
+    """
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
     return copied.times(calls.words_for(size)[1])

@@ -154,7 +154,10 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
 
 
 def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
-    """Return a call's peak memory besides operands and results, or None without a GPU."""
+    """Return the temp memory of a call, or None without a GPU.
+
+    It is the peak memory during the call minus the memory of operands and results.
+    """
     if DEVICE == "cpu":
         return None
     synchronize()
@@ -162,7 +165,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # before this point, the results must exist, so that they are not counted as temp
+    del results  # kept until here, so that results are not counted as temp
     return temp
 
 

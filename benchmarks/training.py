@@ -230,9 +230,9 @@ def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) ->
 
 
 def _on_the_line(values: Mapping[int, int], limit: int) -> int:
-    """Return the n at which a line through two known values reaches the limit.
+    """Return the n at which a line through two of the known values reaches the limit.
 
-    These are the two known values closest to the limit.
+    These two values are the closest to the limit.
     """
     (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
     return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))

@@ -108,12 +108,12 @@ def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
 
 
 def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """Return a matmul that saves no other arrays for its backward pass than its operands.
+    """Rematerialise a matmul: return a function that saves only the operands of `product`.
 
     The operands are saved in any case, because other functions need them. Without `jax.checkpoint`,
-    a scan would save two copies besides: the weight cast to x's dtype, and the attention result
-    reshaped to (B, S, H * D). prevent_cse is False, so that XLA may use the values of the forward
-    pass in unrolled layers.
+    a scan would also save the arrays that `product` computes from them: the weight cast to x's
+    dtype, and the attention result reshaped to (B, S, H * D). prevent_cse is False, so that XLA may
+    use the values of the forward pass in unrolled layers.
     """
     return jax.checkpoint(product, prevent_cse=False)
 

@@ -179,7 +179,7 @@ class ShapedWorkload(abc.ABC):
 
 
 class FewParameters(ShapedWorkload):
-    """A workload whose parameters, if any, are too small to count in its memory traffic.
+    """A workload whose memory traffic is counted without its parameters, because they are small.
 
     The backward pass is assumed to read the same arrays as the forward pass.
     """

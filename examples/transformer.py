@@ -79,7 +79,7 @@ class Variant:
       label: the variant's name in tables.
       norm: the class of the norms.
       attention_fn: the attention function.
-      cross_entropy: the loss: optax's, or jaxnorm's, which has the same arguments.
+      cross_entropy: the loss function of optax or of jaxnorm. Both take the same arguments.
       gelu_dense: the class of the MLP's activation and second layer.
     """
 

@@ -1,7 +1,7 @@
 """The compared libraries, called providers: a table, and an adapter module for each.
 
-An adapter has ``function(name, op, y_dtype)``. It returns a differentiable function that uses the
-library's public API, and that returns y, or several results in a tuple. This function takes
+An adapter has ``function(name, op, y_dtype)``. It returns another function, which is differentiable
+and uses the library's public API. That function returns y, or a tuple of several results. It takes
 
 * for a norm: x, scale and bias
 * for a block: the operands with rows (x, residual, ...), then the parameters

@@ -19,7 +19,7 @@ LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
 NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]
 
-#: dtypes that every function takes and returns.
+#: The float dtypes that every function supports.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 #: Row statistics that the derivative needs. Each is an array ``(rows,)`` in the arithmetic dtype.
@@ -565,7 +565,7 @@ class Spec:
 
     @functools.cached_property
     def norms(self) -> list["Spec"]:
-        """The specs of a call's norms, in order."""
+        """The specs of a call's norms, in the order in which the forward pass computes them."""
         each = {"first": lambda: self.first, "last": lambda: self.last}
         return [each[name]() for name in self.operation.norms]
 

@@ -22,7 +22,8 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
     why_unsupported,
 )
 
-# The functions that run each family of operations. Some operations have separate functions.
+# The functions that run the passes. A key is an operation or, for all other operations of a family,
+# the name of the family.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

@@ -1,4 +1,4 @@
-"""The logits of a softmax's kernels: loading x, masks and biases, and excluding elements.
+"""The logits in the softmax kernels: loading x, masks and biases, and excluding elements.
 
 A mask or a bias that is broadcast to x's rows is loaded as it is, without expanding it in memory
 (see `tiles.Operand`). A causal softmax loads vectors of 16 elements. It skips a vector that lies

@@ -222,7 +222,7 @@ def _norm_bwd(
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx = r (d G - c1 - xh c2) + dh, and the sums of d xh and d over the program's rows.
+    """Store dx, and the program's partial sums of dscale and dbias; see the module docstring.
 
     If a program holds whole rows, it computes c1 and c2, and the pointers to them are None.
     `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
@@ -353,7 +353,10 @@ def _norm_bwd_row_means(
     gate: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Compute c2 (and c1 of LayerNorm) of rows that are too wide for registers."""
+    """Compute c2 and, for LayerNorm, c1 of rows that are too wide for registers.
+
+    Both are means over a row; see the module docstring.
+    """
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)

@@ -221,7 +221,7 @@ def _norm_rope_bwd(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx, and the sum of d xh over the program's rows.
+    """Store dx, and the sum of d * xh over the program's rows (see the module docstring).
 
     A program processes rows of one group only, since each group of rows may have its own scale.
     """
@@ -274,7 +274,7 @@ def _norm_rope_bwd(
 
 @triton.jit
 def _rotated(parts, cos, sin):
-    """Return the rotation of rows, given as parts. With -sin for sin, this is its transpose."""
+    """Rotate rows, given as parts. With -sin in place of sin, this is the transposed rotation."""
     a, b = parts[0], parts[1]
     rotated = (a * cos - b * sin, b * cos + a * sin)
     rotated += parts[2:]

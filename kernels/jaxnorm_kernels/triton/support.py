@@ -1,4 +1,4 @@
-"""Reasons why Triton kernels cannot run a call, and why XLA runs it by default: two tables."""
+"""Two tables of reasons: why Triton kernels cannot run a call, and why XLA runs it by default."""
 
 import functools
 import importlib

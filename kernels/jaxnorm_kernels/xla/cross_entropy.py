@@ -4,9 +4,9 @@ Cross-entropy
 -------------
 
 For a row of V logits x with label l, let a = label_smoothing and b = z_loss. Sums with targets are
-over all columns, other sums over the unmasked columns. With a scale or a cap, the logits are z = f
-* g(x) instead of x, where f is a factor and g is the identity or a tanh (see `label_sums`).
-`f_times` multiplies differences of g(x) by f, and `times_slope` multiplies by dz / dx:
+over all columns, other sums over the unmasked columns. The logits are x or, with a scale or a cap,
+z = f * g(x); `label_sums` defines f and g. `f_times` multiplies differences of g(x) by f, and
+`times_slope` multiplies by dz / dx:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V

@@ -51,8 +51,9 @@ from jaxnorm_kernels.xla.reductions import (
     row_sums,
 )
 
-# For |u| up to this number, e_Q - e_P is computed as e_P expm1(-u). For larger |u|, subtracting
-# both numbers is accurate, and the two factors of the product might underflow or overflow.
+# The symbols are explained in the module docstring. For |u| up to this number, e_Q - e_P is
+# computed as e_P * expm1(-u). For larger |u|, subtracting both numbers is accurate, and the two
+# factors of the product might underflow or overflow.
 _SMALL = 1.0
 
 

@@ -60,7 +60,10 @@ def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
 
 
 def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return g: tanh(a x / c) in the arithmetic dtype or, without a cap, x in its own dtype."""
+    """Return the value of g at the logits x (see the module docstring).
+
+    It is tanh(scale * x / cap) in the arithmetic dtype or, without a cap, x in its own dtype.
+    """
     if spec.loss.logit_softcap is None:
         return x
     return jnp.tanh(x.astype(spec.compute_dtype) * (scale / spec.loss.logit_softcap))
@@ -88,9 +91,10 @@ def times(v: jax.Array, factor: Scale) -> jax.Array:
     return v if isinstance(factor, float) and factor == 1 else factor * v
 
 
-# Limits for the number of elements of a lane, the exponent of its preferred size, and the smallest
-# number of lanes. Shorter lanes need more copies of m; longer ones make the gather slow. Measured
-# optima on x86 with 2 cores: 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
+# A row is reshaped to a matrix whose columns are called lanes. These are limits for the number of
+# elements of a lane, the exponent of its preferred size, and the smallest number of lanes. Shorter
+# lanes need more copies of m; longer lanes make the gather slow. Measured optima on x86 with 2
+# cores: 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
 _SHORTEST, _EXPONENT, _LONGEST, _LANES = 8, 0.3, 2048, 32
 
 
@@ -167,7 +171,7 @@ def shares_exponentials(spec: Spec) -> bool:
 def exponentials_but_label(
     x: jax.Array, m: jax.Array, label: jax.Array, scale: Scale, spec: Spec
 ) -> jax.Array:
-    """Return the exponentials exp(f (x - m)), with 0 in column `label` of each row."""
+    """Return the exponentials exp(f * (x - m)), with 0 in column `label` of each row."""
     e = jnp.exp(f_times(x - m, scale, spec))
     # jnp.put_along_axis does not support a symbolic number of rows.
     rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]

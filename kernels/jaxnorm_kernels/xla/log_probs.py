@@ -27,8 +27,8 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# The largest number of labels per row for which every column is compared with every label, to add
-# the cotangents of the labels to the gradient. For more labels, a scatter is used, unless rows are
+# Two methods add the cotangents of the labels to the gradient: comparing every column with every
+# label, and a scatter. The scatter is used if a row has more labels than this number and is not
 # sharded.
 _COMPARED = 32
 

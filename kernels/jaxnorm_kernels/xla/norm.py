@@ -70,7 +70,7 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
     """Return z / g, or 0 where g is 0.
 
-    G can be 0 only if it has no lower limit, as for float16.
+    g is scale + scale_offset. It can be 0 only if it has no lower limit, as for float16.
     """
     zero = g == 0
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
@@ -85,7 +85,7 @@ def _floor(g: jax.Array, floor: float) -> jax.Array:
 def _floor_jvp(
     floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a tangent of NaN where |g| is below the floor.
+    """Return a tangent of NaN where |g| is below `floor`, the lower limit of |g|.
 
     Only second derivatives use this rule. Below the floor, they cannot be computed: the cotangent
     of the saved y is the sum of an ordinary term and a huge term of size x_hat / floor, and the

@@ -128,7 +128,8 @@ def _axes_of_parameter(
     The first list is in the order of the parameter's axes.
 
     The last axes of the parameter are the normalised axes. Its leading axes, if any, distinguish
-    groups of rows. They are aligned to the last of the other axes, as in numpy's broadcasting.
+    groups of rows. They are aligned with the last of the other axes of `like`, as in numpy's
+    broadcasting.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]
@@ -137,6 +138,6 @@ def _axes_of_parameter(
 
 
 def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Return True if `like` is 2D and the parameter has a row for each group of its rows."""
+    """Return True if `like` is 2D and each group of its rows has a separate row of `parameter`."""
     in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
     return in_rows and parameter.shape[0] not in (1, spec.rows)

@@ -6,8 +6,9 @@ For z = scale * x + bias, m = max(z) and d = dy, with all sums over a row:
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
     both         dx = scale * dz,  dbias = sum(dz) where the bias is broadcast
 
-softmax's Jacobian is symmetric: if t is the tangent of z, the tangent of y is y * (t - sum(t * y) /
-sum(y)). sum(y) counts as 1, unless y is rounded to 16 bits (`Spec.renormalises`).
+dbias is summed over the axes along which the bias is broadcast. softmax's Jacobian is symmetric: if
+t is the tangent of z, the tangent of y is y * (t - sum(t * y) / sum(y)). sum(y) counts as 1, unless
+y is rounded to 16 bits (`Spec.renormalises`).
 
 An entry is masked if ``mask`` is False for it, or if ``causal`` is set and it is beyond the
 diagonal. The result is the softmax of a row's unmasked entries. For masked entries, y is 0
