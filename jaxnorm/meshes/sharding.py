@@ -26,8 +26,8 @@ class Shards(NamedTuple):
 
     Attributes:
       operands, results: the `PartitionSpec` of each array.
-      run: function that takes one device's shards of the operands, and returns those of the
-        results.
+      run: function that takes one device's shards of the operands, and returns the device's shards
+        of the results.
     """
 
     operands: tuple[PartitionSpec, ...]
@@ -328,12 +328,11 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """Return the mesh of arrays with these types if it has Explicit axes, otherwise None.
+    """Return the mesh of arrays with these types, or None if the mesh has no Explicit axes.
 
-    A replicated array's type has the mesh, although its sharding names none of the mesh axes. The
-    type of an array that is not committed to a device has no mesh; the mesh that `jax.set_mesh` has
-    set applies then. On a mesh with Explicit axes, XLA chooses no sharding, and the partitioning
-    rules in `auto_axes` do not work.
+    The type of a replicated array includes the mesh, although the sharding uses none of the mesh
+    axes. The type of an array that is not committed to a device includes no mesh. If no type
+    includes a mesh, the mesh that `jax.set_mesh` has set is used.
     """
     mesh = mesh_of(avals)
     if mesh.empty:
@@ -360,7 +359,7 @@ def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
 def explicit_axes(mesh: Any) -> set[str]:
     """Return the argument ``axis_names`` that makes `jax.shard_map` map over the Explicit axes."""
     if mesh.are_all_axes_explicit:
-        return set()  # `jax.shard_map` then maps over all axes except those used by `jax.vmap`.
+        return set()  # an empty set means all axes, except those that `jax.vmap` uses
     return {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
 
 
