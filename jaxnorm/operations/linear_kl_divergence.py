@@ -35,7 +35,7 @@ def linear_kl_divergence(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Kullback-Leibler divergence between the outputs of two linear layers, without their logits.
+    r"""Kullback-Leibler divergence of two linear layers' outputs, without storing all logits.
 
     The result is a reduction of :func:`kl_divergence` for the student's logits ``x @ weight +
     bias`` and the teacher's logits ``teacher_x @ teacher_weight + teacher_bias``. Only the logits
