@@ -9,8 +9,8 @@ rematerialisation rule. The rule consists of two functions::
 
     forward     call(*primals)       runs the forward pass, names its residuals, and saves the
                                      residuals that the policy accepts
-    backward    restored(*primals)   returns the results again; their derivative is that of the
-                                     call, computed from the saved residuals
+    backward    restored(*primals)   returns the results again; their derivative is computed
+                                     from the saved residuals
 """
 
 import functools

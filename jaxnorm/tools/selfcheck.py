@@ -88,7 +88,7 @@ def _norm(function: str) -> tuple[Case, ...]:
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
-    """Return the cases of a norm with a rotation, of all columns and of half of them."""
+    """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
     _, length, _, cols = _HEADS
 
     def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
@@ -240,7 +240,7 @@ def _pool() -> Executor:
 
 
 def _start(platform: str) -> None:
-    """Initialise a worker process, which raises an error if JAX does not find `platform`."""
+    """Initialise a worker process so that it raises an error if JAX does not find `platform`."""
     jax.config.update("jax_platforms", platform)
 
 
@@ -291,7 +291,7 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return a case's operands in `dtype`, and its operands and cotangents in float64, by name."""
+    """Return a case's arrays in `dtype`, and its operands and its cotangents in float64."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
@@ -313,9 +313,9 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: transformation of the function that runs both passes, for tests under `jax.vmap` or on a
-        mesh.
-      read: function that extracts the original array from an array of the transformed function.
+      form: function that wraps the function that runs both passes, for tests under `jax.vmap` or on
+        a mesh.
+      read: function that extracts the original result from a result of the wrapped function.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)

@@ -97,10 +97,10 @@ CALLS = (
 
 
 def report() -> str:
-    """Return a table of times of jaxnorm's default and of plain JAX, forward plus backward.
+    """Return a table that compares the times of jaxnorm's default and of plain JAX.
 
-    For calls that Triton runs by default, the last column has the earlier measured speed-up that
-    made Triton the default.
+    A time includes the forward and the backward pass. If Triton runs a call by default, the last
+    column has the speed-up that made Triton the default, as it was measured earlier.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # Compile all programs before the first timing.
