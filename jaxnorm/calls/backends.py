@@ -2,7 +2,7 @@
 
 The user may request an implementation by ``implementation=`` or by an environment variable.
 Otherwise, the default applies: the first kernel implementation of the platform that supports the
-call and is not known to be slower than XLA, or xla (plain JAX).
+call and is not known to be slower than XLA. If there is none, the default is xla (plain JAX).
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ class RowView:
         are broadcast. `()` if the call has none.
       table: shape of the cos and sin tables: x's shape, with 1 where they are broadcast. The last
         axis has one value for each pair of columns.
-      candidates: ``(k,)`` if each row has k labels; `()` if it has one.
+      candidates: ``(k,)`` if each row has k labels; `()` if it has one label.
     """
 
     shape: tuple[int, ...]
@@ -158,7 +158,7 @@ class RowView:
 
         The strided view is ``(outer, cols, inner)``. Such a parameter varies along the inner axis,
         and is broadcast along the columns. The outer axis is divided into n groups of consecutive
-        indices, and the parameter has other values for each group.
+        indices, and each group has its own values.
         """
         if self.strided is None:
             return None

@@ -130,7 +130,7 @@ class Layout:
 
 
 def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-    """Return the sharding of a call's arrays, derived from that of its first operand, x.
+    """Return the sharding of a call's arrays, derived from the sharding of x, the first operand.
 
     ``run(call, *arrays)`` computes the call on one device's shards. Rows are independent of each
     other. A parameter's gradient is summed over all devices whose rows use the parameter. If the
@@ -165,7 +165,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     """Return Shardy's sharding rule for a call: axis i of x is named `xi` in all arrays.
 
     Parameters are small, so every device gets them unsharded, and their sharding does not affect
-    that of x. Their gradients have separate axis names, so that they can be sharded in any way.
+    the sharding of x. Their gradients have separate axis names, so that they can be sharded in any
+    way.
     """
     places = itertools.count()
 

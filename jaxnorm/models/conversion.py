@@ -59,7 +59,7 @@ def are_known(parameters: Iterable[Any]) -> bool:
 def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
     """Return the reason why a norm with these parameters must save its input, not its output.
 
-    The result is None if it need not, or if the parameters' values are unknown.
+    The result is None if it may save its output, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if the norm has one, bias.
@@ -145,8 +145,8 @@ def subclass(module: Any, base: type, package: str) -> str:
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
     """Return the class in `bases` whose conversion applies to the class `kind`, or None.
 
-    The result is `kind` itself if it is in `bases`. If `kind` is a subclass with an empty body, the
-    result is that of its base class. If `kind` overrides code, the result is None.
+    The result is `kind` itself if it is in `bases`. If `kind` is a subclass with an empty body, its
+    base class is examined in the same way. If `kind` overrides code, the result is None.
     """
     bases = set(bases)
     while kind not in bases:
@@ -263,7 +263,7 @@ class Calls:
         return path in self.applied or path in self.left
 
     def note(self, kind: type, path: str) -> None:
-        """Record a module of a class that the user defines if the class's name ends in "norm"."""
+        """Record a module if its class is the user's and the class's name ends in "norm"."""
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
         if is_own and kind.__name__.lower().endswith("norm"):

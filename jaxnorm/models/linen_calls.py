@@ -168,7 +168,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree; add those that must save x to `reasons`."""
+        """Yield the paths of the norms in a tree; add norms that must save x to `reasons`."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -247,7 +247,7 @@ class Seen:
         """At the end of a context, log the norms that were not converted as requested.
 
         If no norm was called at all, log a warning about that. `settings` are the settings of the
-        context, and `around` those of the enclosing context, or None.
+        context. `around` are the settings of the enclosing context; None if there is none.
         """
         if around is not None:
             # The enclosing context had this one inside it, so it must not warn that it was empty.

@@ -255,7 +255,7 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
 def _by_function(
     function: Function, product: Product, dtype: np.dtype, h: jax.Array, weight: Any
 ) -> jax.Array:
-    """Return ``product(h, weight)``, after casting h and the floats of weight to `dtype`."""
+    """Return ``product(h, weight)``, after casting h and weight's float arrays to `dtype`."""
     weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
     y = product(h.astype(dtype), weight)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):

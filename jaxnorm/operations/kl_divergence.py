@@ -145,7 +145,7 @@ def divergence_call(
 ) -> Call:
     """Check the options and return the forward call.
 
-    `shape` is the shape of the logits, and `mask` that of the mask of classes, or None.
+    `shape` is the shape of the logits. `mask` is the shape of the mask of classes, or None.
     """
     view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)

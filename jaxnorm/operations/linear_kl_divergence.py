@@ -173,7 +173,7 @@ def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
     """Check the options that depend on the arrays; raise ValueError if one is wrong.
 
     An error is raised if a number is not finite in the arithmetic dtype, or if the implementation
-    that the user requested cannot run a chunk. `types` has the arrays by name.
+    that the user requested cannot run a chunk. `types` has the arrays, or their types, by name.
     """
     x, weight = types["x"], types["weight"]
     factors, dtype = head.dtypes(x.dtype, weight.dtype)

@@ -265,7 +265,7 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 
 
 def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
-    """Return y, computed by the three steps of the module's docstring.
+    """Return y, computed in the three steps that the module's docstring lists.
 
     `names` are the names of the arrays: x, weight and, if present, scale and bias.
     """
@@ -317,8 +317,8 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y, computed by the Mosaic kernel that fuses the norm and the matmul.
 
-    This is used only if the user requests the implementation "mosaic". The derivative is that of
-    `_composed`. Lowering for a platform without the kernel raises ValueError.
+    This is used only if the user requests the implementation "mosaic". The derivative is computed
+    as in `_composed`. Lowering for a platform without the kernel raises ValueError.
     """
     return _kernel(norm, layer, names)(*arrays)
 

@@ -252,7 +252,7 @@ def attention_weights(
     causal: bool,
     precision: Any,
 ) -> jax.Array:
-    """Return the weights of attention: the softmax over the keys of scale query key^T + bias.
+    """Return attention weights: the softmax of scale query key^T + bias along the axis of the keys.
 
     The result has the dtype of the query.
 

@@ -62,7 +62,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a new primitive with these rules that evaluates its parameter `jaxpr`."""
+    """Return a new primitive that evaluates its parameter `jaxpr`, and has these rules."""
     primitive = Primitive(name)
 
     def batch(

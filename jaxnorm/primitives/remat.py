@@ -146,7 +146,7 @@ def _restored(
 ) -> list[jax.Array]:
     """Return the results of a call, given its `outputs` (results and residuals).
 
-    The derivative is that of the call, computed from `outputs` instead of a new forward pass.
+    It has the derivative of the call, which is computed from `outputs` without a new forward pass.
     """
     del primals
     return rules.results(call, outputs)

@@ -65,7 +65,7 @@ class Pass(Protocol):
     def backward(self, wrt: tuple[str, ...]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
-        """Return the pass without those unused results that it need not compute.
+        """Return a pass that does not compute unused results, as far as possible.
 
         `used` has a bool for each result.
         """

@@ -48,7 +48,8 @@ class NormReport:
       columns: number of elements of scale, in all layers if layers are stacked.
       under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
         ``dtype``. In float16, the limit is 2**-14, below which accuracy degrades. In the other
-        dtypes, it is 2**-60, and the forward pass uses 2**-60 instead of a smaller value.
+        dtypes, the limit is 2**-60 (2**-500 in float64), and the forward pass uses the limit
+        instead of a smaller value.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.

@@ -26,8 +26,8 @@ _CALLS = {
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
-# The classes of the primitives of JAX's new rematerialisation (``jax_remat3``). Each is treated
-# like the primitive of the default rematerialisation with this name.
+# The classes of the primitives of JAX's new rematerialisation (``jax_remat3``). Each of them is
+# treated like the named primitive of the default rematerialisation.
 _HIGH_LEVEL = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",

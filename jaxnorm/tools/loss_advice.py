@@ -50,9 +50,10 @@ class Loss:
 
     Attributes:
       logits: the logits, before the softcap and casts.
-      inside: the arrays of the logits' size that are computed from them and used only by the loss.
+      inside: the arrays, as large as the logits, that are computed from the logits and used only by
+        the loss.
       source: the user's line that computes the loss.
-      ours: name of the function if it is one of jaxnorm's; None for a loss in plain JAX.
+      ours: name of jaxnorm's function that computes the loss; None for a loss in plain JAX.
       options: text of the advice about the softcap; "" if there is none.
     """
 

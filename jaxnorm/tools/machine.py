@@ -156,7 +156,7 @@ def _advice() -> str | None:
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Yield the optional extras of which a package is missing, and the command to install each."""
+    """Yield each optional extra that lacks a package, and the command that installs the extra."""
     needed: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("jaxnorm") or []

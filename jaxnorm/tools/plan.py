@@ -146,8 +146,8 @@ def _of_linear_logits(
 ) -> Plan:
     """Return the plan of a linear loss: how the loss of one chunk's logits is computed.
 
-    The logits are float32 (float64 for float64 operands). For the cross-entropy, they have x's
-    dtype or the argument ``dtype``.
+    The logits are float32 (float64 for float64 operands). For the cross-entropy, their dtype is the
+    argument ``dtype`` or, by default, x's dtype.
     """
     weight = arguments["weight"]
     of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)

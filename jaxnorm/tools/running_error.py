@@ -42,7 +42,7 @@ class Bounded:
     error: np.ndarray
     unit: float = 2.0**-24
 
-    __array_ufunc__ = None  # For ``array * bounded``, NumPy then calls this class's `__rmul__`.
+    __array_ufunc__ = None  # makes ``array * bounded`` call `Bounded.__rmul__`
 
     @classmethod
     def exact(cls, array: np.ndarray) -> "Bounded":
@@ -112,7 +112,7 @@ class Bounded:
         return total * (total.value.size / self.value.size)
 
     def exp(self) -> "Bounded":
-        # exp(x) is computed as 2^(x / log 2), whose argument is rounded once more.
+        # exp(x) is computed as 2^(x / log 2), so the quotient is rounded as well.
         error = self.error + _SAFETY * self.unit * np.abs(self.value)
         value = np.exp(self.value)
         return self._rounded(value, value * np.expm1(error))
@@ -126,7 +126,7 @@ class Bounded:
         return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
 
     def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
-        """Return the array with elements replaced by `fill`, exactly, where the mask is False."""
+        """Replace elements where the mask is False by `fill`, with an error bound of 0."""
         return dataclasses.replace(
             self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
         )

@@ -1,7 +1,7 @@
 """``python -m jaxnorm --check``: test every public function, forward and backward, on this machine.
 
-Values and gradients are compared with those of `references`. An error is divided by its bound, so
-that a quotient above 1 means a wrong result.
+Results and gradients are compared with the results and gradients of `references`. An error is
+divided by its bound, so that a quotient above 1 means a wrong result.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETE
 
 DTYPES = ("float32", "bfloat16")
 _WORKERS = min(8, os.cpu_count() or 1)
-# The platforms on which cases run in several processes instead of threads: kernels are lowered in
-# Python, which runs one thread at a time. (Only one process can use a TPU.)
+# The platforms on which cases run in several processes. Threads would not help, because kernels are
+# lowered in Python, which runs one thread at a time. (Only one process can use a TPU.)
 _IN_PROCESSES = {"cuda"}
 # XLA's options for each platform. They skip the autotuning of matmuls, which takes time and does
 # not affect correctness.
@@ -56,7 +56,7 @@ class Case:
       shapes: shapes of the operands, by name.
       options: other arguments of the function. The reference takes them as well, except for
         ``implementation``.
-      note: short text that distinguishes the case from others of the function.
+      note: short text that distinguishes the case from the function's other cases.
     """
 
     function: str
@@ -325,7 +325,7 @@ def check(
         implementations = _implementations(both.trace(operands).jaxpr)
         try:
             results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
-        except Exception as error:  # A kernel that does not compile or start is also an outcome.
+        except Exception as error:  # report a kernel that does not compile or start
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
     expected, expected_gradients = case.reference(

@@ -10,7 +10,7 @@ PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
 def softmaxes(program: Program) -> Iterator[Advice]:
-    """Recognise a softmax of which the result, or a copy of it for a matmul, is saved.
+    """Recognise a softmax whose result, or a copy of the result for a matmul, is saved.
 
     On the left is such code, on the right its replacement, or the option to use.
 
@@ -84,7 +84,7 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
 
     A copy is a cast, a reshape or a transpose. The advice is to apply the same copies to the logits
     instead, so that the softmax returns the saved array. This is not possible, and the result is
-    None, if an array in the chain has other users, or if a reshape changes the softmax's axis.
+    None, if one of these arrays has other users, or if a reshape changes the softmax's axis.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:
