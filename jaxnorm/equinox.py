@@ -226,7 +226,7 @@ def convert[Model](
     check ``jaxnorm.check_params(model, x.dtype)``.
 
     Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class that overrides code. (A subclass whose body is
+    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
     ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It lists these norms and the
     norms that save their input, with the reasons. If the model has no norms, it says so. Modules of
     jaxnorm's classes keep their own settings.
@@ -234,7 +234,8 @@ def convert[Model](
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
-        :func:`jaxnorm.layer_norm`. Norms whose gradients need it always save their input.
+        :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
+        input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``, for norm classes that the

@@ -147,8 +147,8 @@ class GroupNorm(_Settings, nn.GroupNorm):
 class RMSNormDense(nn.Module):
     """RMSNorm and the Dense after it, computed by :func:`jaxnorm.rms_norm_linear`.
 
-    The parameters are those of an RMSNorm named ``norm`` and a Dense named ``dense``, so
-    checkpoints can be exchanged with a model that has these two modules::
+    The parameters have the same names as in an RMSNorm named ``norm`` and a Dense named ``dense``,
+    so checkpoints can be exchanged with a model that has these two modules::
 
         {"norm": {"scale": ...}, "dense": {"kernel": ..., "bias": ...}}
 
@@ -242,13 +242,13 @@ def converted(
 
     Some norms are left to Flax: calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits, and subclasses of Flax's classes that override code. (A
-    subclass whose body is ``pass`` is converted.) When the context ends, the logger ``"jaxnorm"``
-    logs a warning. It lists the norms that were called in the context but left to Flax, with the
-    reasons. Another warning is logged if nothing was converted. Modules of jaxnorm's classes keep
-    their own settings. In nested contexts, the innermost one applies. Interceptors
-    (``nn.intercept_methods``) that are entered inside the context do not see calls of converted
-    norms.
+    that is not a float of 16 to 64 bits, and norms of subclasses of Flax's classes, if the subclass
+    overrides code. (A subclass whose body is ``pass`` is converted.) When the context ends, the
+    logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in the context but left
+    to Flax, with the reasons. Another warning is logged if nothing was converted. Modules of
+    jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
+    Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
+    converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
@@ -272,7 +272,8 @@ def converted(
 
     Args:
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
-        :func:`jaxnorm.layer_norm`. Norms whose gradients need it always save their input.
+        :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
+        input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
       params: the parameters of the model, with values: all variables, or only the collection

@@ -371,7 +371,7 @@ def convert[Model](
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
     ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits, or if their class is a
-    subclass of Flax's class that overrides code. (A subclass whose body is ``pass`` is converted.)
+    subclass of Flax's class and overrides code. (A subclass whose body is ``pass`` is converted.)
     The logger ``"jaxnorm"`` logs one warning. It lists these norms and the norms that save their
     input, with the reasons. If the model has no norms, it says so. Modules of jaxnorm's classes
     keep their own settings.
@@ -388,7 +388,8 @@ def convert[Model](
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
-        :func:`jaxnorm.layer_norm`. Norms whose gradients need it always save their input.
+        :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
+        input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such

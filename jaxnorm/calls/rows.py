@@ -107,7 +107,7 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """The axes of x, split into runs of adjacent axes that are all normalised or all not.
+        """The axes of x in runs of adjacent axes that are either all normalised or all not.
 
         The runs alternate. The first one has axes that are not normalised, and may be empty. Axes
         of size 1 are left out.

@@ -52,8 +52,8 @@ def linear_kl_divergence(
       x: the student's activations, (..., d) with any number of rows; bfloat16, float16, float32 or
         float64. Each row is a position.
       weight: array (d, V); any of these dtypes.
-      teacher_x: the teacher's activations, (..., e). The axes before e are those of x, and e may
-        differ from d.
+      teacher_x: the teacher's activations, (..., e), with the same axes as x except for the last
+        one: e may differ from d.
       teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
       bias, teacher_bias: arrays (V,), any of these dtypes; or None.
       where: a boolean mask of positions, or float weights of positions, which have no gradient. It

@@ -21,7 +21,7 @@ _STEPS = {
 _REDUCTIONS = ("reduce_", STACKED)
 _ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
 
-#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
 PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
 
 

@@ -2,7 +2,7 @@
 
 A node of the graph is an array, with the primitive that makes it, its operands and its users. The
 body of a called function (`jax.jit`, custom rules, `jax.checkpoint`) becomes part of its caller's
-graph. The body of a scan over layers occurs once: its arrays stand for those of one layer. An array
+graph. The body of a scan over layers occurs once: its arrays are the arrays of one layer. An array
 that the scan stacks is a separate node, whose operand is the array of one layer.
 """
 

@@ -37,7 +37,7 @@ _OF_CAPS = {
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
-#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
 PRIMITIVES = {
     "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
     "slice",

@@ -55,7 +55,8 @@ def implementation_for(
 
     Args:
       function: name of a public function, such as ``"add_rms_norm"``.
-      shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, those of a shard.
+      shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, the shape of a
+        shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
         default device. (A real call uses the platform for which its program is lowered.)
       arguments: further arguments of the function, by name. Arrays, such as ``scale``, may be given

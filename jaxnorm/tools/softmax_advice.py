@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
-#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
