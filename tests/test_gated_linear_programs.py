@@ -76,7 +76,10 @@ def test_operands_alone_are_kept(function, options):
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_blocks(function, around):
-    """A block saves its matmuls' operands and a policy's arrays, but no elementwise result."""
+    """A block saves the operands of its matmuls, and the arrays that a policy selects.
+
+    It saves no elementwise result.
+    """
 
     def block(x, w_gate, w_up, weight, bias):
         gate, up = checkpoint_name(x @ w_gate, "gate"), checkpoint_name(x @ w_up, "up")

@@ -40,7 +40,10 @@ def folder(module):
 
 
 def crossing(importers, others):
-    """Return the imports of modules in a folder `others` by modules in a folder `importers`."""
+    """Return all imports from one folder into another.
+
+    These are the imports of modules of `others` by modules of `importers`.
+    """
     return {
         f"{importer} <- {name}"
         for importer, name in imports()
