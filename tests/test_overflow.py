@@ -21,7 +21,7 @@ WIDE = [3, 40]
 
 
 def parameters(name, cols):
-    """Return the scale, and for LayerNorm the bias, of the norm whose output is returned."""
+    """Return the parameters of the norm that computes y: its scale and, for LayerNorm, its bias."""
     scale = normal((cols,), "float32", 2, 0.3, 1.0).at[jnp.array(WIDE)].set(5e4)
     return (scale, normal((cols,), "float32", 3)) if "layer" in name else (scale,)
 
@@ -69,16 +69,16 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
         h = exact(x) * (1 + name.startswith("add"))
         ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
     dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # An infinite element does not affect c2 or other elements of its row.
+    # In its row, an infinite element affects neither c2 nor other elements.
     x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
     lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
     expected, bound = ref.dx, dx_bound + lost
-    if two is not None:  # With two norms it does, through the first norm.
+    if two is not None:  # The first norm spreads the error over the row.
         first, (dx_bound, dh_bound, *_) = two.first, two.gradient_bounds()
         expected = first.dx + two.dresidual
         through = first.r * (lost + np.abs(first.xh) * np.mean(lost * np.abs(first.xh), 1)[:, None])
         bound = dx_bound + dh_bound + lost + through
-    elif name.startswith("add"):  # x is both addends
+    elif name.startswith("add"):  # x is both operands of the sum.
         expected, bound = 2 * expected, 2 * bound
     assert_within(dx, expected, bound)
     assert_within(dscale, ref.dscale, dscale_bound)

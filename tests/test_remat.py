@@ -72,8 +72,9 @@ AROUND = {
 AROUND["nested"] = lambda f: AROUND["save_policy"](AROUND["save_policy"](f))
 AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
-# For each name: the function of an array, a vector and a matrix, and the arrays that each policy
-# saves. They are counted by shape: (rows, cols), one number per row, and (cols, cols) (weights).
+# Each value has a function of an array, a vector and a matrix, and the numbers of arrays that each
+# policy saves. These are counted by shape: (rows, cols), one number per row, and (cols, cols), the
+# shape of weights.
 
 
 def saved(rows, named, numbers):
@@ -206,7 +207,10 @@ def operands(dtype="float32"):
 
 
 def block(name):
-    """Return a function whose operand is computed inside, so that it is not an argument."""
+    """Return a function of x that calls the function `name` with 3 x.
+
+    So the operand is computed inside, and counts if it is saved. An argument would not.
+    """
     function = FUNCTIONS[name][0]
     return lambda x, s, w: function(3 * x, s, w)
 
@@ -356,7 +360,10 @@ def custom_vjp(f):
 
 
 def gradient_norm(f):
-    """Return a function of the gradients, whose own gradient is a second derivative."""
+    """Return a function that computes one number from the gradients of `f`.
+
+    The gradient of this number contains second derivatives.
+    """
     return lambda *a: sum(jnp.sum(jnp.cos(g)) for g in jax.grad(loss(f), (0, 1, 2))(*a))
 
 
@@ -398,7 +405,7 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
     f = AROUND["names"](lambda x: jaxnorm.linear_softmax_cross_entropy(jnp.sin(x), w, LABELS))
     assert saved_shapes(f, x) == [FULL]
     text = jax.jit(jax.grad(f)).lower(x).as_text()
-    assert text.count("stablehlo.dot_general") == 2  # logits and dx
+    assert text.count("stablehlo.dot_general") == 2  # for logits and dx
 
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])

@@ -1,4 +1,7 @@
-"""The choice of Triton's kernels, and the messages if they are not available; no Triton needed."""
+"""The choice of Triton's kernels, and the messages if they are not available.
+
+These tests do not need Triton.
+"""
 
 import re
 import subprocess
