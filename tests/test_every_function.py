@@ -1,4 +1,4 @@
-"""Forms of a call with which every public function is tested. Results are compared in float64."""
+"""Tests of every public function in unusual calls. Results are compared in float64."""
 
 import functools
 
@@ -203,7 +203,7 @@ def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
     accepted = True
     try:
         call(**{option: good})
-    except ValueError:  # a scale of 0, or unsuitable axes
+    except ValueError:  # Some functions accept no scale of 0, or not these axes.
         accepted = False
     with pytest.raises(TypeError) as then:
         call(**{option: bad})

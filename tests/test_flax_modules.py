@@ -295,7 +295,7 @@ def test_residual_of_a_call_that_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_the_saving_rule_is_used(make, ours, theirs):
-    """Policies can refer to the arrays that a norm saves by name.
+    """The arrays that a norm saves have names, so policies can refer to them.
 
     Calls that run Flax's code have no such names.
     """

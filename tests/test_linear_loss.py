@@ -38,7 +38,7 @@ class Of(NamedTuple):
       function: the public function.
       reference: the class that computes it in float64.
       options: the options with which it is tested.
-      matmuls: the number of matmuls of a value with its gradients.
+      matmuls: the number of matmuls that compute a value and its gradients.
     """
 
     function: Callable[..., Any]
@@ -299,7 +299,10 @@ def test_labels_outside(of):
 
 @pytest.mark.parametrize("of", ["mean", "none", "log_prob"])
 def test_shapes(of):
-    """Arrays may have no rows, one class, one axis of x, or no bias."""
+    """Arrays may have no rows or only one class.
+
+    x may have a single axis, and the bias is optional.
+    """
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
@@ -337,7 +340,7 @@ def test_logits_are_never_rounded():
 
 
 def test_small_gradients_in_float16():
-    """1 / n and the factor of loss scaling multiply float32 gradients, before rounding."""
+    """Gradients are rounded only after they are multiplied by 1 / n (mean) and the loss scale."""
     x, weight, _, labels = operands(64, 8, 2048, "float16")
     x, scale = x * 2**-6, 2.0**12
 

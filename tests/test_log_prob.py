@@ -120,7 +120,7 @@ rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-100, 100, width=32))
 @few
 @given(rows)
 def test_entropies_are_of_no_label_and_between_0_and_that_of_even_rows(x):
-    """An entropy is the mean of -log p over all labels; it is between 0 and log(5)."""
+    """An entropy is the sum of -p log p over all classes; it is between 0 and log(5)."""
 
     def of_label(k):
         return lambda x: log_prob_and_entropy(x, np.full(3, k, np.int32))

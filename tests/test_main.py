@@ -70,7 +70,7 @@ def test_what_runs_names_the_reasons(monkeypatch):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_linear_layers_have_plans(platform):
-    """`implementation_for` knows functions of linear layers.
+    """`implementation_for` supports functions of linear layers.
 
     Functions without kernels run XLA's code. Functions of linear logits have the plan of the
     function of a chunk's logits.

@@ -154,7 +154,10 @@ where_of_losses = pytest.mark.parametrize(
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
-    """Broken cotangents leave the gradients of masked entries at 0, even at masked positions."""
+    """If cotangents of a loss are NaN or infinite, the gradients of masked entries are still 0.
+
+    This also holds for entries of masked positions.
+    """
     x = data((ROWS, CLASSES), "float32")
     y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
     (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))

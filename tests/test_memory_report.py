@@ -74,7 +74,7 @@ def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
 
 def with_dropout(x, w, *, is_gated=False, followed=False):
     """An MLP with dropout between the activation and the next linear layer, as in Flax."""
-    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # one per layer
+    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # different in each layer
 
     def product(h, weight):
         return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0) @ weight
@@ -288,7 +288,7 @@ def test_modules(library):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_advice_on_flax_s_norms(name):
-    """The advice on Flax's norms says what `jaxnorm.linen` saves."""
+    """The advice on Flax's norms states how many bytes `jaxnorm.linen` saves."""
 
     class Model(flax.linen.Module):
         norm: type[flax.linen.Module]
@@ -473,7 +473,7 @@ def mlp(w, x, *, followed=False):
 
 @pytest.mark.parametrize("trained", ["all", "gate and up", "input", "input, closed over"])
 def test_frozen_weights(trained):
-    """Advice counts only what is saved if some weights are frozen.
+    """If some weights are frozen, advice counts only arrays that the other gradients need.
 
     For example, with an adapter on gate and up, the down projection's input is not saved.
     """
@@ -600,7 +600,7 @@ def test_errors(argnums, error, message):
 
 
 def test_errors_of_calls():
-    """A result in place of the function raises an error, and so does a call without arguments."""
+    """A result in place of a function raises an error, and so does a call without arguments."""
     with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):

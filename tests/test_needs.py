@@ -33,7 +33,10 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Define three requirements, of two marks and a fixture, and return which are missing."""
+    """Define three requirements, and return a dict that says which are missing.
+
+    Marks have the requirements a and b, and a fixture has c.
+    """
     found = {"a": "needs a", "b": None, "c": "needs c"}
 
     def need(name):

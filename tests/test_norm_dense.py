@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """Checkpoints can be converted from and to those of the two separate modules."""
+    """Checkpoints of the two separate modules can be converted to RMSNormDense's, and back."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)

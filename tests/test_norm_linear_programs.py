@@ -27,9 +27,9 @@ WITH_Z = functools.partial(
 @pytest.mark.parametrize(
     ("around", "activation", "residual", "kept"),
     [
-        (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # x, rstd
-        (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # h, rstd
-        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # h, rstd and z
+        (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # saves x and rstd
+        (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # saves h and rstd
+        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # also saves z
         (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is recomputed
         (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
         (jax.checkpoint, "gelu", True, {}),

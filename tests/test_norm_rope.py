@@ -184,7 +184,10 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """y equals plain JAX's formula and, for one pair, rms_norm rotated by a complex number."""
+    """y equals plain JAX's formula.
+
+    For a single pair, y also equals the result of rms_norm, rotated by a complex number.
+    """
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     ours, theirs = (

@@ -126,7 +126,7 @@ def test_scale_all_zero(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30])
 def test_floored_output_vanishes_in_a_matmul(dtype, value):
-    """The small values that the floor adds to y do not change a bit of a following matmul."""
+    """The small values that the floor adds to y do not change the bits of a matmul's result."""
     x = jnp.asarray(rng(0).normal(size=(16, 64)), dtype)
     scale = jnp.asarray(near_one(64), "float32").at[::3].set(value)
     weights = jnp.asarray(rng(1).normal(size=(64, 32)), dtype)

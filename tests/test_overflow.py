@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 LARGEST = 65504.0
 FUNCTIONS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"]
-# The columns that overflow. Other cases normalise over the first axis.
+# The columns that overflow. If a case normalises over the first axis, x is transposed.
 WIDE = [3, 40]
 
 
@@ -27,7 +27,7 @@ def parameters(name, cols):
 
 
 def call(name, x, *parameters, **options):
-    """Call a function with x for all arrays of rows, and return y."""
+    """Call a function in which every array of rows (also the residual) is x, and return y."""
     if name == "rms_norm_add_rms_norm":
         return jaxnorm.rms_norm_add_rms_norm(x, x, None, *parameters, **options)[0]
     if name.startswith("add"):
@@ -39,9 +39,10 @@ def call(name, x, *parameters, **options):
 @pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_bounded_consumer(name, cols, axis, implementation):
-    """If y is infinite and its cotangent 0, gradients are bounded and other elements are correct.
+    """If an element of y is infinite and its cotangent is 0, its gradient is bounded.
 
-    The backward recovers x_hat from float16's largest number.
+    The backward recovers x_hat from float16's largest number. The gradients of other elements are
+    correct.
     """
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)

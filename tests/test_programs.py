@@ -52,7 +52,7 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """Outside of jit, values are bitwise those inside, also for NumPy arrays."""
+    """Results outside of `jax.jit` are bitwise equal to those inside, also for NumPy arrays."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))

@@ -89,7 +89,10 @@ def saved(rows, named, numbers):
 
 
 def norm_of(name, **options):
-    """Return a norm of x. The vector replaces all parameters, and 2 x a residual or gate."""
+    """Return a norm as a function of x and a vector.
+
+    The vector is used for all parameters. A residual or a gate is 2 x.
+    """
     function = getattr(jaxnorm, name)
     takes = inspect.signature(function).parameters
     rows = 1 + ("residual" in takes or name == "rms_norm_gated")
@@ -324,7 +327,7 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """Without a policy, a norm is recomputed, so the counts of the test above can fail."""
+    """Without a policy, a norm is recomputed: the test above would detect this by its counts."""
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
     step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))

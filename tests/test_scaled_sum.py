@@ -29,7 +29,7 @@ MIXES = [
     ("float32", "bfloat16", "float32", "float16"),
 ]
 BATCH, LENGTH = 4, 33
-# Axes before the columns, of the norm's parameters and of the gate.
+# Shapes of the norm's parameters and of the gate, without the last axis (the columns).
 LEADS = {
     "adaLN-zero": ((BATCH, 1), (BATCH, 1)),
     "LayerScale": ((), ()),

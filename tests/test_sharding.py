@@ -90,7 +90,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
     """Groups of rows have their own parameters, and each device has those of its own groups.
 
-    If several devices have rows of one group, its gradient is summed over them.
+    If several devices have rows of one group, the gradient of its parameters is summed over them.
     """
     d, x, _ = operands("rms_norm")
     scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
@@ -305,9 +305,10 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
 @pytest.mark.parametrize("without_address", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """The persistent cache is hit, except by kernels on Auto axes without JAX's setting for this.
+    """Programs are found in the persistent compilation cache by another process.
 
-    Such programs contain the address of a Python function, which differs between processes.
+    The exception are kernels on Auto axes. Their programs contain the address of a Python function,
+    which differs between processes, unless a setting of JAX omits it from the cache's key.
     """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

@@ -10,7 +10,7 @@ from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Spec
 
 F32 = np.dtype(np.float32)
-#: A field of each family, with one of its values.
+#: Fields that only one family of operations has, each with a valid value.
 OF_ONE = {
     "norm": {
         "epsilon": 1e-6,

@@ -17,8 +17,8 @@ from benchmarks import program_folders, triton_programs
 from benchmarks.triton_programs import Launch
 from jaxnorm_kernels.specs import Shared
 
-# A script whose `kernels()` returns the code of the kernels in a norm's program for a GPU, in
-# order.
+# A script with a function `kernels()`. It lowers a norm for a GPU and returns the code of all
+# kernels in the program, in order.
 PROGRAM = """
 import hashlib, sys, zlib
 from pathlib import Path

@@ -150,8 +150,9 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
             within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
 
 
-#: Strips with overlapping columns or inner elements, with loops, and shared by warpgroups. Groups
-#: are a part of a thread's vector, one vector, or the vectors of several threads.
+#: The cases cover strips that overlap in columns or in inner elements, strips that are processed in
+#: a loop, and strips shared by warpgroups. A group is a part of a thread's vector, one vector, or
+#: the vectors of several threads.
 STRIPS = {
     "a_vector": Strips(1, 37, 32, 4, 8, group=4),
     "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),

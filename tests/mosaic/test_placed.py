@@ -23,9 +23,9 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
-# Each kind of tile, with each way in which a mask or a bias is broadcast: one row per tile or per
-# row of x, with all columns or one. Also numbers of rows that a tile of several rows does not
-# divide.
+# The cases cover each kind of tile, and each way to broadcast a mask or a bias to it. A mask or a
+# bias has one row per tile or one row per row of x, and all columns or only one. In some cases, the
+# number of rows is not divisible by the rows of a tile.
 VALUES = [
     Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
     Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),

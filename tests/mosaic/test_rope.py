@@ -105,7 +105,7 @@ def test_variants(change: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("two_blocks")
 def test_steps_that_overlap() -> None:
-    """If the last step overlaps the one before it, sums count the rows in both only once."""
+    """If the last step overlaps the previous one, sums count the common rows only once."""
     shared = Shared(((71, True),), has_columns=True)
     check(shared, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
 
@@ -192,5 +192,5 @@ def test_registers(
         if direction == "bwd":
             schedule = heads.backward(spec)
             assert schedule is not None
-            registers = -(-kernel.registers // 8) * 8  # allocated in steps of 8 per thread
+            registers = -(-kernel.registers // 8) * 8  # The hardware allocates 8 at a time.
             assert registers * WARPGROUP_THREADS * schedule.blocks_per_sm <= REGISTERS

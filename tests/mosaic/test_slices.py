@@ -51,7 +51,7 @@ WITHOUT_KERNELS = ("log_prob_and_entropy several labels",)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_kernel_gets_an_unaligned_address(case, compiler):
-    """No kernel reads or writes a slice directly, for all functions.
+    """For all functions, no kernel reads or writes a slice directly.
 
     All operands and cotangents are slices here, and all results are written into larger arrays.
     """
@@ -75,7 +75,10 @@ def is_unaligned(address: parts.Address) -> bool:
 
 
 def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch):
-    """Without optimization barriers, XLA passes unaligned slices, so the tests above can fail."""
+    """Without optimization barriers, XLA passes unaligned slices to kernels.
+
+    So the tests above would detect a missing barrier.
+    """
     monkeypatch.setattr(launching, "own_buffer", lambda a: a)
     jax.clear_caches()
     text = compiled(compiler, parts.of_parts(norm), shape(256, 1024), shape(1024, dtype=F32))

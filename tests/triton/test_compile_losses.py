@@ -88,7 +88,7 @@ def test_labels_compile(label_dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [32768, 50257])
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
-    """Logits are loaded and stored 16 bytes at a time, in unaligned rows except at their ends.
+    """Logits are loaded and stored 16 bytes at a time, except at the ends of unaligned rows.
 
     The forward's loads are asynchronous copies.
     """

@@ -237,7 +237,7 @@ def test_gradients_of_groups_have_the_same_bits(scale_groups, schedule, call):
 def test_columns_beyond_a_row(activation):
     """Padding columns have no effect, even if their x_hat would be huge.
 
-    It would be for rows of equal numbers, whose variance is 0.
+    It would be huge here, because all numbers of a row are equal, so their variance is 0.
     """
     x = jnp.full((9, 100), 2.0**60, jnp.float32)
     norm = functools.partial(jaxnorm.layer_norm, activation=activation, implementation="triton")
@@ -351,7 +351,7 @@ def of_heads(name):
 
 
 def spec_of(shape, mix=OF_TABLES[1], **changes):
-    """Return the spec of a forward with an entry of SHAPES."""
+    """Return the spec of a forward for an entry of `SHAPES`."""
     (*lead, cols), rotated, table = SHAPES[shape]
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, tables, scale, y = mix

@@ -87,7 +87,7 @@ def test_variance_of_large_means(scheduled):
     Computed as E[x^2] - E[x]^2 in float32, it would be wrong.
     """
     x = normal((5, 100), "float32", 0, shift=1e4)
-    # The first block of a row differs from the others.
+    # In one row, the first block of 16 columns has another mean than the others.
     x = x.at[1, :16].add(-100)
     check("layer_norm", x, save="input", implementation=scheduled)
 
