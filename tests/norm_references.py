@@ -296,7 +296,7 @@ def expected(
         rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
         gradients = ref.gradients()
         rows |= {name: gradients.pop(name) for name in ("x", "residual")}
-        if op == "add_norm":  # one gradient, rounded to both dtypes
+        if op == "add_norm":  # Both gradients are one array, rounded to both dtypes.
             value, error = rows["residual"]
             rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
         terms, norms = gradients, [ref.norm]

@@ -285,7 +285,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
     """A bias of -1e9 on all unmasked keys gives no weight to masked keys."""
     q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
-    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # makes y the weights
+    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # so that y has the weights
     padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
     mask = None if is_causal else jnp.tri(4, dtype=bool)[None, None]
     weights = exact(attend(q, k, v, padding, mask, is_causal=is_causal))[0, :, 0, :4]

@@ -251,7 +251,7 @@ def test_the_providers_compute_the_operation(name, op):
     if not PROVIDERS[name].offers(workload):
         pytest.skip(f"{name} has no {op}")
     (x,), parameters, _ = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
-    operands = 1e-3 * x, *parameters  # so small that epsilon matters
+    operands = 1e-3 * x, *parameters  # x^2 is near epsilon, so that epsilon matters.
     function = providers.function(name, op, "float32")
     assert_computes(function(*operands), plain(op), *operands, like=function)
 

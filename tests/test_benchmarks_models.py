@@ -84,7 +84,7 @@ def test_variants_are_one_function(kind, variant, remat, layers, dtype):
     expected, expected_gradients = loss_and_gradients(kind)
     allowed = bound(TINY[kind], dtype)
     assert abs(loss - expected) <= allowed * expected
-    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # not trained yet
+    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # The model is untrained.
     for (path, ours), theirs in zip(
         jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
     ):

@@ -147,7 +147,7 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         barrier = threading.Barrier(2)
 
         def prepare(self, suite, cell):
-            self.barrier.wait(timeout=20)  # wait for another thread
+            self.barrier.wait(timeout=20)  # until another thread waits, too
             return super().prepare(suite, cell)
 
     class Alone(Side):
@@ -312,7 +312,7 @@ def test_an_interrupted_run_leaves_no_process(started):
     several = processes.outcomes("jax", KERNELS, cells, workers=2)
     assert next(several).status == "ok"
     start = time.monotonic()
-    several.close()  # called while one worker measures and another waits
+    several.close()  # One worker is measuring, and the other waits.
     assert time.monotonic() - start < 30
     assert len(started) == 2
     assert all(process.returncode is not None for process in started)

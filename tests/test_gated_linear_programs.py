@@ -181,7 +181,7 @@ def test_no_product_runs_twice():
         return jnp.sum(jnp.sin(gated({}, *arrays)))
 
     assert len(products_of(jax.value_and_grad(loss, range(4)), *arrays)) == 3
-    assert len(products_of(jax.grad(loss), *arrays)) == 2  # frozen weights
+    assert len(products_of(jax.grad(loss), *arrays)) == 2  # The weights have no gradients.
     text = jax.jit(loss).lower(*arrays).as_text()
     assert "optimization_barrier" not in text
 

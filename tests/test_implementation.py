@@ -406,7 +406,7 @@ def test_implementation_for_checks_its_arguments():
     scale = jax.ShapeDtypeStruct((7,), jnp.float32)
     with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
-    for name in ("softmax", "rms_norm_linear"):  # the function's own error
+    for name in ("softmax", "rms_norm_linear"):  # The error comes from the function.
         with pytest.raises(ValueError, match=f"^{name}: implementation='mosaic' cannot run on tpu"):
             jaxnorm.implementation_for(
                 name, (8192, 4096), "bfloat16", implementation="mosaic", platform="tpu"

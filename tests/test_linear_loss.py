@@ -327,7 +327,7 @@ def test_logits_are_never_rounded():
     Rounded logits would exceed these bounds.
     """
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
-    weight = 4 * weight  # logits as large as a trained model's
+    weight = 4 * weight  # so that logits are as large as a trained model's
     log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
         x, weight, labels
     )

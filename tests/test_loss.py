@@ -330,7 +330,7 @@ some_labels = hnp.arrays(np.int32, (3,), elements=st.integers(0, 4))
 @few
 @given(rows, some_labels, st.integers(-64, 64))
 def test_a_shift_changes_nothing(x, labels, shift):
-    x = np.round(x)  # makes x + shift exact
+    x = np.round(x)  # so that x + shift is exact
     for options in OPTIONS[:2]:
         program = functools.partial(cross_entropy, labels=labels, **options)
         shifted = jnp.asarray(x + shift)

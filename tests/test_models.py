@@ -18,7 +18,7 @@ import jaxnorm
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
+    pytest.mark.filterwarnings("ignore"),  # Old packages cause warnings.
 ]
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -156,7 +156,7 @@ def test_another_gpu_runs_no_mosaic(monkeypatch):
 
     monkeypatch.setattr(support, "local_capability", lambda: 80)
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
-    assert plan.forward.name != "mosaic"  # Triton's, if it is installed
+    assert plan.forward.name != "mosaic"  # Triton runs if it is installed.
     assert "compute capability 9.0" in plan.forward.reason
     assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1032), jnp.bfloat16)) == 0
 

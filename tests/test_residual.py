@@ -59,7 +59,7 @@ def test_addition_before_a_norm(
 @each_shape
 @each_mix
 def test_addition_after_a_norm(x_dtype, r_dtype, p_dtype, y_dtype, shape, implementation):
-    del y_dtype  # the sum has the residual's dtype
+    del y_dtype  # The result has the residual's dtype.
     x, residual = operands(shape, x_dtype, r_dtype)
     given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
     check("rms_norm_add", x, implementation=implementation, **given)

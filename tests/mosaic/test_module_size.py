@@ -75,7 +75,7 @@ def of_groups(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> 
 
 
 def norm_add(x: jax.Array, residual: jax.Array, scale: jax.Array, **given: Any) -> jax.Array:
-    del given["dtype"]  # the residual's dtype
+    del given["dtype"]  # The result has the residual's dtype.
     return jaxnorm.rms_norm_add(x, residual, scale, **given)
 
 

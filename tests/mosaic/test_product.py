@@ -163,7 +163,8 @@ def special_rows(x):
     return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from the reference
+# The reference's NumPy code warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
     """Rows with NaN or infinities have the composition's result and do not affect other rows.
