@@ -446,9 +446,9 @@ KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
 # Kernels run every derivative of every function. XLA's code does too, except that each of VARIANTS
-# runs only every second derivative. Kernels may refuse calls with few short rows, and parameters of
-# groups of rows. Such groups occur because each row is a separate group in per-example gradients,
-# and because kernels of rotary norms support only one scale for all heads.
+# runs only every second derivative. Two kinds of calls are refused by some kernels: calls with few
+# short rows, and rotary norms with several scales. The latter occur in per-example gradients, where
+# each row is a group with its own scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),

@@ -223,7 +223,7 @@ def test_a_batch_of_x_is_more_rows():
     x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
     jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
     norm, product, rule = jaxpr.eqns
-    # This equation only holds a custom rule, for the derivative of the matmul before it.
+    # The custom JVP returns its first operand, so it only defines the derivative of the matmul.
     assert not rule.params["call_jaxpr"].eqns
     assert product.primitive.name == "dot_general"
     assert norm.outvars[0].aval.shape == (3, 4, 8)
