@@ -289,7 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folders", nargs="*", type=Path, metavar="FOLDER", help="(default: all that are committed)"
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of results (default: all committed folders)",
     )
     folders = parser.parse_args(argv).folders or committed()
     for folder in folders:

@@ -188,25 +188,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SUITE",
         type=suite_name,
         default=list(SUITES),
-        help=f"out of {', '.join(SUITES)} (default: all)",
+        help=f"a suite: one of {', '.join(SUITES)} (default: all)",
     )
     names: dict[str, tuple[list[str], str]] = {
-        "providers": (list(PROVIDERS), "whose functions"),
+        "providers": (list(PROVIDERS), "the providers whose functions are measured"),
         "ops": (
             list(OPS),
-            "which operations, blocks, losses, products and models",
+            "the operations, blocks, losses, products and models that are measured",
         ),
         "directions": (
             list(workloads.DIRECTIONS),
-            "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks, loss and linear",
+            "the passes that are measured: fwd and bwd in kernels, fwd+bwd in api, fwd and fwd+bwd "
+            "in blocks, loss and linear",
         ),
         "dtypes": (
             ["bfloat16", "float32", "mixed"],
-            "mixed: float32 x, bfloat16 output (norms); float32 residual, bfloat16 x (blocks)",
+            "the dtypes of operands; mixed is float32 x and bfloat16 output for norms, and float32 "
+            "residual and bfloat16 x for blocks",
         ),
-        "variants": (list(VARIANTS), "of training and capacity: whose functions a model has"),
-        "remats": (list(REMATS), "of training and capacity: what a layer keeps"),
-        "layers": (list(LAYERS), "of training and capacity: in a scan, or one after the other"),
+        "variants": (
+            list(VARIANTS),
+            "variants of the models in training and capacity, which differ in their functions",
+        ),
+        "remats": (list(REMATS), "which residuals a layer rematerialises in training and capacity"),
+        "layers": (list(LAYERS), "how the layers are stacked in training and capacity"),
     }
     for name, (choices, meaning) in names.items():
         parser.add_argument(
@@ -215,59 +220,64 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             metavar="NAME",
             choices=choices,
             default=choices,
-            help=f"{meaning}: out of {', '.join(choices)} (default: all)",
+            help=f"{meaning}; choices: {', '.join(choices)} (default: all)",
         )
     parser.add_argument(
         "--shapes",
         nargs="+",
         type=shape,
         metavar="ROWSxCOLS",
-        help="instead of the suites' own; of blocks with parameters of samples "
-        "BATCHxLENGTHxCOLS, of linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
+        help="use these shapes instead of the suites' own; BATCHxLENGTHxCOLS for blocks in which "
+        "each sample has parameters, ROWSxFEATURESxCLASSES for losses with a weight, MxKxN for "
+        "linear",
     )
     parser.add_argument(
         "--devices",
         nargs="+",
         type=count,
         metavar="N",
-        help="of training: over how many devices a mesh splits parameters and batches (FSDP), with "
-        "as many sequences for each (default: 1, and all GPUs of the machine)",
+        help="numbers of devices over which training shards parameters and batches (FSDP); each "
+        "device gets the same number of sequences (default: 1, and all GPUs of the machine)",
     )
     parser.add_argument(
         "--bars",
         action="store_true",
-        help="of training and capacity only the steps that the bars of benchmarks/bars.py compare, "
-        "out of those selected",
+        help="in training and capacity, measure only those of the selected steps that "
+        "benchmarks/bars.py compares",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="few shapes, one training step of each variant"
+        "--quick", action="store_true", help="measure few shapes, and one training step per variant"
     )
     parser.add_argument(
-        "--again", action="store_true", help="measure what has a row already; the last row counts"
+        "--again",
+        action="store_true",
+        help="also measure cells that have a row; the last row counts",
     )
     parser.add_argument(
         "--workers",
         type=count,
         metavar="N",
-        help="processes of a side that compile at the same time, and then measure one after the "
-        "other (default: on a GPU half of the cores, at most 8; else 1)",
+        help="number of processes (for each of JAX and torch) that compile at the same time; they "
+        "measure one after the other (default: with a GPU half of the cores, at most 8; else 1)",
     )
     parser.add_argument(
         "--limit",
         type=seconds,
         metavar="SECONDS",
         default=processes.LIMIT_S,
-        help="that a process may take to compile its batch, or to measure a cell; then it is ended "
-        "and the row says where it was (default: %(default).0f)",
+        help="time limit for a process to compile its batch or to measure a cell; if it takes "
+        "longer, it is ended, and the row says where it was (default: %(default).0f)",
     )
     parser.add_argument(
         "--out",
         type=folder,
         metavar="FOLDER",
-        help="where the CSV files are (default: benchmarks/results/ and the device's name)",
+        help="folder of the CSV files (default: benchmarks/results/ and the device's name)",
     )
     parser.add_argument(
-        "--commit", metavar="HASH", help="of the kernels, for the CSV (default: what git says)"
+        "--commit",
+        metavar="HASH",
+        help="commit of the kernels for the CSV files (default: from git)",
     )
     return parser.parse_args(argv)
 

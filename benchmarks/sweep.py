@@ -188,9 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="Python file with workloads() and schedules()")
-    parser.add_argument("--out", type=Path, default=Path("sweep.csv"), help="(%(default)s)")
-    parser.add_argument("--ops", nargs="+", metavar="NAME", help="of these alone")
-    parser.add_argument("--cols", nargs="+", type=int, metavar="N", help="of these alone")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("sweep.csv"),
+        help="CSV file for the results (default: %(default)s)",
+    )
+    parser.add_argument("--ops", nargs="+", metavar="NAME", help="only these operations")
+    parser.add_argument("--cols", nargs="+", type=int, metavar="N", help="only these widths")
     given = parser.parse_args(argv)
     if jax.devices()[0].platform != "gpu":
         print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)

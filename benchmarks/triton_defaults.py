@@ -150,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="to the code and the page")
+    parser.add_argument(
+        "--write", action="store_true", help="write the results to the code and the page"
+    )
     if parser.parse_args(argv).write:
         write()
     print(table())

@@ -275,7 +275,7 @@ def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argpa
         "heads": "attention heads",
         "seq": f"context length in bytes, below {heldout_bytes}",
         "batch": "sequences per step",
-        "steps": "optimiser steps per training",
+        "steps": "optimiser steps per run",
     }
     for name, meaning in sizes.items():
         parser.add_argument(
@@ -295,35 +295,35 @@ def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argpa
         "--dtype",
         choices=DTYPES,
         default=Config.dtype,
-        help="of the activations; parameters and loss are float32 (default %(default)s)",
+        help="dtype of the activations; parameters and loss are float32 (default %(default)s)",
     )
     parser.add_argument(
         "--scan",
         action=argparse.BooleanOptionalAction,
         default=Config.scan,
-        help="scan over the layers, or unroll them; unrolled, plain XLA may keep the inputs anyway "
-        "and saving outputs then frees residuals but no compiled temp (default: scan)",
+        help="scan over the layers, or unroll them; in unrolled layers, XLA may keep the inputs of "
+        "norms anyway, and saving outputs then frees no temp memory (default: scan)",
     )
     parser.add_argument(
         "--mesh",
         type=mesh_sizes,
         metavar="AXIS=N,...",
-        help="spread the run over devices, such as data=2,fsdp=2: batches over both axes, "
-        "parameters over fsdp; a CPU takes as many virtual devices (default: one device)",
+        help="shard the run over devices, such as data=2,fsdp=2: batches over both axes, "
+        "parameters over fsdp; a CPU is split into virtual devices (default: one device)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=Config.seed,
         metavar="N",
-        help="of the initial parameters and the batches (default %(default)s)",
+        help="seed of the initial parameters and the batches (default %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=output_path,
         default=Path("demo.png"),
         metavar="PATH",
-        help="where the plot goes, as PNG (default %(default)s)",
+        help="file for the plot, a PNG (default %(default)s)",
     )
     parser.add_argument(
         "--markdown", type=output_path, metavar="PATH", help="also write the table as Markdown"
