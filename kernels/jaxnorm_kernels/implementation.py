@@ -137,11 +137,11 @@ class Implementation(NamedTuple):
       forward: returns the results that ``spec.outputs`` names; the other entries are None.
       backward: returns the gradients, each in the dtype of its operand. The gradient of logits_bias
         is returned only if the spec has a `logits_bias_dtype`. For h = x + residual, the gradient
-        of h is rounded to the residual's dtype. The rounded array is the gradient of the residual
-        and, cast to x's dtype, the gradient of x. If x is normalised or scaled before the addition,
-        a fused kernel has the unrounded gradient of h in registers, and may compute the gradients
-        of x, scale and branch_scale from it. If y has no cotangent, the gradient of h is the
-        cotangent of h.
+        of h is rounded to the residual's dtype. This rounded array is the gradient of the residual.
+        Cast to x's dtype, it is also the gradient of x. If x is normalised or scaled before the
+        addition, a fused kernel has the unrounded gradient of h in registers, and may compute the
+        gradients of x, scale and branch_scale from it. If y has no cotangent, the gradient of h is
+        the cotangent of h.
       why_unsupported: returns a sentence that tells the user why the implementation cannot run a
         call, or None if it can.
       why_not_default: returns a sentence that says why a call runs on ``xla`` unless the user

@@ -25,15 +25,15 @@ A norm may be fused with the residual addition before or after it::
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
-Or the norm follows an addition in which x is scaled (LayerScale, adaLN-zero)::
+A norm may follow an addition in which x is scaled (LayerScale, adaLN-zero)::
 
     scaled_add_norm  h = residual + branch_scale * x        y = norm(h)
 
-Or the norm of an attention head is followed by a rotation of its pairs of columns (RoPE)::
+The norm of an attention head may be followed by a rotation of its pairs of columns (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
-Or a gate multiplies the norm's result, or its input::
+A gate may multiply the norm's result or the norm's input::
 
     norm_gated       y = norm(x) * activation(gate)       or y = norm(x * activation(gate))
 

@@ -7,16 +7,16 @@ For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (RMS
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, the backward pass starts from the input. It recomputes n = xh G +
-bias, and d = dy activation'(n).
+With an activation after the norm, the backward pass starts from the input. It recomputes
+n = xh * G + bias, and d = dy * activation'(n).
 
-dh is a further cotangent of x. It is added to dx before dx is rounded. If the norm is applied to h
-= residual + branch_scale * x, let t be the dx above:
+dh is a further cotangent of x. It is added to dx before dx is rounded. If the norm is applied to
+h = residual + branch_scale * x, let t be the dx above:
 
     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
-With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
-multiplies the norm's input, x a is normalised instead of x, and dt denotes the dx above:
+With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
+multiplies the norm's input, x * a is normalised instead of x. Let dt be the dx above:
 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a

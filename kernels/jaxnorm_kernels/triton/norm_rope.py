@@ -14,9 +14,10 @@ sin) of each pair. With d = dy rotated back:
     both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
 If cos^2 + sin^2 of a pair is 0, n cannot be recovered and is taken as 0. |G| is raised to a lower
-limit as in the norm. |xh| is always clipped to its true bound sqrt(N): rotating y back adds the
-rounding errors of the two columns of a pair, and one of them may be far larger than the other
-column's G. |y| is clipped to the largest finite number (`Spec.y_limit`).
+limit as in the norm. |xh| is always clipped to its true bound sqrt(N), because it may have a large
+error: rotating y back adds the rounding errors of the two columns of a pair, and the error of one
+column may be far larger than G of the other column. |y| is clipped to the largest finite number
+(`Spec.y_limit`).
 
 A row is a head. Heads are short, so a program holds several whole rows. It holds a row as up to
 three arrays, called *parts*: the first columns of all pairs, the second columns of all pairs, and

@@ -1,30 +1,32 @@
 """The Kullback-Leibler divergence between a teacher and a student, over ``spec.axes``.
 
-p is the softmax of the teacher's logits, and q is the softmax of the student's logits x. Each is
-computed from the *depths* of its logits z, d = z - max(z). With a scale or a cap, z = f g(x) and
-the depths are f (g(x) - max(g(x))) (see `label_sums`):
+p is the softmax of the teacher's logits, and q is the softmax of the student's logits x. Each
+softmax is computed from the *depths* d = z - max(z) of its logits z. The logits may have a scale or
+a cap: z = f * g(x), and the depths are f * (g(x) - max(g(x))) (see `label_sums`):
 
     e = exp(d)      s = sum(e)      log(p) = d - log(s)
 
-The divergence is KL(P || Q), where P is p and Q is q, or the other way round for ``reverse``:
+The divergence is KL(P || Q). P is p and Q is q; with ``reverse``, P is q and Q is p. Subscripts name
+the distribution:
 
     u      = d_P - d_Q
     KL     = sum(e_P u) / s_P + log(s_Q / s_P)
     s_Q    = s_P + sum(e_Q - e_P)           e_Q - e_P = e_P expm1(-u)
 
-If both distributions are close, u is small, and so are the rounding errors of both terms of KL,
-because neither is a difference of large numbers. A class with P = 0 adds nothing. A class with P >
-0 and Q = 0 makes the divergence infinite.
+If the distributions are nearly equal, u is small. The rounding errors of the two terms of KL are
+then small too, because neither term is a difference of large numbers. A class with P = 0 adds
+nothing. A class with P > 0 and Q = 0 makes the divergence infinite.
 
 With c the cotangent of the divergence, the gradient of the student's z is
 
     c (q - p)                           of KL(p || q)       q - p = -q expm1(log(p) - log(q))
     c q (log(q) - log(p) - KL)          of KL(q || p)
 
-If teacher and student have equal logits, divergence and gradient are exactly 0, whatever the
-compiler fuses or folds. Three measures ensure this. If teacher and student have the same f, u is
-computed from g(x) - max(g(x)) of each: as f times the difference of these two numbers. log(s_Q) is
-computed as log(s_P) + log(s_Q / s_P). And log(p) - log(q) is computed from u.
+If teacher and student have equal logits, divergence and gradient are exactly 0, regardless of how
+the compiler fuses or folds operations. Three measures ensure this. First, if teacher and student
+have the same f, g(x) - max(g(x)) is computed for each of them, and u is f times the difference.
+Second, log(s_Q) is computed as log(s_P) + log(s_Q / s_P). Third, log(p) - log(q) is computed from
+u.
 
 The teacher's logits are constants: they get no gradient. A row *has no entry* if ``positions`` is
 False for it, or if all its classes are masked. Its results are 0, and -inf for the student's log(s)

@@ -2,13 +2,13 @@
 
     others   sum(exp(x - m), j != l)
 
-To leave out the label's term, every column is compared with the label. On a GPU, XLA fuses the
-comparison and the exponential into the reduction. On a CPU, XLA calls a fast library function for
-each sum. It fuses arithmetic into this call, but not comparisons: it would store their results in
-an array of x's size. To avoid this on a CPU, a row is reshaped to a matrix, if its length has a
-suitable divisor. The columns of the matrix are called *lanes*. In the lane that contains the label,
-m is replaced by inf, so that all exponentials of this lane are 0. A second sum adds the lane's
-other elements:
+m is the maximum of x, and j is a column. To leave out the label's term, every column is compared
+with the label. On a GPU, XLA fuses the comparison and the exponential into the reduction. On a CPU,
+XLA calls a fast library function for each sum. It fuses arithmetic into this call, but not
+comparisons: it would store their results in an array of x's size. To avoid this on a CPU, a row is
+reshaped to a matrix, if its length has a suitable divisor. The columns of the matrix are called
+*lanes*. In the lane that contains the label, m is replaced by inf, so that all exponentials of this
+lane are 0. A second sum adds the lane's other elements:
 
     others   sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
@@ -21,18 +21,19 @@ backward pass compute the same array e of exponentials, and XLA computes it once
 both passes. This is done only if the logits have the dtype of the arithmetic: for 16-bit logits,
 the array would be twice as large as x.
 
-    e = exp(x - m), but 0 at the label      others = sum(e)      p = e / s, but exp(x_l - m) / s
+    e = exp(x - m), but 0 at the label      others = sum(e)
+    p = e / s, but exp(x_l - m) / s at the label
 
-With a scale a = logits_scale or a cap c = logit_softcap, the logits are z = f g(x). Then g(x)
-replaces x above, and its differences are multiplied by f before the exponential:
+With a scale a = logits_scale or a cap c = logit_softcap, the logits are z = f * g(x). Then g(x)
+replaces x in these formulas, and differences of g(x) are multiplied by f before the exponential:
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
     g = x                f = a    dz / dx = a                else
 
-m is the maximum of g, and differences are computed from g, not from z, for two reasons. A large z
-may have a rounding error of more than 1, which z - max(z) would inherit; f (g - m) has a small
-error. And if the compiler fused f g - max(z) into one instruction, f g would not be rounded but
-max(z) would be, so that the largest exponent would not be 0.
+m is the maximum of g, and differences are computed from g, not from z, for two reasons. First, a
+large z may have a rounding error of more than 1, and z - max(z) would have it too, while f * (g -
+m) has a small error. Second, the compiler may fuse f * g - max(z) into one instruction. Then max(z)
+would be rounded but f * g would not, so that the largest exponent would not be 0.
 """
 
 import functools

@@ -11,17 +11,18 @@ The backward pass, with d = dy; RMSNorm has c1 = 0:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation, let n = xh G + bias. Then y = activation(n), and d = dy activation'(n).
+With an activation, let n = xh * G + bias. Then y = activation(n), and d = dy * activation'(n).
 
-With a residual, three forms exist: y = norm(h) with h = x + residual, y = residual + norm(x), or y
-= norm(h) with h = residual + norm(x). h may have a separate cotangent dh, which is added to the dx
-of norm(h). With h = residual + branch_scale * x, let t be the sum of this dx and dh:
+With a residual, there are three forms: y = norm(x + residual), y = residual + norm(x), and y =
+norm(residual + norm(x)). In the first and the third form, h is the sum that is normalised. h may
+have a separate cotangent dh, which is added to the dx of norm(h). If
+h = residual + branch_scale * x, let t be the sum of this dx and dh:
 
     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
-With a gate, let a = activation(gate). If the gate multiplies the norm's output, d = a dy. If it
-multiplies the norm's input, t = x a is normalised instead of x. Let th be the normalised t, and dt
-the dx above:
+With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
+multiplies the norm's input, t = x * a is normalised instead of x. Let th be the normalised t, and
+dt the dx above:
 
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
