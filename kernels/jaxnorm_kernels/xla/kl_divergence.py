@@ -6,8 +6,8 @@ a cap: z = f * g(x), and the depths are f * (g(x) - max(g(x))) (see `label_sums`
 
     e = exp(d)      s = sum(e)      log(p) = d - log(s)
 
-The divergence is KL(P || Q). P is p and Q is q; with ``reverse``, P is q and Q is p. Subscripts name
-the distribution:
+The divergence is KL(P || Q). P is p and Q is q; with ``reverse``, P is q and Q is p. Subscripts
+name the distribution:
 
     u      = d_P - d_Q
     KL     = sum(e_P u) / s_P + log(s_Q / s_P)
