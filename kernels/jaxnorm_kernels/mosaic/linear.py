@@ -70,8 +70,8 @@ ROWS = 64
 #: Number of columns of a tile of x. With 16 bits each, they fill a row of the widest swizzle, 128
 #: bytes.
 DEPTH = 64
-#: Number of bytes in a row of y that each store writes, and number of stores that a warpgroup may
-#: have in flight.
+#: `STORED_BYTES`: number of neighbouring bytes that a store writes in each row of y.
+#: `STORES`: number of stores that a warpgroup may have in flight.
 STORED_BYTES, STORES = 64, 2
 
 
@@ -82,9 +82,9 @@ class ProductSchedule:
     Attributes:
       features: number of columns of a tile of y. A tile has 128 rows.
       stages: number of buffers for tiles of x and weight in shared memory.
-      group: number of neighbouring tiles along a row of y that are computed before the tiles below
-        them. Tiles next to each other read the same rows of x. Tiles below each other read the same
-        columns of weight, which are then still in the L2 cache.
+      group: number of tiles side by side in y that are computed before the tiles below them. Tiles
+        side by side read the same rows of x. Tiles below each other read the same columns of
+        weight, which are still in the L2 cache when the lower tiles are computed.
     """
 
     features: int
@@ -101,9 +101,9 @@ class ProductSchedule:
         return -(-rows // self.rows), -(-features // self.features)
 
 
-# Larger tiles load less per matmul. A wgmma instruction has at most 256 columns; with 192, the
-# kernel takes 1.09 times as long. With groups of 4, 16 or 32 tiles, it takes up to 1.11 times as
-# long if weight exceeds the L2 cache.
+# The larger the tiles are, the fewer bytes a matmul loads in total. A wgmma instruction has at most
+# 256 columns; with 192, the kernel takes 1.09 times as long. With groups of 4, 16 or 32 tiles
+# instead of 8, it takes up to 1.11 times as long if weight does not fit in the L2 cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
 # A narrow tile has half the size. It is used if y has fewer wide tiles than the GPU has SMs.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
@@ -116,16 +116,16 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# The narrowest swizzle rearranges rows of 32 bytes, which are this many 16-bit columns. Arrays are
-# padded with zeros to a multiple of this number.
+# Number of 16-bit columns in 32 bytes, the length of the rows that the narrowest swizzle
+# rearranges. Arrays are padded with zeros to a multiple of this number.
 _SWIZZLED = 16
 
-# Number of registers per thread: as many as possible for the warpgroups that multiply, few for the
-# warpgroup that copies. The three warpgroups share 65536 registers.
+# Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
+# The three warpgroups share 65536 registers. Copying needs few, and multiplying gets the others.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
-# Asynchronous copies of tiles need numbers of rows and columns that are multiples of 8.
+# The numbers of rows and of columns of a tile must be multiples of 8 for asynchronous copies.
 _MULTIPLE = 8
 # Row indices are int32. The last tile may start up to one tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
@@ -257,7 +257,7 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 def _shared(
     schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return the shared memory and the barriers of a block, by name."""
+    """Return a dict from names to the shared memory and the barriers of a block."""
     stages = schedule.stages
     shared = {
         # The matrix instructions require the same swizzle for x and weight.
@@ -277,8 +277,8 @@ def _shared(
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
-    The layout has the widest swizzle (at most 128 bytes) that divides a row of the tile and a row
-    of each of `arrays`, in bytes.
+    The layout has the widest swizzle that fits: its number of bytes, at most 128, divides the size
+    of a row of the tile and the size of a row of each of `arrays`.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
@@ -291,14 +291,14 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """The program of a block.
+    """The program that each block runs.
 
     Attributes:
       sizes: number of rows of x, columns of x, and columns of weight.
       epsilon, activation: as in `rms_norm_linear_fwd`.
       schedule: the schedule.
-      arrays: refs of the operands and of y in global memory, by name.
-      shared: shared memory and barriers, by name.
+      arrays: maps names to the refs of the operands and of y, in global memory.
+      shared: maps names to shared memory and barriers.
     """
 
     sizes: tuple[int, int, int]
@@ -440,8 +440,8 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # At most one store may still be reading its buffer: the previous one, which uses the
-            # other buffer.
+            # There are two buffers, and stores use them in turn. Wait until this buffer is free:
+            # only the previous store, from the other buffer, may still be reading.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]
