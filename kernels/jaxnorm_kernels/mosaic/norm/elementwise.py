@@ -20,9 +20,9 @@ from jaxnorm_kernels.specs import Activation, Spec
 #     relu          max(g, 0)         1 for g > 0, else 0
 #     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
 #
-# gelu is the tanh approximation; it can be written with the sigmoid because (1 + tanh(v)) / 2 = s(2
-# v). The rounded exponent gives s a relative error of |g| 2^-24. This error is large only for very
-# negative g, where s itself is as small as exp(g).
+# z' is the derivative of z. gelu is the tanh approximation; it can be written with the sigmoid
+# because (1 + tanh(v)) / 2 = s(2 v). The exponent of s is rounded, which causes a relative error of
+# |g| 2^-24 in s. This error is large only for very negative g, where s itself is about exp(g).
 
 
 _LOG2_E = math.log2(math.e)
@@ -137,7 +137,7 @@ def norm_output(
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return G and the bias as `norm_output` uses them. A parameter that is absent is left out."""
+    """Return a list with G and the bias, for `norm_output`. Absent parameters are left out."""
     rest = list(params)
     columns = []
     if spec.norm.scale_dtype is not None:

@@ -51,6 +51,9 @@ Parts = list[jax.Array]
 class HeadTile:
     """Rows (heads) that a warpgroup processes at the same time, each in a few threads of a warp.
 
+    The columns of a head form up to three parts: the first columns of the pairs that are rotated,
+    the second columns of these pairs, and the columns that are not rotated.
+
     Attributes:
       cols: number of columns of a head.
       rotated: number of leading columns that are rotated.
@@ -198,7 +201,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to the shape of `like`, which has a part of the columns."""
+        """Broadcast one number per row to the shape of `like`, an array with some columns."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(
@@ -244,5 +247,5 @@ def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> 
 
 
 def rows_of_a_tile(threads: int) -> int:
-    """Return the minimum number of rows of a tile in which each row has `threads` threads."""
+    """Return the minimum number of rows of a tile if `threads` threads share each row."""
     return WARPGROUP_THREADS // threads

@@ -204,13 +204,13 @@ class Strip:
 
     Attributes:
       strips: how the array is split into strips.
-      outer, start: index of the strip along the outer axis, and of its first element along the
-        inner axis.
+      outer: index of the strip along the outer axis.
+      start: index of the strip's first element along the inner axis.
       fresh: index of the first inner element that is in no earlier strip.
       partition: the warpgroup's columns.
       stages: shared memory with the loaded arrays, and then the scratch memory of
         `strip_groups.sum_of_any`, if any.
-      full: a barrier for each part of each warpgroup, which the part's copies signal.
+      full: a barrier for each part of each warpgroup's columns. The copies of the part signal it.
     """
 
     strips: Strips
@@ -333,7 +333,11 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """The elements that this strip stores, if the group size does not divide its width."""
+        """A `Span`: the inner elements of the strip, and the range of those that it stores.
+
+        It is only used if the group size is not a power of 2 that divides the width. Groups at the
+        ends of the strip may then be incomplete, and the strip does not store their elements.
+        """
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
         return strip_groups.Span(
