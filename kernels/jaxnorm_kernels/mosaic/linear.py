@@ -2,14 +2,14 @@
 
 With G = scale + scale_offset, row by row::
 
-    w = G weight                         rounded to the matmul's dtype, before the kernel
+    w = G * weight                       rounded to the matmul's dtype, before the kernel
     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
 The kernel computes the sum of squares from the tiles of x that it multiplies, so rstd is available
-when the matmul is finished. The normalised array is never stored. In float16, w is c G weight,
-where the factor c is a power of 2 with c |G| <= 1, which prevents an overflow; the result is
-multiplied by 1 / c.
+when the matmul is finished. The normalised array is never stored. In float16, G * weight might
+overflow, so w is c * G * weight. The factor c is a power of 2 with c |G| <= 1, and the result of
+the matmul is multiplied by 1 / c.
 
 Each block computes several tiles of y, one after the other. Its third warpgroup copies tiles of x
 and weight to a ring of buffers in shared memory. The first two warpgroups multiply half of a tile's
@@ -20,7 +20,7 @@ Multiplying x by G inside the kernel takes more time than a separate pass over w
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
-    with a pass that computes G weight       1.12           1.13           1.16
+    with a pass that computes G * weight     1.12           1.13           1.16
     x multiplied by G in registers           1.16           1.17           1.27
     x multiplied by G in shared memory       1.30           1.32           1.39
     XLA's norm, then cuBLAS                  1.18           1.09           1.05
@@ -59,8 +59,8 @@ from jaxnorm_kernels.specs import LinearActivation
 # -------------------------------------------------------------------------------------------------
 # The schedule: sizes of the tiles of y, and of the buffers of a block.
 #
-# Measured on an H100 with the sweep `benchmarks/sweeps/linear.py` (tiles, stages and groups of ten
-# matmuls).
+# The sizes were measured on an H100 with the sweep `benchmarks/sweeps/linear.py`, which times ten
+# matmuls with different tiles, stages and groups.
 
 
 #: Number of warpgroups per block that multiply. One more warpgroup copies.
@@ -97,7 +97,7 @@ class ProductSchedule:
         return MULTIPLY * ROWS
 
     def tiles(self, rows: int, features: int) -> tuple[int, int]:
-        """Return the number of tiles of y along its rows and along its columns."""
+        """Return how many tiles y has along its first axis (rows) and along its second axis."""
         return -(-rows // self.rows), -(-features // self.features)
 
 
@@ -192,7 +192,7 @@ def rms_norm_linear_fwd(
     activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """Return activation(rms_norm(x) @ weight + bias) in `dtype`.
+    """Return ``activation(rms_norm(x) @ weight + bias)`` in `dtype`.
 
     x is ``(rows, cols)`` in the dtype of the matmul, weight is ``(cols, features)``, scale
     ``(cols,)`` and bias ``(features,)``. `schedule` replaces the default schedule.
@@ -229,9 +229,9 @@ def rms_norm_linear_fwd(
 def _scaled_weight(
     weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return c G weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
+    """Return c * G * weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
 
-    In float16, G weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
+    In float16, G * weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
     bfloat16, c is 1.
     """
     if scale is None:
@@ -366,7 +366,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
-        """Compute this warpgroup's half of the rows of each of the block's tiles of y."""
+        """Compute the block's tiles of y: this warpgroup computes half of the rows of each."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -402,7 +402,7 @@ class _ProductKernel:
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Return partial sums of squares of this warpgroup's rows of a tile of x: ``(64, 8)``.
+        """Return partial sums of x^2 for this warpgroup's rows in a tile of x: ``(64, 8)``.
 
         Each of the 8 sums per row covers 8 of the 64 columns. The caller adds the 8 sums only once,
         after the last step of the tile of y.
@@ -417,7 +417,7 @@ class _ProductKernel:
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the buffers of x and weight of a step whose matmul is finished."""
+        """Release the buffers of x and weight that `step` used. Its matmul is finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])

@@ -161,7 +161,7 @@ class Places(NamedTuple):
 
 @functools.cache
 def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
-    """Return which positions in memory the elements have that each thread holds in registers.
+    """Return the positions in memory of the elements that each thread has in its registers.
 
     `layout` is the tiled Mosaic layout of the array's registers. `strides` are the strides of the
     array in memory, in elements, along each axis of `shape`.
@@ -192,7 +192,7 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
 
 
 def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return the address at which the elements of each register of an array begin in `ref`.
+    """Return an address for each register of an array: where its elements begin in `ref`.
 
     `ref` is in global memory. The array in registers has the given tiled layout and shape.
     """

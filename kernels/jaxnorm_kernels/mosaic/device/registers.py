@@ -261,7 +261,7 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """Store the columns i of `value` for which ``0 <= first + i < size``, in the interpreter.
+    """In the interpreter, store the columns i of `value` for which ``0 <= first + i < size``.
 
     Column i of `value` is stored in column ``start + i`` of `ref`. The columns are stored in a few
     slices whose sizes are powers of 2, because sizes of slices must be static. The other columns of

@@ -159,7 +159,7 @@ class Share:
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Return True if the row, which is in step `k`, is not in the previous step, too."""
+        """Return True if `row`, a row of step `k`, does not also belong to the previous step."""
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
@@ -272,7 +272,7 @@ class _PipelinedKernel:
         return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
-        """Sum the rows of step `k` over the columns of each warp, and publish the sums to all."""
+        """Sum the rows of step `k` over each warp's columns, and publish the sums to all warps."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):

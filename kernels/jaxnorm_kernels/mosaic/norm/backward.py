@@ -9,7 +9,7 @@ RMSNorm):
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 xh is the normalised input. If an activation follows the norm, the backward pass starts from the
-saved input. It recomputes the activation's argument n = xh G + bias, and d is dy activation'(n).
+saved input. It recomputes the activation's argument n = xh G + bias, and d is dy * activation'(n).
 
 As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
 dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
@@ -251,15 +251,16 @@ def _kernel(
 # Backward pass of RMSNorm with a gate, which is applied after or before the norm. x and the gate
 # are saved.
 #
-# For a row of N elements, let G = scale + scale_offset, r = rstd, a = activation(gate) and e = dy
-# G. t is the input of the norm: x, or x a if the gate comes first. dt is the gradient of t:
+# For a row of N elements, let G = scale + scale_offset, r = rstd, a = activation(gate) and
+# e = dy * G. t is the input of the norm: x, or x * a if the gate comes first. dt is the gradient of
+# t:
 #
-#     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
+#     xh = t r        dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
 #
-#     norm(x) a     dg = e a     dx = dt       dgate = e xh activation'(gate)
-#                                dscale = sum_rows(dy a xh)
-#     norm(x a)     dg = e       dx = dt a     dgate = dt x activation'(gate)
-#                                dscale = sum_rows(dy xh)
+#     norm(x) * a     dg = e a     dx = dt       dgate = e * xh * activation'(gate)
+#                                  dscale = sum_rows(dy a xh)
+#     norm(x * a)     dg = e       dx = dt a     dgate = dt * x * activation'(gate)
+#                                  dscale = sum_rows(dy xh)
 #
 # The activation and its derivative are recomputed, not saved.
 
@@ -340,13 +341,13 @@ def norm_gated_bwd(
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward pass of a norm of h = residual + branch_scale x, as in LayerScale, or with the gate of
+# Backward pass of a norm of h = residual + branch_scale * x, as in LayerScale, or with the gate of
 # adaLN-zero.
 #
 # t is the gradient of h as `NormFormula` computes it, before rounding. It includes the cotangent of
 # h, if h is a result:
 #
-#     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+#     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ different scales. h, and the y of norm_add, have the residual's dtype::
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
-    scaled_add_norm  h = residual + branch_scale x        y = norm(h)
+    scaled_add_norm  h = residual + branch_scale * x      y = norm(h)
 
 With a gate, y is rounded once, after the multiplication::
 
-    norm_gated       y = norm(x) activation(gate)      or y = norm(x activation(gate))
+    norm_gated       y = norm(x) * activation(gate)    or y = norm(x * activation(gate))
 
 The variance is never computed as E[x^2] - E[x]^2, which suffers from cancellation. Instead, a row
 in registers is reduced twice: for the mean, then for the sum of squares about it. If several warps
@@ -154,7 +154,7 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return the elements to normalise, in float32: x, x + residual, or x activation(gate)."""
+        """Return the elements to normalise in float32: x, x + residual or x * activation(gate)."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:

@@ -201,7 +201,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to the shape of `like`, an array with some columns."""
+        """Broadcast one number per row to the shape of `like`, an array with one of the parts."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(

@@ -5,8 +5,8 @@ columns for one outer index and `width` neighbouring inner elements. The width i
 use complete memory sectors of 32 bytes. One block processes a strip; if there are many columns, a
 cluster of blocks does. Asynchronous copies (TMA) load the strip into shared memory once, in the
 array's dtype. Each pass over the strip reads it from there, so a thread needs registers for few
-elements only. The copies form *parts*. The first pass waits for one part after the other, so it
-starts before the last part has arrived.
+elements only. The copies are divided into *parts*. The first pass waits for one part after the
+other, so it starts before the last part has arrived.
 
 Each warpgroup has a partition of the columns (see `partitions`). It processes the partition in
 units of one vector per thread, ``(4, columns of a warp, width)``: the 32 lanes of a warp run along
@@ -188,8 +188,8 @@ def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
-# Number of values that a thread loads from shared memory at once: enough to hide the latency, but
-# in few registers.
+# Number of values that a thread loads from shared memory at once. It is large enough to hide the
+# latency, and small enough to need few registers.
 _VALUES = 16
 
 #: A statistic with a value for each inner element of a strip, ``(width,)``. Before the warps have
@@ -335,7 +335,7 @@ class Strip:
     def _span(self) -> strip_groups.Span:
         """A `Span`: the inner elements of the strip, and the range of those that it stores.
 
-        It is only used if the group size is not a power of 2 that divides the width. Groups at the
+        It is used for group sizes that are no power of 2 or do not divide the width. Groups at the
         ends of the strip may then be incomplete, and the strip does not store their elements.
         """
         strips = self.strips

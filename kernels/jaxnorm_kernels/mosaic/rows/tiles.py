@@ -466,6 +466,9 @@ class SplitRow(Tile):
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Count the True elements in each warp's row of `is_fresh`, which is ``(4, n)``, in float32."""
+    """Return the number of True elements in each row of `is_fresh`, as a float32 array.
+
+    `is_fresh` is ``(4, n)``, with one row per warp.
+    """
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

@@ -69,6 +69,6 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 def is_unaligned(spec: Spec) -> bool:
     """Return True if asynchronous copies cannot load a row.
 
-    They require that its size is a multiple of 16 bytes.
+    Asynchronous copies require that the size of a row is a multiple of 16 bytes.
     """
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

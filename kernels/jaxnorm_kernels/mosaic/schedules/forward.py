@@ -4,7 +4,8 @@ The rules follow from these properties of the hardware (H100, H200):
 
 * An SM has 64 registers per thread for 1024 threads, or 128 per thread for 512. Each column of a
   row takes one register, so with 32 columns per thread, 8 warpgroups fit on an SM. A residual that
-  is added later takes another register, so such rows count as twice as long (`registers`).
+  is added after the norm takes a second register per column, so such rows count as twice as long
+  (`registers`).
 * About 64 KiB of loads in flight per SM saturate the memory bandwidth. Rows in registers reach this
   because an SM runs several blocks: some load while others reduce or store. If rows have 32 KiB or
   more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
@@ -185,9 +186,10 @@ _CAUSAL_PARTS = 8
 # divide the row. In total, they may load at most this many times the number of columns of the row.
 _MOST_READ = 9 / 8
 
-# A block of a pipelined tile processes two groups of rows if rows have more than `_SHORT_COLS`
-# columns and each SM has at least `_GROUPS_OF_SM` groups. With shorter rows, one group has so many
-# rows that loading the parameters costs little.
+# A block with a pipelined tile loads its parameters once, and then processes one tile of rows or
+# two. It processes two if rows have more than `_SHORT_COLS` columns, and if there are at least
+# `_GROUPS_OF_SM` tiles per SM. A tile of shorter rows has so many rows that loading the parameters
+# for each tile costs little.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
 # Limits for loading the parameters of a split row before the row is reduced. The parameters and the
@@ -223,9 +225,10 @@ _BLOCKS_OF_SM = 3
 # over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
 # four, 0.97 (H100).
 _MOST_OF_GROUP = 2
-# The last rows of the array have a block each: this many rows per SM or, with clusters, per cluster
-# that runs at the same time. If these rows instead had blocks of several rows, too, the last SM
-# finished 5 % later than the average SM (LayerNorm over 5120 columns of bfloat16, H200).
+# The last rows of the array have a block each. There are this many of them per SM. (With clusters:
+# this many for each cluster that can run at the same time.) When blocks processed several of these
+# rows, too, the last SM finished 5 % later than the average SM (LayerNorm over 5120 columns of
+# bfloat16, H200).
 _TAIL = 2
 
 
@@ -380,8 +383,8 @@ def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
 def _shares(cols: int, vector: int, values: int) -> int:
     """Return how many warpgroups (a power of 2) must share a row.
 
-    There are enough warpgroups for each thread to have at most `values` columns. But if the row is
-    short, there are only as many as can give each thread a vector.
+    There are enough warpgroups for each thread to have at most `values` columns. But the number is
+    limited, so that each thread has at least one vector of columns.
     """
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))

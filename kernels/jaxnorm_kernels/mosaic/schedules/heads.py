@@ -18,8 +18,8 @@ from jaxnorm_kernels.specs import Spec
 _MOST_COLUMNS = 16
 #: Maximum number of columns of a head, so that it fits in the registers of one warp.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: Minimum number of rows of a call: the rows of the largest tile. In this tile, only two threads
-#: share each row.
+#: Minimum number of rows of a call. It is the number of rows in the largest tile, in which two
+#: threads share each row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.
@@ -117,10 +117,10 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
     """Return ``(vector, rest, threads)`` of `Heads`, or None if the heads are not supported.
 
-    The result is chosen among those with which a thread's columns fit in its registers. Wide
-    vectors are preferred; among results with equal vectors, many threads. A thread loads the first
-    columns of its pairs and their second columns separately. `of_pairs` is the maximum number of
-    bytes of such a load.
+    A thread's columns must fit in its registers. Among the combinations for which they do, the one
+    with the widest vectors is returned. If several have the same vectors, it is the one with the
+    most threads. A thread loads the first columns of its pairs and their second columns separately;
+    `of_pairs` is the maximum number of bytes of such a load.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None

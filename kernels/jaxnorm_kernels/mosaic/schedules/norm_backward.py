@@ -54,9 +54,9 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # Estimate the time for each number of blocks, in units of a pipeline step. If more blocks than
-    # fit are launched, they run in rounds. A round takes as long as one block: its steps, plus the
-    # steps during which its stages are filled.
+    # Estimate the time for each number of blocks. The unit of time is a pipeline step. If more
+    # blocks are launched than can run at the same time, they run in rounds. A round takes as long
+    # as one block: its steps, plus the steps during which its stages are filled.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -64,10 +64,11 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Preferred and maximum number of columns per thread in the pipelined kernel. A cluster has enough
-# blocks of one warpgroup for the preferred number, because they wait less for each other's sums
-# than fewer blocks of several warpgroups. If the GPU's clusters are too small for this, a thread
-# may have up to the maximum number of columns, which fit in its 255 registers.
+# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a cluster
+# has so many blocks of one warpgroup that no thread exceeds the preferred number: many blocks of
+# one warpgroup wait less for each other's sums than a few blocks of several warpgroups. If the
+# GPU's clusters are too small for this, a thread may have up to the maximum number of columns, for
+# which its 255 registers have room.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps: with less, the memory
 # is idle at times; with more, the stores of dx become slow. This determines the following numbers

@@ -24,8 +24,8 @@ _HELD = ((6144, 1), (12288, 2), (12288, 4))
 # column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
 # If several blocks share the work for a row of a bias's gradient, each of them adds up at least
-# this many rows of x (or tiles) and stores a row of partial sums in float32. With this many rows,
-# storing the partial sums costs little.
+# this many rows of x (or tiles of rows) and stores a row of partial sums in float32. With this many
+# rows, storing the partial sums costs little.
 _ROWS_OF_SPLIT = 8
 # Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
@@ -39,9 +39,9 @@ _CAUSAL_TILE = 2048
 # time (H100). This number saves 15 % over 512 columns of bfloat16, 8 % over 1024 and 3 % over 2048;
 # for float32, it saves 7 % over 512 columns and 3 % over 1024.
 _CAUSAL_PARTS = 16
-# Limits for the columns of each input that a thread has. `_HELD_BYTES` limits their bytes, because
-# they stay in registers. `_HELD_VECTORS` limits the number of vectors, because all vectors are
-# loaded at the same time.
+# A thread has several columns of a row in registers, for each input. `_HELD_BYTES` is the maximum
+# number of bytes of these columns in one input. `_HELD_VECTORS` is the maximum number of vectors,
+# because all vectors are loaded at the same time.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # Rows that are too long for one block are distributed over a cluster of blocks.
 # `_SPREAD_COLUMNS` is the maximum number of columns per thread in a cluster, and
