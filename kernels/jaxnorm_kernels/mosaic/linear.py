@@ -121,7 +121,7 @@ _F32 = np.dtype(np.float32)
 _SWIZZLED = 16
 
 # Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
-# The three warpgroups share 65536 registers. Copying needs few, and multiplying gets the others.
+# The three warpgroups share 65536 registers. Copying needs few, so the two others get the rest.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 

@@ -88,7 +88,7 @@ RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )
 
-#: Default properties by compute capability, written as an integer: 90 is 9.0.
+#: Maps a compute capability to default properties. The capability is an integer: 90 is 9.0.
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 

@@ -50,7 +50,7 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The backward pass of a norm, by the equations of the module's docstring.
+    """The backward pass of a norm. The equations are in the module's docstring.
 
     The row operands are the saved array, dy and, if present, dh. dx is returned `copies` times, so
     that the kernel can store it in several dtypes.
@@ -267,7 +267,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class GatedFormula:
-    """The backward pass of RMSNorm with a gate, by the equations above the class.
+    """The backward pass of RMSNorm with a gate. The equations are above the class.
 
     The row operands are x, the gate and dy.
     """
@@ -352,7 +352,7 @@ def norm_gated_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The backward pass of a norm of a scaled sum, by the equations above the class.
+    """The backward pass of a norm of a scaled sum. The equations are above the class.
 
     The row operands are the saved array, dy, x and, if present, dh. `norm` is the formula for the
     norm of h.
@@ -436,7 +436,7 @@ def scaled_sum_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class TwoNormsFormula:
-    """The backward pass of two norms, by the equations above the class.
+    """The backward pass of two norms. The equations are above the class.
 
     The row operands are x, the saved array, dy and, if present, dh.
     """

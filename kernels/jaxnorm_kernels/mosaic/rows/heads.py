@@ -235,7 +235,7 @@ class HeadTile:
 
 
 def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Rotate each pair (a, b) by its angle, to (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair (a, b) by its angle. The result is (a cos - b sin, b cos + a sin)."""
     a, b, *rest = parts
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 

@@ -1,4 +1,4 @@
-"""Bytes of memory and registers that each column of a row needs."""
+"""Number of registers and bytes of memory that each column of a row needs."""
 
 import numpy as np
 
@@ -29,17 +29,17 @@ def param_sizes(spec: Spec) -> list[int]:
 
 
 def param_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all parameters (scale, bias and others), in total."""
+    """Return the bytes per column, summed over all parameters (scale, bias and others)."""
     return sum(param_sizes(spec))
 
 
 def column_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all arrays that are loaded row by row, in total."""
+    """Return the bytes per column, summed over all arrays that are loaded row by row."""
     return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all arrays that are loaded or stored row by row, in total."""
+    """Return the bytes per column, summed over all arrays that are loaded or stored by rows."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 

@@ -45,7 +45,7 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The backward pass of one row, by the equations of the module's docstring.
+    """The backward pass of one row. The equations are in the module's docstring.
 
     The row operands are y, dy and, if needed, the mask.
     """
