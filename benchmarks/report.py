@@ -167,9 +167,9 @@ def full_report(found: Results) -> str:
 
 
 _ROOF = (
-    "The dashed line is a copy of as many bytes (the median of all copies). Each cell of the table "
-    "has the copy's time divided by the time of jaxnorm's kernel and, in brackets, the time of "
-    "jaxnorm's plain JAX code divided by the kernel's."
+    "The dashed line is the bandwidth of a copy of as many bytes (the median of all copies). Each "
+    "cell of the table has two ratios: the copy's time divided by the time of jaxnorm's kernel "
+    "and, in brackets, the time of jaxnorm's plain JAX code divided by the kernel's."
 )
 _CAPTIONS = {
     "blocks": "Blocks are norms and softmaxes with the elementwise operations of a model before or "

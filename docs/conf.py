@@ -1,4 +1,4 @@
-"""How `make docs` builds these pages: Sphinx, Markdown by MyST, the API from the docstrings."""
+"""The Sphinx configuration of `make docs`: Markdown pages, and API pages from docstrings."""
 
 import importlib
 import importlib.util
@@ -23,7 +23,7 @@ author = "the jaxnorm authors"
 release = jaxnorm.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# Pages of modules that are not here, or whose library is not.
+# Leave out the API pages of modules that cannot be imported because a package is not installed.
 _MODULES = {"equinox": ("equinox", "jaxnorm.equinox"), "linen": ("flax",), "nnx": ("flax",)}
 exclude_patterns = [
     f"api/{page}.md"
@@ -34,14 +34,14 @@ exclude_patterns = [
 html_theme = "furo"
 html_title = f"jaxnorm {release}"
 html_show_copyright = False
-# Sphinx's own choice fetches MathJax from the network whenever a page is read.
+# Sphinx's default renderer loads MathJax from the network when a page is opened.
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_preserve_defaults = True
-# Docstrings say types and shapes; annotations would repeat them, at length.
+# Do not show annotations: docstrings already describe types and shapes.
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
@@ -50,7 +50,7 @@ napoleon_use_rtype = False
 
 
 def link_files(app: Sphinx, name: str, source: list[str]) -> None:
-    """Markdown files outside `docs` are no pages: links to them are links to files."""
+    """Turn links to Markdown files outside `docs`, which are not pages, into links to files."""
     source[0] = re.sub(r"\]\((\.\./[^)]*\.md)\)", r"](path:\1)", source[0])
 
 
@@ -90,7 +90,7 @@ def check_offline(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register the extensions above with Sphinx, which calls this first."""
+    """Register the extensions above with Sphinx, which calls this function first."""
     app.add_html_math_renderer("mathml", (inline_equation, None), (displayed_equation, None))
     app.connect("source-read", link_files)
     app.connect("build-finished", check_offline)

@@ -232,8 +232,8 @@ def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float
 def caption(config: Config) -> str:
     """Return a sentence that explains the last two columns of the table in Markdown."""
     return (
-        "The last two columns have what a row frees beside the row before it, in T*d activations "
-        f"per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."
+        "The last two columns say how much memory a row frees relative to the row before it, in "
+        f"T*d activations per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."
     )
 
 

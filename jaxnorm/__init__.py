@@ -63,6 +63,6 @@ __version__ = "0.3.0"
 # Set `__module__` of the public objects to "jaxnorm", for signatures and tracebacks. help(jaxnorm)
 # lists only objects with this value.
 for _name in __all__:
-    if _name != "save_policy":  # save_policy is an object of JAX
+    if _name != "save_policy":  # an object that belongs to JAX
         globals()[_name].__module__ = __name__
 del _name

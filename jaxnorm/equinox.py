@@ -57,8 +57,8 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
       scale_offset: added to ``weight``; 0.0 by default.
 
     Raises:
-      ValueError: in a call, the shape of x is not the module's shape, or as for
-        :func:`jaxnorm.layer_norm`.
+      ValueError: in a call, the shape of x is not the module's shape. Also any error that
+        :func:`jaxnorm.layer_norm` raises.
 
     Example:
       >>> import jax
@@ -153,8 +153,8 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
       scale_offset: added to ``weight``; 0.0 by default.
 
     Raises:
-      ValueError: in a call, x does not have the module's number of channels, or as for
-        :func:`jaxnorm.layer_norm`.
+      ValueError: in a call, x does not have the module's number of channels. Also any error that
+        :func:`jaxnorm.layer_norm` raises.
 
     Example:
       >>> import jax.numpy as jnp
@@ -226,22 +226,24 @@ def convert[Model](
     check ``jaxnorm.check_params(model, x.dtype)``.
 
     Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class that overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning that lists these norms, and
-    the norms that save their input, with the reasons, or that says that the model has no norms.
-    Modules of jaxnorm's classes keep their own settings.
+    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
+    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It lists these norms and the
+    norms that save their input, with the reasons. If the model has no norms, it says so. Modules of
+    jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
-        :func:`jaxnorm.layer_norm`. Norms that need it save their input in any case.
+        :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
+        input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``, for norm classes that the
         model defines. In modules of exactly such a class, the function replaces ``__call__``. It
         may call the original ``__call__``. The modules keep their fields, and stay instances of the
-        class; ``save`` and ``implementation`` do not apply to them. The warning lists them, modules
-        of subclasses, which are not changed, and classes that the model does not have.
+        class; ``save`` and ``implementation`` do not apply to them. Modules of subclasses are not
+        changed. The warning lists the changed modules, the modules of subclasses, and classes in
+        ``calls`` that the model does not use.
 
     Returns:
       The model, with the same structure except for its norms.
@@ -291,8 +293,7 @@ _CONVERTED: dict[type, type] = {
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
     """Apply the argument ``calls`` to a model. Return the model, and a dict of its norms by path.
 
-    The dict does not include norms for whose class, or a base class of it, ``calls`` has a
-    function.
+    A norm is left out of the dict if ``calls`` has a function for its class or for a base class.
     """
     norms: dict[str, Any] = {}
 
@@ -418,7 +419,7 @@ def _normalised(
 
 
 def _added(norm: Any) -> dict[str, Any]:
-    """Return the additional fields of one of jaxnorm's norms as keyword arguments of functions."""
+    """Return a norm's additional fields, as keyword arguments for jaxnorm's functions."""
     names = ("scale_offset", "save", "implementation")
     return {name: getattr(norm, name) for name in names}
 
@@ -426,7 +427,8 @@ def _added(norm: Any) -> dict[str, Any]:
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:
     """Return True if a call must run equinox's code, because jaxnorm's functions do not support x.
 
-    ValueError is raised if the norm has a scale_offset, which equinox's code does not support.
+    If the norm then has a scale_offset, ValueError is raised, because equinox's code has no such
+    option.
     """
     if x.dtype.name in FLOAT_DTYPES and x.size and x.ndim:
         return False

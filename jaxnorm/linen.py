@@ -147,8 +147,8 @@ class GroupNorm(_Settings, nn.GroupNorm):
 class RMSNormDense(nn.Module):
     """RMSNorm and the Dense after it, computed by :func:`jaxnorm.rms_norm_linear`.
 
-    The parameters are those of an RMSNorm named ``norm`` and a Dense named ``dense``, so that
-    checkpoints of two such modules load unchanged, and vice versa::
+    The parameters have the same names as in an RMSNorm named ``norm`` and a Dense named ``dense``,
+    so checkpoints can be exchanged with a model that has these two modules::
 
         {"norm": {"scale": ...}, "dense": {"kernel": ..., "bias": ...}}
 
@@ -156,8 +156,8 @@ class RMSNormDense(nn.Module):
       features: number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.linen.Dense`.
       epsilon, use_scale, scale_init: as in :class:`flax.linen.RMSNorm`.
-      dtype: dtype of the matmul and its result; by default, the one to which the normalised array
-        and the parameters promote.
+      dtype: dtype of the matmul and its result; by default, the normalised array and the parameters
+        are promoted to a common dtype.
       param_dtype: dtype of all parameters.
       activation: name of an activation, or None; see :func:`jaxnorm.rms_norm_linear`.
       implementation: name of the implementation to use, or None; see
@@ -191,7 +191,7 @@ class RMSNormDense(nn.Module):
     @nn.compact
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
-        *_, cols = jnp.shape(x) or (1,)  # For an x without axes, rms_norm_linear raises the error.
+        *_, cols = jnp.shape(x) or (1,)  # 1: rms_norm_linear rejects an x without axes
         norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
         dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
         if self.use_bias:
@@ -242,19 +242,19 @@ def converted(
 
     Some norms are left to Flax: calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits, and subclasses of Flax's classes that override code. (A
-    subclass whose body is ``pass`` is converted.) When the context ends, the logger ``"jaxnorm"``
-    logs one warning that lists the norms that were called inside and left to Flax, with the
-    reasons. It logs another warning if nothing was converted. Modules of jaxnorm's classes keep
-    their own settings. In nested contexts, the innermost one applies. Interceptors
-    (``nn.intercept_methods``) that are entered inside the context do not see calls of converted
-    norms.
+    that is not a float of 16 to 64 bits, and norms of subclasses of Flax's classes, if the subclass
+    overrides code. (A subclass whose body is ``pass`` is converted.) When the context ends, the
+    logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in the context but left
+    to Flax, with the reasons. Another warning is logged if nothing was converted. Modules of
+    jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
+    Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
+    converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
-    their input, and the warning lists them. This needs the values of parameters, which are unknown
-    while a compiled function or a scan over layers is traced. For such programs, pass the values as
-    ``params``; they are examined once, when the context is entered. ::
+    their input, and the warning lists them. To find such columns, the values of the parameters are
+    examined. They are unknown while a compiled function or a scan over layers is traced. For such
+    programs, pass the values as ``params``; they are examined once, when the context is entered. ::
 
         with jaxnorm.linen.converted(params=variables):
             variables = train_step(variables, tokens)
@@ -272,18 +272,19 @@ def converted(
 
     Args:
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
-        :func:`jaxnorm.layer_norm`. Norms that need it save their input in any case.
+        :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
+        input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
-      params: the parameters of the model, with values: its variables, or the collection
-        ``"params"`` of these. None if the model is called with parameters that have values, or if
-        no values should be examined.
+      params: the parameters of the model, with values: all variables, or only the collection
+        ``"params"``. Use None if parameters have values whenever the model is called (outside
+        `jax.jit`), or if no values should be examined.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
         a class, the function replaces ``__call__``. It may call the original ``__call__`` and, if
         that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to these
-        modules. The warning lists them, modules of subclasses, which are not changed, and classes
-        of which no module was called. ``jax.jit`` retraces if a function is a new object, so define
-        each function once.
+        modules. Modules of subclasses are not changed. The warning lists the modules that use such
+        a function, the modules of subclasses, and classes in ``calls`` of which no module was
+        called. ``jax.jit`` retraces if a function is a new object, so define each function once.
 
     Raises:
       TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
@@ -311,7 +312,7 @@ def converted(
         yield
         return
     seen = Seen(replaced)
-    running: list[nn.Module] = []  # The modules whose functions in `calls` are running now.
+    running: list[nn.Module] = []  # modules whose function from `calls` is running
 
     def call(
         call: Callable[..., Any],
@@ -411,8 +412,8 @@ def dot_product_attention(
       force_fp32_for_softmax: True for attention weights in float32.
       einsum_dot_general: replacement of `jax.lax.dot_general` in both matmuls.
       qk_attn_weights_einsum, attn_weights_value_einsum: replacements of `jnp.einsum` in the first
-        and the second matmul. Pass both or neither, and then not ``precision`` or
-        ``einsum_dot_general``.
+        and the second matmul. Pass both or neither. If they are passed, ``precision`` and
+        ``einsum_dot_general`` must not be.
 
     Returns:
       Array ``(batch..., q_length, heads, v_depth)``.

@@ -203,7 +203,7 @@ class GroupNorm(nnx.GroupNorm):
       (2, 16, 16, 64)
     """
 
-    # The value for modules that `convert` has converted, in which it does not set this attribute.
+    # `convert` does not set this attribute, so converted modules use this value.
     activation: NormActivation | None = None
 
     @conversion.arguments_of(nnx.GroupNorm)
@@ -254,15 +254,15 @@ class GroupNorm(nnx.GroupNorm):
 class RMSNormDense(nnx.Module):
     """RMSNorm and the linear layer after it, computed by :func:`jaxnorm.rms_norm_linear`.
 
-    It has two submodules: ``norm``, an RMSNorm, and ``dense``, a :class:`flax.nnx.Linear`. So the
-    states of two such modules load unchanged, and vice versa.
+    It has two submodules: ``norm``, an RMSNorm, and ``dense``, a :class:`flax.nnx.Linear`. So
+    states can be exchanged with a model that has these two modules.
 
     Args:
       in_features, out_features: number of features of x, and number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.nnx.Linear`.
       epsilon, use_scale, scale_init: as in :class:`flax.nnx.RMSNorm`.
-      dtype: dtype of the matmul and its result; by default, the one to which the normalised array
-        and the parameters promote.
+      dtype: dtype of the matmul and its result; by default, the normalised array and the parameters
+        are promoted to a common dtype.
       param_dtype: dtype of all parameters.
       rngs: random keys for the initial parameters.
       kernel_metadata, bias_metadata, scale_metadata: metadata of the parameters, as in Flax.
@@ -371,9 +371,9 @@ def convert[Model](
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
     ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits, or if their class is a
-    subclass of Flax's class that overrides code. (A subclass whose body is ``pass`` is converted.)
-    The logger ``"jaxnorm"`` logs one warning that lists these norms, and the norms that save their
-    input, with the reasons, or that says that the model has no norms. Modules of jaxnorm's classes
+    subclass of Flax's class and overrides code. (A subclass whose body is ``pass`` is converted.)
+    The logger ``"jaxnorm"`` logs one warning. It lists these norms and the norms that save their
+    input, with the reasons. If the model has no norms, it says so. Modules of jaxnorm's classes
     keep their own settings.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
@@ -388,14 +388,16 @@ def convert[Model](
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
-        :func:`jaxnorm.layer_norm`. Norms that need it save their input in any case.
+        :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
+        input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
         a class, the function replaces ``__call__``. It may call the original ``__call__``. The
         modules stay the same objects, with the same parameters, and instances of the class;
-        ``save`` and ``implementation`` do not apply to them. The warning lists them, modules of
-        subclasses, which are not changed, and classes that the model does not have.
+        ``save`` and ``implementation`` do not apply to them. Modules of subclasses are not changed.
+        The warning lists the changed modules, the modules of subclasses, and classes in ``calls``
+        that the model does not use.
 
     Returns:
       ``model``, the same object.
@@ -438,7 +440,7 @@ def _called(
 
     Args:
       norm: the module.
-      functions: jaxnorm's function for a call without a residual, and that for one with a residual.
+      functions: two functions of jaxnorm, for calls without and with a residual.
       parameters: the module's `nnx.Param` objects or None, in the order of these functions.
       flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
       x, mask, residual: the operands of the call.

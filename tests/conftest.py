@@ -35,7 +35,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def load_alone(implementation: str, name: str) -> Any:
-    """Import one module of an implementation without its package, which would require an extra."""
+    """Import one module of a kernel implementation without importing the implementation's package.
+
+    The package itself would require an optional dependency (an extra).
+    """
     (package,) = importlib.util.find_spec("jaxnorm_kernels").submodule_search_locations
     file = f"{package}/{implementation}/{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -71,7 +74,10 @@ def quick_to_compile() -> Iterator[None]:
     ]
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with each implementation, requested explicitly; the bounds are the same."""
+    """Run the test with each implementation, requested explicitly by `implementation=`.
+
+    The error bounds are the same for all implementations.
+    """
     if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
 
@@ -93,16 +99,17 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a compiler for an H100, which need not be present."""
-    from h100 import Compiler  # from tests/mosaic, whose tests use it
+    from h100 import Compiler  # a module in tests/mosaic/
 
     return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Export the Triton kernels that tests launch, or run exported ones, if an option requests it.
+    """Handle the two options that move Triton kernels between machines.
 
-    `--export-triton` compiles them for a GPU that need not be present. `--exported-triton` runs
-    such kernels on a machine without Triton.
+    `--export-triton` compiles the Triton kernels that tests launch, for a GPU that need not be
+    present, and writes them to a folder. `--exported-triton` runs the kernels of such a folder on a
+    machine without Triton.
     """
     if folder := config.getoption("--export-triton"):
         gpu = config.getoption("--triton-gpu")
@@ -114,7 +121,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore test files whose imports are not installed. None means that pytest decides."""
+    """Ignore a test file if a package that it imports is not installed.
+
+    Return None for other files, so that pytest decides.
+    """
     return needs.leaves_out_file(config, collection_path) or None
 
 
@@ -143,7 +153,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Record the left-out cases of the first worker that ends: they are the same in all workers."""
+    """Copy the counts of left-out cases from a pytest-xdist worker to the main process.
+
+    The first worker that ends is enough, because all workers leave out the same cases.
+    """
     counts = needs.left_out(node.config)
     if not counts:
         counts.update(getattr(node, "workeroutput", {}).get("left_out", {}))
@@ -151,7 +164,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Run a test and everything that it calls in one chunk of Python's stack.
+    """Run a test, and everything that it calls, in a frame with a large chunk of Python's stack.
 
     This makes tracing faster, as `in_one_chunk` explains.
     """

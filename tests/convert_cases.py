@@ -39,7 +39,10 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
 
 
 def with_lost_columns(parameters):
-    """Return parameters with two columns whose x cannot be recovered from y (scales 0 and 1e-9)."""
+    """Return a norm's parameters with scales of 0 and 1e-9 in columns 1 and 3.
+
+    In these columns, x cannot be recovered from the norm's output y.
+    """
     scale = parameters["scale"].at[..., 1].set(0).at[..., 3].set(1e-9)
     return parameters | {"scale": scale, "bias": jnp.full_like(scale, 0.3)}
 

@@ -152,7 +152,10 @@ def scales_of(labels):
 
 
 def layer_of_a_teacher(labels, weight):
-    """Return constant hidden states of a teacher, one row per position, and its constant weight."""
+    """Return a teacher's hidden states (one row per position) and the weight of its logits.
+
+    Neither depends on a differentiated operand.
+    """
     features = jnp.arange(5, dtype=weight.dtype)
     classes = jnp.arange(weight.shape[1], dtype=weight.dtype)
     x = jnp.cos(jnp.asarray(labels, weight.dtype)[..., None] + features)
@@ -177,9 +180,10 @@ def causal_softmax(x, bias):
 
 
 def of_groups(norm):
-    """Return a function of x and of parameters of each head, for a norm over positions and columns.
+    """Return a norm as a function of x and of parameters whose first axis is the head.
 
-    GroupNorm has such parameters.
+    The norm is over positions and columns, like GroupNorm. Its own parameters have the head as
+    their second axis.
     """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
 
@@ -414,7 +418,8 @@ FUNCTIONS = {
 }
 #: One entry for each public function, and for each form of it that is a separate operation.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
-BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # XLA computes tables' gradients
+# Tables are constant in this entry, because a call that needs their gradients runs XLA's code.
+BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
 #: Entries that differ from another entry only in one option.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
@@ -435,7 +440,10 @@ def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tu
 
 
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return `function` of only its floating-point operands, which are its first ones."""
+    """Return `function` as a function of its floating-point operands, which come first.
+
+    The other operands (labels and masks) are passed already.
+    """
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
 
@@ -461,11 +469,14 @@ def floats_in(operands: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
-    """Return a function that computes the gradients of `scalar(function)` in the operands `wrt`."""
+    """Return a function that computes the gradients of `scalar(function)`.
+
+    `wrt` has the indices of the operands with respect to which it differentiates.
+    """
     return jax.grad(scalar(function), wrt)
 
 
-#: A value for each required argument. An argument name means the same in all functions.
+#: Maps the name of each required argument to a value. A name means the same in all functions.
 ARGUMENTS = {
     **dict.fromkeys(
         ["teacher_logits", "x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)

@@ -62,7 +62,7 @@ def operands(shape, features, mix=MIXES[1], seed=0):
 
 
 def call(arrays, **options):
-    """Call gated_linear, or activation_linear if `arrays` has no up."""
+    """Call gated_linear, or activation_linear if the dict `arrays` has no key "up"."""
     arrays = dict(arrays)
     gate, up, weight = (arrays.pop(name, None) for name in ("gate", "up", "weight"))
     if up is None:
@@ -78,8 +78,8 @@ class Expected:
       gradients: a dict from each operand's name to its gradient and bound. The bound excludes the
         final rounding to the gradient's dtype.
 
-    The bounds account for rounding the elementwise result, both factors of the matmul, its sums
-    (whose errors add up like a random walk), its cotangent and its results.
+    The bounds account for these roundings: of the elementwise result, of both operands of the
+    matmul, of its sums (whose errors add up like a random walk), of its cotangent, and of results.
     """
 
     def __init__(self, arrays, d, mix, activation):
@@ -96,8 +96,8 @@ class Expected:
         elementwise = arithmetic(mix.gate, mix.up)
         self.u = arithmetic(mix.product, mix.y)
 
-        # gelu multiplies x by 1 + tanh(...). This factor is rounded at 1, even where it is small
-        # itself.
+        # gelu multiplies x by the factor 1 + tanh(...). A small factor also has the rounding error
+        # of a number near 1, because tanh(...) is near -1 there.
         of_gate_error = 8 * elementwise * (np.abs(gate) + np.abs(of_gate))
         slope_error = 16 * elementwise * (1 + np.abs(gate))
         h = of_gate * up
@@ -120,7 +120,8 @@ class Expected:
         dgate, dup, dweight = dh * up * slope, dh * of_gate, h.T @ d
         error = h_error.T @ (np.abs(d) + d_error) + np.abs(h).T @ d_error
         error = error + self.walk(len(d)) * (np.abs(h).T @ np.abs(d))
-        # On a CPU, XLA adds in 16 bits if the result has 16 bits and the rows have several axes.
+        # On a CPU, XLA accumulates a matmul's sums in 16 bits if its result has 16 bits and its
+        # operands have more than two axes.
         if rows_have_axes and mix.product in (BF16, F16) and jax.default_backend() == "cpu":
             in_16_bits = self.walk(len(d)) * unit_roundoff(mix.product) / self.u
             error = error + in_16_bits * (np.abs(h).T @ np.abs(d))

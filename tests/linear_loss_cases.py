@@ -30,7 +30,8 @@ class Linear:
     """The losses of rows of logits ``x @ weight + bias``, and the gradients of sum(d * losses).
 
     The logits have errors from the sums of the matmul, and from rounding to the matmul's dtype. The
-    derivatives of a loss by the logits of its row have magnitudes that sum to at most 2.
+    bounds use that the derivatives of a row's loss with respect to its logits have magnitudes that
+    sum to at most 2.
     """
 
     x: np.ndarray
@@ -111,7 +112,7 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """Return a bound on the error of the logits' gradient that the logits' error causes."""
+        """Return a bound on the error that the logits' errors cause in their gradient."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)

@@ -40,8 +40,8 @@ class LogProbs(CrossEntropy):
     @functools.cached_property
     def _entropy_bound(self):
         few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
-        # A term is e t. Its error is that of the exponential e, which comes from its argument t,
-        # and that of the factor t.
+        # A term of the sum is e t. Its error has two parts: the error of the exponential e, which
+        # comes from its argument t, and the error of the factor t.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)
         # An exponential below the smallest normal number may be flushed to 0.
@@ -88,8 +88,8 @@ class Linear(linear_loss_cases.Linear):
     def bounds(self):
         """Return the bounds of both results.
 
-        The derivatives of an entropy by the logits have magnitudes that sum to at most twice the
-        entropy.
+        They use that the derivatives of an entropy with respect to the logits have magnitudes that
+        sum to at most twice the entropy.
         """
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]
@@ -108,7 +108,7 @@ class Linear(linear_loss_cases.Linear):
 def mixed(log_prob, entropy):
     """Return one number per row that depends on both results.
 
-    Its derivatives by the two results differ from row to row.
+    Its derivatives with respect to the two results differ from row to row.
     """
     return jnp.sin(log_prob) - 0.7 * entropy**2
 

@@ -20,7 +20,10 @@ BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A softmax of an array, and the shapes of the mask and the bias, which broadcast to it."""
+    """The arguments of a softmax: the shapes of x, the mask and the bias, and the options.
+
+    The mask and the bias broadcast to x.
+    """
 
     shape: tuple[int, ...]
     mask: tuple[int, ...] | None = None
@@ -72,7 +75,7 @@ KINDS = {
 
 
 def of_width(kind: str, rows: int, cols: int) -> Case:
-    """Return this kind of case with `rows` queries and `cols` keys instead of S and S."""
+    """Return the case `KINDS[kind]` with `rows` queries and `cols` keys (each is S there)."""
 
     def sized(shape):
         if shape is None:
@@ -91,7 +94,10 @@ COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 
 def mixed():
-    """Yield each width with every second kind, cycling through three combinations of dtypes."""
+    """Yield combinations of a width, a kind of case and dtypes.
+
+    Each width is combined with every second kind. The combinations of dtypes alternate.
+    """
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):
             if (i + j) % 2:
@@ -148,8 +154,9 @@ def assert_near(implementation, call, *operands):
         of = jnp.finfo(theirs.dtype)
         terms = call.view.cols + theirs.size // call.view.cols
         bound = max(4 * float(of.eps), 8 * math.sqrt(terms) * 2.0**-24)
-        # A sum of the logits' gradients over a row may cancel, so its error is relative to the
-        # terms, which are near 1 for log_softmax.
+        # If a bias has one column, its gradient sums the logits' gradients over a row. The terms
+        # may cancel, so the error is compared with the terms (near 1 for log_softmax), not with the
+        # sum.
         least = math.sqrt(call.view.cols) if theirs.shape[-1] == 1 else 0.0
         error, alike = difference(ours, theirs, least)
         assert alike

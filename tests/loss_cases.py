@@ -26,10 +26,12 @@ class CrossEntropy:
     m - x_l + log(s). Here x_l is the label's logit; if it is the largest, its exponential is
     exactly 1.
 
-    With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`. It
-    consists of 2 ulps of the cap (8 for 16-bit logits) and of the rounding error of tanh's
-    argument, less than half of which reaches the result. The derivatives of a loss by the logits of
-    its row have magnitudes that add up to 2.
+    With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`, a
+    sum of two errors. The first is 2 ulps of the cap (8 ulps for 16-bit logits). The second comes
+    from the rounding of tanh's argument, and less than half of it reaches the result.
+
+    The derivatives of a row's loss with respect to its logits have magnitudes that sum to at most
+    2.
     """
 
     x: np.ndarray
@@ -89,7 +91,10 @@ class CrossEntropy:
         return (self.loss_bound(),)
 
     def gradient(self, *d):
-        """Return the gradient of sum(d * result) by the original logits; each result has a d."""
+        """Return the gradient of sum(d * result) with respect to the original logits.
+
+        There is one cotangent d for each result.
+        """
         return np.where(self.has_entry[..., None], self._of_x(*d) * self.slope, 0)
 
     def _of_x(self, d):
@@ -136,7 +141,8 @@ class CrossEntropy:
         dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(*d), self._of_x(*d)))
         bound, few = self._of_x_bound(*d), SAFETY * self.u
         if self.logit_softcap is not None:
-            # The error of 1 - t^2, where t = tanh(...) has an error of x_error / cap.
+            # `wrong` is the error of the cap's derivative 1 - t^2, where t = tanh(...) has an error
+            # of x_error / cap.
             wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
             bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
         elif self.logits_scale != 1:

@@ -61,7 +61,8 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
     of_rows = WITH_TWO if takes_two else SHAPES
     shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in of_rows]
     if implementation == "mosaic" and operation.family == "norm":
-        shapes = [(r, c // 8 * 8) for r, c in shapes]  # backward: multiples of 16 bytes
+        # Mosaic's backward requires rows that are multiples of 16 bytes.
+        shapes = [(r, c // 8 * 8) for r, c in shapes]
     for shape in [*shapes, *([] if takes_two else STRIDED)]:
         row, column = (
             jax.ShapeDtypeStruct(shape, dtype),

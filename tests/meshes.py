@@ -67,7 +67,10 @@ def mesh_of(case, kind):
 
 
 def specs_of(mesh_axes, axes):
-    """Return all PartitionSpecs of an array with `axes` axes over these mesh axes."""
+    """Return all ways to shard an array over these mesh axes, as PartitionSpecs.
+
+    `axes` is the number of the array's axes.
+    """
     specs = []
     for order in itertools.permutations(mesh_axes):
         for places in itertools.product([None, *range(axes)], repeat=len(order)):
@@ -79,7 +82,7 @@ def specs_of(mesh_axes, axes):
 
 
 def in_shards(arrays, mesh, specs):
-    """Shard arrays over a mesh from the host: sharding a device array would run a program."""
+    """Shard NumPy arrays over a mesh. Sharding an array on a device would run a program."""
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 

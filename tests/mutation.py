@@ -93,7 +93,7 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A mutant: the characters `span` of a file, their `code`, and the code that replaces it."""
+    """A mutant: in a file, `instead` replaces `code`, which are the characters `span`."""
 
     file: str
     line: int
@@ -106,7 +106,10 @@ class Mutant(NamedTuple):
 
 
 def mutations(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield variants of a node: another operator, comparison, constant or sign, or a term less."""
+    """Yield variants of a node.
+
+    A variant has another operator, comparison, constant or sign, or lacks a term of a sum.
+    """
     changed = copy.deepcopy(node)
     match changed:
         case ast.BinOp(op=operator):
@@ -189,7 +192,10 @@ def tests_of(mutant: Mutant) -> list[str]:
 
 
 def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> dict[str, object]:
-    """Run tests in a copy of the project, which contains the mutant unless that is None."""
+    """Run tests in a copy of the project.
+
+    The copy contains the mutant; if that is None, it is unchanged.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name in ("jaxnorm", "kernels", "tests", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / name, Path(folder, name))

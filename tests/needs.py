@@ -106,7 +106,7 @@ def _triton_extra() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A requirement of the tests with one of these marks or one of these fixtures."""
+    """A requirement of all tests that have one of these marks or one of these fixtures."""
 
     missing: Callable[[], str | None]
     marks: Sequence[str] = ()

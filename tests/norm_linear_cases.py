@@ -24,9 +24,10 @@ SLOPES = {
 
 
 def operands(rows, cols, features, dtypes="float32", seed=0, lead=()):
-    """Return a dict of x, residual, weight, scale and bias. z, the matmul's result, is about 1.
+    """Return a dict of x, residual, weight, scale and bias.
 
-    `dtypes` is the dtype of all arrays, or a dtype for each.
+    `dtypes` is the dtype of all arrays, or a dtype for each. The matmul's result has magnitudes
+    around 1.
     """
     rng = np.random.default_rng(seed)
     x, residual, weight, scale, bias = (dtypes,) * 5 if isinstance(dtypes, str) else dtypes
@@ -157,8 +158,8 @@ class NormLinear:
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 
-# Dtypes of x, residual, weight, scale and bias; of the matmul; of y; and whether y's dtype is
-# requested.
+# Each entry has a tuple of dtypes (of x, residual, weight, scale and bias), the dtype of the
+# matmul, the dtype of y, and whether y's dtype is requested.
 MIXES = [
     *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
     (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),

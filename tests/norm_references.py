@@ -71,8 +71,8 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # t = x a is the norm's input, and xh = t r. The relative error of r is the mean of xh r
-            # times the error of t.
+            # `t` is the error of the norm's input x a. It causes a relative error of r: the mean
+            # over the row of |xh| r t.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -128,7 +128,11 @@ class ScaledSum:
         self.dbranch_scale = np.sum(self.dresidual * self.x, 0)
 
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return h and its bound. The product (with a branch scale), the sum and h are rounded."""
+        """Return h and a bound on its error.
+
+        The product branch_scale x and the sum are rounded in the arithmetic, and then h to its
+        dtype.
+        """
         product = self.branch_scale * self.x
         total = self.residual + product
         error = 2 * self.u * (np.abs(product) * (self.branch_scale != 1) + np.abs(total))
@@ -199,7 +203,7 @@ class RotatedNorm(Norm):
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return the part of y's error that comes from rounding the rotation and y."""
+        """Return the error of y that comes from the rotation's arithmetic and from storing y."""
         # A table is rounded, too, if its dtype differs from that of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
@@ -208,7 +212,10 @@ class RotatedNorm(Norm):
         return 1.01 * self._of_pairs(self._normalised_error()) + self._stored_error()
 
     def _undone_error(self):
-        """Return the error of n recovered as R' y / (cos^2 + sin^2), without n's own error."""
+        """Return the error of the norm n that is recovered from y as R' y / (cos^2 + sin^2).
+
+        It excludes the error that n already had in the forward.
+        """
         error = self._of_pairs(self._stored_error()) + 8 * self.u * self._of_pairs(np.abs(self.y))
         square = self.c**2 + self.s**2
         return error / square + 8 * self.u * np.abs(self.normalised)
@@ -289,7 +296,7 @@ def expected(
         rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
         gradients = ref.gradients()
         rows |= {name: gradients.pop(name) for name in ("x", "residual")}
-        if op == "add_norm":  # one gradient, rounded to both dtypes
+        if op == "add_norm":  # Both gradients are one array, rounded to both dtypes.
             value, error = rows["residual"]
             rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
         terms, norms = gradients, [ref.norm]

@@ -1,6 +1,6 @@
-"""Runs of norms that are compared with float64 values, within the bounds of `norm_references`.
+"""Checks of norms against float64 values, within the bounds of `norm_references`.
 
-`check` compares a public function. `check_forward` and `check_backward` compare a pass of an
+`check` tests a public function. `check_forward` and `check_backward` test one pass of an
 implementation; `types_of` and `make_operands` derive its operands from the table of operations.
 """
 
@@ -57,9 +57,10 @@ def _numbers(shape):
 
 
 def _spread(shape, of_x, axes):
-    """Return, for each element of x as (rows, cols), the index of its element of a parameter.
+    """Return, for each element of x, the index of the parameter's element that belongs to it.
 
-    A parameter broadcasts to the axes of x, with the normalised axes last.
+    The result has the shape (rows, cols). A parameter broadcasts to the axes of x, in an order in
+    which the normalised axes are last.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -67,7 +68,10 @@ def _spread(shape, of_x, axes):
 
 
 def to_rows(array, axes):
-    """Return an array as (rows, cols), computed by NumPy instead of the library."""
+    """Reshape an array to (rows, cols), where `axes` become the columns.
+
+    This uses NumPy, so it is independent of the library's code.
+    """
     array = np.moveaxis(np.asarray(array), axes, range(-len(axes), 0))
     return array.reshape(-1, int(np.prod(array.shape[array.ndim - len(axes) :])))
 
@@ -209,7 +213,7 @@ def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
 
 
 def grouped(n, kind="layer_norm"):
-    """Return the fields of a `Spec` whose parameters belong to n groups of rows."""
+    """Return the fields of a `Spec` that give each of n groups of rows its own parameters."""
     names = ("scale", "bias", "branch_scale") if kind == "layer_norm" else ("scale", "branch_scale")
     return {f"{name}_groups": n for name in names}
 
@@ -303,7 +307,11 @@ def _index(spec, name):
 
 
 def expected_of(spec, arrays, h):
-    """Return a pass's expected values and operands, and each element's parameter index."""
+    """Return three things: a pass's expected values, its operands, and indices of parameters.
+
+    The last is a dict. For each operand that is no array of rows, it maps elements of x to elements
+    of the operand.
+    """
     operands = {n: arrays[n] for n in spec.operation.operands if arrays[n] is not None}
     index = {n: _index(spec, n) for n in operands if OPERANDS[n] != "array"}
     given = _given(operands, index, spec.norm.scale_offset, lambda a: a, spec.scale_floor)
@@ -367,7 +375,10 @@ def backward_operands(spec, arrays=None, made=None):
 
 
 def check_backward(call, spec, arrays=None, made=None):
-    """Check a backward ``call(spec, *operands)``. Return its gradients by their operands' names."""
+    """Check a backward ``call(spec, *operands)`` and return its gradients.
+
+    The result is a dict from the name of each operand to its gradient.
+    """
     arrays, results, taken = backward_operands(spec, arrays, made)
     if "h" not in spec.outputs:
         arrays = arrays | {"dh": jnp.zeros_like(arrays["dh"])}

@@ -6,10 +6,11 @@ from typing import Any
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations with one value per axis, in which every pair of two axes' values occurs.
+    """Return combinations, with one value per axis, that cover all pairs of values.
 
-    This is enough for parameters of which no three interact. The result is deterministic and in the
-    order of the full product.
+    For any two axes, every pair of their values occurs in some combination. This suffices to test
+    parameters of which no three interact. The result is deterministic and in the order of the full
+    product.
     """
     places = [*itertools.product(*(range(len(axis)) for axis in axes))]
     pairs = [set(itertools.combinations(enumerate(at), 2)) for at in places]

@@ -41,7 +41,7 @@ def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stored(a: jax.Array) -> jax.Array:
-    # Without the barrier, XLA would turn this into a pad of `a`.
+    # Without the barrier, XLA would replace the update of the slice by a pad of `a`.
     whole = jax.lax.optimization_barrier(jnp.zeros(1 + a.size, a.dtype))
     return whole.at[1:].set(a.ravel())
 

@@ -115,7 +115,8 @@ def assert_computes(
 def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
     """Assert that two programs without operands have the same results, in the same dtypes.
 
-    `as_accurate`: allow our program the error bound of the other one, instead of its own.
+    By default, each program may have the rounding error that its own analysis allows. With
+    `as_accurate`, ours may only have the error that the analysis of the other one allows.
     """
     results, types = ours(), jax.eval_shape(theirs)
     assert jax.tree.structure(results) == jax.tree.structure(types)
@@ -163,7 +164,7 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         (variable,) = equation.outvars
         result, rounding = _RULES[name](operands, **params)
         return [_stored(result, rounding, variable.aval.dtype)]
-    if name == "psum":  # over axes that `jax.vmap` replaced
+    if name == "psum":  # a sum over the axis of a `jax.vmap`
         return [
             _stored(*_sum([o], **params), v.aval.dtype)
             for o, v in zip(operands, equation.outvars, strict=True)
@@ -188,8 +189,8 @@ def _iota(*, shape: Any, dimension: int, **_: Any) -> np.ndarray:
     return np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)
 
 
-# Operations that only move elements or work on integers and booleans. JAX would compile each
-# separately.
+# Operations that only move elements or work on integers and booleans. NumPy runs them, because JAX
+# would compile each of them separately.
 _EXACT: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast,
     "iota": _iota,
@@ -250,16 +251,16 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
         np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
     )
     least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
-    # The analysis computes in float64 itself, so for float64 it has as many roundings as the
-    # program.
+    # The analysis itself computes in float64. So for a float64 program, it has as many roundings as
+    # the program, and the bound is doubled.
     own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
     error = np.broadcast_to(result.error, value.shape) + np.where(np.isfinite(value), own, 0)
     # Infinities and NaN must be reproduced exactly.
     return Value(value, np.where(np.isfinite(value), error, 0))
 
 
-# A rule returns the result with the error that the operands bring in, and the magnitude to which
-# the equation's own roundoff applies.
+# Each rule below returns two things. The first is the result, with the error that the operands
+# bring in. The second is the magnitude to which the equation's own roundoff applies.
 
 
 def _product(a: Value, b: Value) -> Value:
@@ -276,7 +277,10 @@ def _quotient(a: Value, b: Value) -> Value:
 
 
 def _elementwise(function: Callable) -> Callable:
-    """Return the rule of an elementwise function that changes most at the ends of an interval."""
+    """Return the rule of an elementwise function of x.
+
+    Within [x - error, x + error], the function must change most at one of the ends.
+    """
 
     def rule(operands, **params):
         (x,) = operands
@@ -385,7 +389,10 @@ def _matmul(operands, dimension_numbers, **_):
 
 
 def _bilinear(function: Callable, terms: Callable) -> Callable:
-    """Return the rule of an operation that sums products, ``terms(b, params)`` for each result."""
+    """Return the rule of an operation that is linear in two operands a and b, like a convolution.
+
+    ``terms(b, params)`` returns the number of products that are summed for one result.
+    """
 
     def rule(operands, **params):
         (a, b), rest = operands[:2], [jnp.asarray(o.value) for o in operands[2:]]
@@ -425,7 +432,10 @@ def _added(sign: int) -> Callable:
 
 
 def _by_jax(primitive: Any, adds: bool = False) -> Callable:
-    """Return a rule that lets JAX's primitive move, or with `adds` add, values and errors."""
+    """Return a rule that applies JAX's primitive to the values and to their errors.
+
+    The primitive only moves elements or, with `adds`, adds some of them.
+    """
 
     def rule(operands, **params):
         if adds:  # The traced addition has another dtype.
@@ -540,8 +550,8 @@ _RULES: dict[str, Callable] = {
     "select_n": _select,
     "dot_general": _matmul,
     "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
-    # The number of terms is at most the rows of the weight or, where these are summed, of the
-    # activations.
+    # A sum runs over the rows of the weight or, in the weight's gradient, over the rows of the
+    # activations. So max(b.shape) is at least the number of terms.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (

@@ -123,11 +123,12 @@ ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
 def activated(
     name: str, g: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the activation of g, its derivative, and the errors of both for a roundoff u.
+    """Return the activation of g, its derivative, and bounds on the errors of both.
 
-    The exponent of s = 1 / (1 + exp(-z)) is a rounded product, so exp has a relative error of a few
-    u plus u times its exponent. The relative error of s is 1 - s times that. Results below the
-    smallest normal number may be flushed to 0. In gelu, 1 + tanh has an error of u, relative to 1.
+    `u` is the unit roundoff. exp(-z) has a relative error of a few u plus u |z|, because z is a
+    rounded product. The relative error of s = 1 / (1 + exp(-z)) is 1 - s times that. Results below
+    the smallest normal number may be flushed to 0. In gelu, 1 + tanh(...) has an absolute error of
+    u, even where the sum is small.
     """
     few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
     if name in ("relu", "leaky_relu"):
@@ -154,10 +155,10 @@ def activated(
 def after_norm(
     name: str | None, n: np.ndarray, error: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `activated` returns, for an argument n (a norm's result) with an error.
+    """Return what `activated` returns, for an argument n (a norm's result) that has an error.
 
-    The slopes of silu and gelu change by less than the argument. relu's slope changes only if n may
-    have the other sign. `name` is None without an activation.
+    `name` is None without an activation. An error of n changes the slope of silu and gelu by less
+    than the error. It changes the slope of relu only if n may have the other sign.
     """
     if name is None:
         return n, np.ones_like(n), error, np.zeros_like(n)
@@ -220,7 +221,7 @@ class Norm:
         """Return the error of the norm before the activation and before rounding."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
-        floor = 2.0**-60  # the maximum change of a gain by a floor
+        floor = 2.0**-60  # A floor changes a gain by at most this.
         return (
             self._xh_error() * (np.abs(self.gain) + floor)
             + floor * np.abs(self.xh)
@@ -275,8 +276,8 @@ class Norm:
             + rounding(self.dx, self.x_dtype)
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
-        # The activation's derivative has an error, and so has the norm's cotangent. The gradients
-        # are linear in this cotangent.
+        # The norm's cotangent contains the activation's derivative, so it has an error. The
+        # gradients are linear in this cotangent.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)
@@ -328,8 +329,9 @@ class TwoNorms:
         few = 8 * last.u
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # dresidual is the cotangent of the first norm, whose result is u. Its backward needs the
-        # mean of dresidual times u, which a kernel may compute from the means of dresidual's terms.
+        # The first norm has the result u and the cotangent dresidual. Its backward needs the mean
+        # of dresidual u over a row. dresidual is a sum, so a kernel may add the means of its terms
+        # instead.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(

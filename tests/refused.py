@@ -32,8 +32,8 @@ expect = pytest.mark.refused
 
 COUNTS = Path(__file__).with_name("refused.json")
 
-#: Maps a test and an implementation to two numbers: of cases that ran or were refused, and of cases
-#: that were refused.
+#: Maps a test and an implementation to a pair of numbers: how many cases ran or were refused, and
+#: how many of these were refused.
 Counts = dict[str, tuple[int, int]]
 
 _REFUSAL = re.compile(

@@ -36,7 +36,9 @@ class StandIn(types.ModuleType):
 
 
 class Kernels(StandIn):
-    """XLA's functions, which like a kernel take two-dimensional rows and see no mesh.
+    """XLA's functions, as stand-ins for kernels.
+
+    Like a kernel, they take two-dimensional arrays of rows and run on a single shard.
 
     Attributes:
       tables: the shapes of rotary tables.
@@ -74,7 +76,10 @@ class Kernels(StandIn):
 
 
 def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
-    """Return the table expanded to one row for each row of x; `shared` says how rows share it."""
+    """Return a rotary table, expanded to one row for each row of x.
+
+    `shared` describes which rows of x share a row of the table.
+    """
     sizes = [size if has_axis else 1 for size, has_axis in shared.segments]
     whole = [size for size, _ in shared.segments]
     table = jnp.broadcast_to(table.reshape(*sizes, -1), (*whole, table.shape[-1]))

@@ -215,7 +215,10 @@ def test_every_operation_has_formulas_and_a_reference():
 
 
 def test_the_docs_have_the_names_of_the_table():
-    """The docs list all residual names, and which of them the policy and each `save=` save."""
+    """The docs list the names of all residuals.
+
+    For each name, they say whether the policy saves it, and which values of `save=` do.
+    """
     text = section("docs/transformations.md", "Rematerialisation")
     rows = re.findall(r"^\| `(jaxnorm_\w+)` \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
     kept = {name: is_kept == "yes" for name, _, is_kept in rows}
@@ -233,8 +236,8 @@ def test_the_docs_have_the_names_of_the_table():
 def test_the_docs_say_what_the_table_s_entries_keep():
     lines = (ROOT / "docs/memory.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:3] == "| `"]
-    # The last column, which is about plain JAX, does not count. Functions without `save=` have one
-    # column.
+    # The last column is about plain JAX and is not tested. The columns before it are for
+    # save="output" and save="input"; functions without `save=` have only one.
     said = {name: kept for names, *kept, _ in rows for name in re.findall(r"`(\w+)`", names)}
     for name, function in FUNCTIONS.items():
         operation = OPERATIONS[function.op]

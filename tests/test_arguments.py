@@ -150,7 +150,10 @@ class TestLabels:
 
 
 def test_a_label_of_64_bits_that_is_numpys():
-    """With a 64-bit NumPy label that is not a class, the loss is NaN; the label does not wrap."""
+    """A 64-bit NumPy label that is not a class gives a NaN loss.
+
+    Converting it to 32 bits must not turn it into a valid class.
+    """
     loss = jaxnorm.softmax_cross_entropy_with_integer_labels(jnp.ones(4), np.int64(2**40))
     assert np.isnan(loss)
 
@@ -198,7 +201,7 @@ def test_what_a_kernel_refuses_names_the_function(name):
     ],
 )
 def test_what_is_refused_of_a_linear_loss_names_it(function, options):
-    """An error at lowering names the linear loss, not the inner loss of a chunk's logits."""
+    """An error at lowering names the linear loss, not the loss that it calls for each chunk."""
     x, weight, labels = jnp.ones((128, 256)), jnp.ones((256, 1024)), jnp.zeros(128, int)
     loss = functools.partial(function, implementation="mosaic", **options)
     gradient = jax.jit(jax.grad(lambda *arrays: sum(map(jnp.sum, jax.tree.leaves(loss(*arrays))))))

@@ -233,7 +233,8 @@ def test_tangents_in_16_bits(dtype):
     s = sum(terms)
     centred = np.abs(s - np.sum(p * s, axis=-1, keepdims=True))
     s_error = u16 * (sum(map(np.abs, terms)) + np.abs(s))
-    # The weights are rounded (by u16 each, also inside the sum), and then their tangent.
+    # The weights are rounded to 16 bits before their tangent is computed, and then the tangent is
+    # rounded.
     p_error = p * (s_error + np.sum(p * s_error, axis=-1, keepdims=True))
     p_error += u16 * p * (3 * centred + np.sum(p * centred, axis=-1, keepdims=True))
     bound = 1.1 * np.einsum("bhqk,bkhd->bqhd", p_error, np.abs(v)) + reference.rounding(
@@ -260,7 +261,10 @@ def test_under_vmap_and_remat():
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
-    """`is_causal=True` is the same as a causal mask, and keeps a NaN cotangent from other keys."""
+    """`is_causal=True` is the same as a causal mask.
+
+    If a query's cotangent is NaN, keys to which the query may not attend are unaffected.
+    """
     q, k, v, ct = operands(dtype, 1)
     ct = ct.at[:, 0].set(jnp.nan)
     causal = jnp.asarray(CAUSAL)[None, None]
@@ -270,7 +274,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
     a = results(lambda *a: attend(*a, bias, mask, is_causal=True), q, k, v, ct)
     both = causal if mask is None else causal & mask
     b = results(lambda *a: attend(*a, bias, both), q, k, v, ct)
-    _, _, dk, _ = a  # dv has 0 * NaN, in both cases
+    _, _, dk, _ = a  # dv is NaN in both, because of 0 * NaN
     assert not jnp.isnan(dk[:, 1:]).any()
     for ours, by_mask in zip(a, b):
         np.testing.assert_array_equal(exact(ours), exact(by_mask))
@@ -281,7 +285,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
     """A bias of -1e9 on all unmasked keys gives no weight to masked keys."""
     q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
-    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # makes y the weights
+    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # so that y has the weights
     padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
     mask = None if is_causal else jnp.tri(4, dtype=bool)[None, None]
     weights = exact(attend(q, k, v, padding, mask, is_causal=is_causal))[0, :, 0, :4]
@@ -289,7 +293,7 @@ def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
 
 
 def biases():
-    """Return float32 biases with smallest values above, at or below the fill of masked logits."""
+    """Return float32 biases with a smallest value above, at or below the fill of masked logits."""
     lowest = float(np.finfo(np.float32).min)
     first = np.arange(5) < 3
     values = {"normal": 0.5, "-1e9": -1e9, "lowest": lowest, "-inf": -math.inf}
@@ -301,7 +305,7 @@ def biases():
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask, name):
-    """Weights equal Flax's if all of a query's keys are masked or have a bias near the fill."""
+    """Weights equal Flax's if all keys of a query are masked, or if biases are near the fill."""
     ours, theirs = {"linen": (jaxnorm.linen, nn), "nnx": (jaxnorm.nnx, nnx)}[api]
     q, k, _, _ = (a[:1, :5, :1, :8] for a in operands(dtype, 1))
     v = jnp.eye(8, dtype=dtype)[None, :5, None]

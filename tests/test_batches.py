@@ -23,8 +23,8 @@ def layouts(kinds):
     yield (None, *[0] * (len(kinds) - 1))
 
 
-# Each function with a batch axis in each single operand. The other cases alternate over the
-# functions.
+# Every function is tested with a batch axis in each single operand. Of the other combinations of
+# batch axes, every function is tested with every second one.
 CASES = [
     pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
     for n, (name, function) in enumerate(FUNCTIONS.items())

@@ -53,21 +53,22 @@ def test_bytes(direction, dtypes, arrays):
 @pytest.mark.parametrize(
     ("op", "dtype", "forward", "backward"),
     [
-        # The arrays that the forward and the backward load and store: x, residual, y, h; y, dy, dh
-        # and the single gradient.
+        # Loaded and stored arrays. Forward: x, residual, y, h. Backward: y, dy, dh, and one
+        # gradient for both x and the residual.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # The same arrays, with a float32 residual, h and dh, and two gradients.
+        # The same arrays; residual, h and dh are float32, so x and the residual have separate
+        # gradients.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
-        # x, residual, y; x, dy, dx. dy is the residual's gradient itself.
+        # Forward: x, residual, y. Backward: x, dy, dx; the residual's gradient is dy itself.
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),
-        # x, residual, y, h; x, y, dy, dh and two gradients.
+        # Forward: x, residual, y, h. Backward: x, y, dy, dh and two gradients.
         ("sandwich", "float32", 4 * 4, 6 * 4),
-        # x, y; x, dy, dx.
+        # Forward: x, y. Backward: x, dy, dx.
         ("group_norm_silu", "bfloat16", 2 * 2, 3 * 2),
-        # x, residual, y, h; x, y, dy, dh and two gradients.
+        # Forward: x, residual, y, h. Backward: x, y, dy, dh and two gradients.
         ("gated_add_layer_norm", "bfloat16", 4 * 2, 6 * 2),
-        # x, gate, y; x, gate, dy and two gradients.
+        # Forward: x, gate, y. Backward: x, gate, dy and two gradients.
         ("gated_rms_norm", "bfloat16", 3 * 2, 5 * 2),
     ],
 )
@@ -78,7 +79,7 @@ def test_bytes_of_blocks(op, dtype, forward, backward):
 
 def test_a_block_with_parameters_of_each_sample():
     workload = BlockWorkload("ada_layer_norm", "fwd+bwd", "2x5x30", "bfloat16")
-    assert workload.bytes == 300 * (2 + 3) * 2  # x, y; y, dy, dx
+    assert workload.bytes == 300 * (2 + 3) * 2  # forward: x, y; backward: y, dy, dx
     assert workload.parameter_shapes == ((2, 1, 30), (2, 1, 30))
     assert workload.row_operands == (((2, 5, 30), "bfloat16"),)
 
@@ -86,9 +87,9 @@ def test_a_block_with_parameters_of_each_sample():
 def test_a_block_with_operands_that_are_broadcast():
     masked = BlockWorkload("masked_softmax", "fwd", "2x3x5x7", "bfloat16")
     assert masked.row_operands == (((2, 3, 5, 7), "bfloat16"), ((2, 1, 5, 7), "bool"))
-    assert masked.bytes == 210 * 2 * 2 + 70  # x, y and the mask
+    assert masked.bytes == 210 * 2 * 2 + 70  # x and y, and the mask of 70 bytes
     biased = BlockWorkload("biased_softmax", "fwd+bwd", "2x3x5x7", "float32")
-    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x, y; y, dy, dx; bias, its gradient
+    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x, y; y, dy, dx; bias, dbias
     channels = BlockWorkload("channel_layer_norm", "fwd", "2x8x5x7", "float32")
     assert channels.cols == 8
     assert channels.parameter_shapes == ((8,), (8,))
@@ -97,7 +98,7 @@ def test_a_block_with_operands_that_are_broadcast():
     assert groups.bytes == 2 * 4 * 8 * 64 * 5 * 4
     assert groups.constants == ()
     rotated = BlockWorkload("rms_norm_rope", "fwd+bwd", "2x4x8x64", "bfloat16")
-    assert rotated.constants == (1, 2)  # the rotary tables
+    assert rotated.constants == (1, 2)  # the rotary tables are operands 1 and 2
 
 
 def test_the_grid():
@@ -250,7 +251,7 @@ def test_the_providers_compute_the_operation(name, op):
     if not PROVIDERS[name].offers(workload):
         pytest.skip(f"{name} has no {op}")
     (x,), parameters, _ = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
-    operands = 1e-3 * x, *parameters  # so small that epsilon matters
+    operands = 1e-3 * x, *parameters  # x^2 is near epsilon, so that epsilon matters.
     function = providers.function(name, op, "float32")
     assert_computes(function(*operands), plain(op), *operands, like=function)
 
@@ -293,7 +294,7 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
     monkeypatch.delitem(sys.modules, adapter, raising=False)
     for op in (*provider.operations, *provider.blocks, *provider.losses, *provider.linear):
         assert callable(providers.function(name, op, "float32"))
-    del sys.modules[adapter]  # It uses the mocks.
+    del sys.modules[adapter]  # Do not leave mocks to other tests.
 
 
 @pytest.mark.parametrize(
@@ -339,7 +340,7 @@ SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed", "jnp"])
 @pytest.mark.parametrize("op", BLOCKS)
 def test_the_providers_compute_the_block(name, op):
-    """All providers compute the same results as jnp, in the dtypes with which bytes are counted."""
+    """All providers compute jnp's results, in the dtypes that the count of bytes assumes."""
     shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
     for dtype in ("float32", "mixed"):
         workload = BlockWorkload(op, "fwd", shape, dtype)
@@ -406,7 +407,7 @@ ENTRY %main.1 (x.1: bf16[8,4]) -> (f32[8,4], bf16[8,4], f32[8,4]) {
 
 
 def test_extra_passes():
-    """Converting fusions, copies in command buffers and asynchronous copies are extra passes."""
+    """Fusions that only convert, and copies (also asynchronous ones), count as extra passes."""
     assert hlo.extra_passes(PROGRAM, 32) == 3
     assert hlo.extra_passes(PROGRAM, 4) == 4  # also the copy of 4 elements
     assert hlo.extra_passes(PROGRAM, 33) == 0

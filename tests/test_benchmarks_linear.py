@@ -181,7 +181,7 @@ def test_a_run(tmp_path, monkeypatch):
     )
 
 
-# The report of a matmul's times, and of a norm and a matmul's.
+# Reports of the times of a matmul, and of a norm followed by a matmul.
 
 
 def written(folder, rows):

@@ -59,11 +59,11 @@ def loss_and_gradients(kind, variant=models.PLAIN, remat="none", layers="scan", 
 
 
 def bound(size, dtype):
-    """Return a bound on the relative error of the loss, and of a gradient in norm.
+    """Return a bound on the relative error of the loss, and on ||error|| / ||gradient||.
 
-    In both passes together, a layer has some 20 operations that round, or sum at most as many terms
-    as there are hidden features or tokens. Their errors are independent and add up as a random
-    walk.
+    In both passes together, a layer has some 20 operations. Each of them rounds, or sums at most as
+    many terms as there are hidden features or tokens. Their errors are independent and add up as a
+    random walk.
     """
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
     # For bfloat16, sums are computed in float32 and rounded once.
@@ -84,7 +84,7 @@ def test_variants_are_one_function(kind, variant, remat, layers, dtype):
     expected, expected_gradients = loss_and_gradients(kind)
     allowed = bound(TINY[kind], dtype)
     assert abs(loss - expected) <= allowed * expected
-    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # not trained yet
+    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # The model is untrained.
     for (path, ours), theirs in zip(
         jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
     ):

@@ -32,8 +32,8 @@ CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
 class Side:
     """A stand-in for a side (JAX or torch), whose cells fail as requested.
 
-    `errors` has, for each cell, the error that preparing it raises and the one that measuring it
-    raises.
+    `errors` has a pair for each cell: the error that is raised while the cell is prepared, and the
+    error that is raised while it is measured. None is no error.
     """
 
     THREADS = 1
@@ -70,7 +70,7 @@ def raised(error):
 def spoken(side, cells, *, turn=True, threads=1):
     """Return the exit code and the output of a worker for one batch of cells.
 
-    With `turn`, a second request (`{}`) lets the worker measure the cells that it has prepared.
+    If `turn` is True, a second request (`{}`) lets the worker measure the prepared cells.
     """
     request = {"suite": "kernels", "cells": [*map(dataclasses.asdict, cells)]}
     requests = [json.dumps(request), *(["{}"] if turn else [])]
@@ -99,7 +99,7 @@ def test_failures_are_answers():
     errors = [(None, None), (None, memory), (group, None), (ImportError("no"), None)]
     errors += [(None, lost), (None, None)]
     code, got = spoken(Side(*errors), cells_of(range(6)))
-    assert code == worker.RESTART  # before the last cell
+    assert code == worker.RESTART  # The worker ends before the last cell.
     assert got[0] == {}
     assert got[1] == {"figures": {"us": 1.0}, "status": "ok"}
     assert [a["status"] for a in got[2:]] == [
@@ -117,9 +117,9 @@ def test_an_implementation_whose_packages_lack_is_missing():
 
 
 def test_a_context_that_is_lost_in_preparation():
-    """If the GPU's context is lost while cells are prepared, only a single cell gets the error.
+    """If the GPU's context is lost while several cells are prepared, none of them gets the error.
 
-    With several cells, it is unknown which one failed.
+    It is unknown which one failed, so the worker is restarted. A single cell does get the error.
     """
     side = Side((None, None), (RuntimeError("illegal address"), None))
     assert spoken(side, cells_of([0, 1])) == (worker.RESTART, [])
@@ -147,7 +147,7 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         barrier = threading.Barrier(2)
 
         def prepare(self, suite, cell):
-            self.barrier.wait(timeout=20)  # for another thread
+            self.barrier.wait(timeout=20)  # until another thread waits, too
             return super().prepare(suite, cell)
 
     class Alone(Side):
@@ -213,7 +213,7 @@ os._exit(worker.main())
 def started(monkeypatch, tmp_path):
     """Make workers run the script WORKER, and return the list of started processes.
 
-    `asked` of a process is the command that would have been run.
+    `process.asked` is the command that would have been run without this fixture.
     """
     found = []
 
@@ -258,7 +258,7 @@ def test_all_compile_at_once_and_measure_alone(started, tmp_path, monkeypatch):
     got = list(processes.outcomes("jax", suite, cells, workers=3))
     assert [(o.cell, o.status) for o in got] == [(cell, "ok") for cell in cells]
     assert [o.figures["us"] for o in got] == [cell.cols for cell in cells]
-    assert len(started) == 3  # for two rounds
+    assert len(started) == 3  # The same workers run both batches.
 
     done = spans(tmp_path)
     assert len(done) == 2 * len(cells)
@@ -312,7 +312,7 @@ def test_an_interrupted_run_leaves_no_process(started):
     several = processes.outcomes("jax", KERNELS, cells, workers=2)
     assert next(several).status == "ok"
     start = time.monotonic()
-    several.close()  # while one worker measures and another waits
+    several.close()  # One worker is measuring, and the other waits.
     assert time.monotonic() - start < 30
     assert len(started) == 2
     assert all(process.returncode is not None for process in started)
@@ -327,7 +327,10 @@ def test_the_workers_share_the_cores(started, monkeypatch):
 
 
 def test_the_workers_share_the_memory(monkeypatch):
-    """JAX does not preallocate GPU memory in several workers; one keeps the user's setting."""
+    """If there are several workers, JAX does not preallocate GPU memory.
+
+    With one worker, the user's setting remains.
+    """
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     monkeypatch.setattr(processes, "cores", lambda: 16)
     alone, beside = processes.environment(1), processes.environment(8)

@@ -244,7 +244,10 @@ def test_a_report_of_training_steps(tmp_path):
 
 
 def test_a_report_of_bars(tmp_path):
-    """The report of bars (limits of ratios) lists measured steps, and compares unrounded ratios."""
+    """The report of bars (limits of ratios) lists only measured steps.
+
+    It compares ratios before they are rounded.
+    """
     table = Table(tmp_path, SUITES["training"])
 
     def step(provider, ms, temp, **cell):

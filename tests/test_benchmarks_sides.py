@@ -140,6 +140,6 @@ def test_torch_keeps_no_operands(torch, torch_side):
     measure = torch_side.prepare("kernels", cell)
     assert held() == 0
     measure()
-    assert held() > 0  # held for the workload's other providers
+    assert held() > 0  # kept for other providers of this workload
     torch_side.release()
     assert held() == 0

@@ -1,8 +1,10 @@
-"""JAX's persistent compilation cache: equal programs have one key in all processes, others differ.
+"""Keys of programs in JAX's persistent compilation cache.
 
-On Auto axes, a program contains the address of a Python function. JAX omits this address from its
-keys with `jax_remove_custom_partitioning_ptr_from_cache_key`. So everything else that distinguishes
-calls must be in the program.
+Equal programs must have the same key in all processes, and different programs different keys.
+
+With Auto axes, a program contains the address of a Python function, which differs between
+processes. The setting `jax_remove_custom_partitioning_ptr_from_cache_key` omits it from the key. So
+other parts of the program must contain everything that distinguishes two calls.
 """
 
 import os

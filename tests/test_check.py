@@ -154,10 +154,10 @@ def nested(batch=()):
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=["a layer", "stacked", "twice"])
 def test_weights_of_norms_and_of_others(batch):
-    """Norms are recognised among other layers, also if layers are stacked.
+    """Norms are recognised in a tree that also has other layers, whether layers are stacked or not.
 
-    A vector is a norm's weight in a single layer. In stacked layers, the bias's shape or the
-    module's name decides.
+    In a single layer, a weight that is a vector belongs to a norm. In stacked layers, the shape of
+    the bias or the module's name decides.
     """
     assert names(nested(batch)) == LLAMA_S_NORMS
 
@@ -300,7 +300,10 @@ def test_a_zero_beside_a_partner_is_lost():
 
 
 def test_pairs_of_rotated_columns():
-    """Pairs of rotated columns may be halves or neighbours, of all columns or the first ones."""
+    """A rotated pair may consist of one column of each half, or of two neighbouring columns.
+
+    All columns may be rotated, or only the first ones.
+    """
     scale = [0, 1, 0, 1, 0, 1, 1, 1]
 
     def lost(columns, **options):

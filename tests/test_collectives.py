@@ -47,12 +47,12 @@ class Kernels(StandIn):
 
 
 class Function(NamedTuple):
-    """A function, and the same in plain JAX.
+    """A function that calls jaxnorm, and the same computation in plain JAX.
 
     Attributes:
       operands: the kinds of its operands, which are keys of `SHAPES`.
-      recomputes: True if the backward recomputes a part of the forward, and gathers its weight
-        again, to save less. Plain JAX then runs under `jax.checkpoint`.
+      recomputes: True if the backward recomputes a part of the forward in order to save less, and
+        gathers the weight again for this. Plain JAX then runs under `jax.checkpoint`.
     """
 
     ours: Callable[..., Any]
@@ -195,13 +195,13 @@ FUNCTIONS = {
 
 
 class Layout(NamedTuple):
-    """Mesh axes that split the axes of operands.
+    """How operands are sharded.
 
     Attributes:
-      rows: of the rows of x.
-      features: of the last axis of x.
-      weight: of a weight's two axes.
-      scale: of vectors with one element per feature.
+      rows: the mesh axes that split the axes of x before the last.
+      features: the mesh axes that split the last axis of x.
+      weight: the mesh axes that split the two axes of a weight.
+      scale: the mesh axes that split vectors with one element per feature.
     """
 
     rows: tuple[Any, ...]
@@ -259,16 +259,19 @@ def operands(kinds: Sequence[str]) -> list[Any]:
 #: Cases that exchange more than plain JAX, with the reason. The key is a function's name, a layout,
 #: and a way to compile it (or "*" for all ways).
 EXCEPTIONS = {
-    # x is replicated over the axes that split the head. In plain JAX, all devices of these axes
-    # compute the loss of the same rows. jaxnorm splits the rows over them and exchanges gradients.
+    # x is replicated over the axes that split the head. In plain JAX, all devices along these axes
+    # compute the loss of the same rows. jaxnorm splits the rows over them, so it must exchange
+    # gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
-    # Plain JAX adds up partial logits. They have 128 rows here, no more than the head. The
-    # additional bytes of jaxnorm are those of x. In training, heads are smaller than logits.
+    # Plain JAX exchanges partial logits and adds them up. There are only 128 rows here, so the
+    # logits are not larger than the head. jaxnorm exchanges more, by the bytes of x. In training,
+    # logits are larger than heads.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
     # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes per row.
     # Plain JAX under `jax.checkpoint` saves 4 bytes per row.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
-    # x is replicated. XLA's code normalises a part of x on each device; a kernel needs whole rows.
+    # x is replicated. XLA's code normalises a part of x on each device. A kernel cannot do this,
+    # because it needs whole rows.
     ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
     # JAX sums a gradient over all devices before it reshards it to the weight's sharding.
     ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",

@@ -130,9 +130,10 @@ def test_lowering_with_checks(configuration, name, shape, dtype):
 
 @functools.cache
 def by_default(name):
-    """Return operands, the dtypes of a function's results and gradients, and their analysed values.
+    """Return three things for a function, computed in JAX's default configuration.
 
-    The values are computed in JAX's default configuration.
+    These are operands, the dtypes of results and gradients, and the expected results and gradients
+    with bounds on their errors.
     """
     function = (FUNCTIONS | OTHERS)[name]
     rng = np.random.default_rng(0)

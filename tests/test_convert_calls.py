@@ -221,7 +221,10 @@ def test_other_calls_are_other_traces():
 
 
 def test_converted_again(caplog):
-    """Of two conversions, the last function counts; equal calls give equal graphs."""
+    """A model may be converted twice: the functions of the second conversion then count.
+
+    Equal `calls=` give equal graphs.
+    """
     x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
     graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]
     assert graphs[0] == graphs[1]

@@ -168,7 +168,10 @@ def test_a_norm_with_a_named_axis_is_left(caplog):
 
 
 def lost(variables, *path):
-    """Return variables with two columns of a norm that cannot be recovered from the output."""
+    """Return variables in which two columns of one norm cannot be recovered from its output.
+
+    `path` leads to the norm's parameters.
+    """
     if not path:
         return with_lost_columns(variables)
     name, *rest = path
@@ -243,7 +246,7 @@ def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
     of_two = REASON.replace("2 of 16", "4 of 32")
     message = f"jaxnorm.linen.converted: 1 of 3 {KEPT}layers/LayerNorm_0 {of_two}"
     assert record.getMessage() == message
-    # A different set of norms that save their input causes a new trace; the same set does not.
+    # JAX traces again only if the set of norms that save their input changes.
     with jaxnorm.linen.converted():
         assert programs() == ["output"] * 3
     with jaxnorm.linen.converted(params=jax.tree.map(jnp.copy, params)):
@@ -265,7 +268,7 @@ def test_norms_that_params_lack_are_named(caplog):
 
 @pytest.fixture
 def nothing_before(monkeypatch):
-    """Reset the record of the classes that contexts of this process have named."""
+    """Reset the record of classes that log messages of this process have named."""
     monkeypatch.setattr(linen_calls, "_seen_before", {})
 
 
@@ -282,7 +285,7 @@ def test_where_nothing_is_converted_it_says_so(caplog):
     )
     with jaxnorm.linen.converted():
         model.apply(variables, x)
-    assert len(caplog.records) == 1  # these classes were named before
+    assert len(caplog.records) == 1  # no message about classes named before
     with jaxnorm.linen.converted():
         nn.Embed(3, 4).init_with_output(jax.random.key(0), jnp.zeros(3, int))
     assert "only Embed;" in caplog.records[1].getMessage()

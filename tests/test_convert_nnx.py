@@ -226,7 +226,7 @@ def test_a_model_without_such_norms_is_told(caplog):
 
 
 def lost(norm):
-    """Return the norm with two columns that cannot be recovered from the output."""
+    """Return the norm with two columns in which x cannot be recovered from its output."""
     for name, value in with_lost_columns({"scale": norm.scale[...]}).items():
         if getattr(norm, name, None) is not None:
             getattr(norm, name)[...] = value
@@ -344,7 +344,10 @@ def test_errors_of_convert(model, options, error, message):
 
 
 def test_kernels_of_a_converted_nnx_model():
-    """A converted model runs kernels. It is abstract, so it can be large enough for them."""
+    """A converted model runs kernels.
+
+    The model has only shapes and no values, so it can be large enough for kernels.
+    """
 
     class Wide(nnx.Module):
         def __init__(self, rngs):

@@ -29,9 +29,10 @@ def support(request, monkeypatch):
 H200, H100 = (folder.name for folder in report.SHOWN)
 MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
-# Calls that are slower than XLA by 5 % and by 2 %. Their arrays have 16 MiB, a part of which stays
-# in an H100's cache. For RMSNorm, blocks of two tiles of 16 rows are as fast as XLA, but only at
-# this size; for log_softmax, none of nine schedules is.
+# Kernels are the default for these calls, although they are 5 % and 2 % slower than XLA's code. The
+# arrays have 16 MiB, so a part of them stays in an H100's cache. For RMSNorm, blocks of two tiles
+# of 16 rows would be as fast as XLA's code, but only at this size. For log_softmax, none of nine
+# schedules is as fast.
 SLOWER_ON_H100 = {
     KernelWorkload("rms_norm", "fwd", 32768, 256, "bfloat16", "bfloat16"),
     KernelWorkload("log_softmax", "fwd", 32768, 128, "float32", "float32"),
@@ -39,7 +40,10 @@ SLOWER_ON_H100 = {
 
 
 def replaced(device, workload):
-    """Return True if the committed timings are of an older kernel: long rows of odd length."""
+    """Return True if the committed timing of this call is that of an older kernel.
+
+    This is the case for long rows of odd length (50257) in the backward on the H200.
+    """
     return device == H200 and (workload.direction, workload.cols) == ("bwd", 50257)
 
 
@@ -79,9 +83,9 @@ def test_no_call_as_in_training_is_slower_than_plain_jax():
 
 
 def test_a_call_that_is_left_has_a_reason(support):
-    """Each reason why a kernel is not the default holds for a call that was measured as slower.
+    """Each reason why a kernel is not the default applies to a call that was measured as slower.
 
-    Calls that XLA fuses with others are left out; other tests check these.
+    Calls that XLA fuses with others are left out here. Other tests check them.
     """
     name, support = support
     left = [
@@ -90,7 +94,7 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # No reason applies only to calls for which the kernels are faster.
+    # Each reason applies to at least one call for which the kernels are slower.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 

@@ -27,7 +27,8 @@ def demo(*arguments, cwd):
 @pytest.fixture
 def main(monkeypatch, tmp_path):
     """Return the demo's main function, running in a temporary folder."""
-    jax.devices()  # Creates all devices; a mesh created first would limit their number.
+    # Create all virtual devices first. Otherwise, the demo would create only those of its mesh.
+    jax.devices()
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
     import train_transformer

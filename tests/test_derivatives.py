@@ -1,4 +1,7 @@
-"""Second derivatives if the output lacks or rounds something (see also `test_forward_mode`)."""
+"""Second derivatives where y does not determine x, or where a value is rounded.
+
+`test_forward_mode` tests all other second derivatives.
+"""
 
 import functools
 
@@ -21,9 +24,9 @@ def normal(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_second_derivative_at_a_floored_scale_is_loud(dtype):
-    """At a scale of 0, first derivatives are correct; second ones from the output are NaN.
+    """At a scale of 0, first derivatives are correct, and second derivatives from y are NaN.
 
-    The output does not determine them.
+    y does not determine these. They are correct with save="input".
     """
     x, w = normal(4, 6).astype(dtype), normal(6, seed=1).at[2].set(0)
 

@@ -20,7 +20,8 @@ RESULTS = {
     *("jaxnorm.Choice", "jaxnorm.MemoryReport", "jaxnorm.NormReport", "jaxnorm.ParamReport"),
     "jaxnorm.Plan",
 }
-# A value that is passed to JAX; docs/transformations.md has its example.
+# `save_policy` is not called by users but passed to JAX, so docs/transformations.md has its example
+# instead.
 VALUES = {"jaxnorm.save_policy"}
 PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in module.__all__}
 

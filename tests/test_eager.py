@@ -45,8 +45,8 @@ def test_a_call_costs_what_jax_nn_s_does(name):
 def test_a_gradient_is_traced_once(name, order, constants):
     """Outside of `jax.jit`, computing a gradient a second time traces nothing again.
 
-    Tracing would run the checks, the rules or the formulas. Labels, masks and tables are JAX or
-    NumPy arrays.
+    Tracing would run Python code again: checks of arguments, differentiation rules or formulas.
+    Labels, masks and tables are JAX or NumPy arrays.
     """
     operands = [*map(jnp.asarray, operands_of(name))]
     arrays = [operands[i] for i in floats_in(operands)]

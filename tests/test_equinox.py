@@ -44,7 +44,10 @@ def with_parameters(norm):
 @pytest.mark.parametrize(("save", "dtype"), [("output", "bfloat16"), ("input", "float32")])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: "-".join(a) or "default")
 def test_values_and_gradients(ours, theirs, arguments, dtype, save):
-    """Values and gradients of rows under jax.vmap are as accurate as equinox's, against float64."""
+    """Under jax.vmap over rows, values and gradients are as accurate as equinox's.
+
+    Both are compared with a float64 reference.
+    """
     norm = with_parameters(ours(16, **arguments, save=save))
     fields = ("shape", "eps", "use_weight", "use_bias")
     equinox_s = theirs(16, **arguments)
@@ -87,7 +90,7 @@ def test_shapes_and_dtypes_are_equinox_s(ours, theirs, shape, dtype):
 
 
 @each
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # by equinox
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # equinox itself warns.
 def test_numpy_s_float64_becomes_jax_s_float(ours, theirs):
     x = np.random.default_rng(0).normal(size=16)
     y, expected = ours(16)(x), theirs(16)(x)
@@ -150,7 +153,7 @@ def test_one_kernel_each_way_over_all_rows(ours, theirs):
 
 
 class Model(eqx.Module):
-    """A model of stacked layers with equal structure, and a norm that is used twice after them."""
+    """A model of stacked layers of equal structure, followed by one norm that is used twice."""
 
     layers: list
     last: eqx.nn.LayerNorm

@@ -1,4 +1,4 @@
-"""Forms of a call with which every public function is tested. Results are compared in float64."""
+"""Tests of every public function in unusual calls. Results are compared in float64."""
 
 import functools
 
@@ -50,7 +50,10 @@ def test_every_public_function_has_a_call():
 
 @each
 def test_a_custom_jvp_with_frozen_arguments(x64, name):
-    """A gradient is correct if `jax.custom_jvp` provides zero tangents for the other arguments."""
+    """The gradient with respect to one operand is correct inside a `jax.custom_jvp`.
+
+    `jax.custom_jvp` provides tangents of zeros for all other operands.
+    """
     function, operands = call_of(name, "float64")
 
     @jax.custom_jvp
@@ -65,7 +68,10 @@ def test_a_custom_jvp_with_frozen_arguments(x64, name):
 
 @each
 def test_the_transpose_of_one_tangent(x64, name):
-    """The transpose in one tangent is correct if the other tangents are known and not zero."""
+    """The transpose with respect to one tangent is correct if the other tangents are constants.
+
+    These constants are not 0.
+    """
     function, operands = call_of(name, "float64")
     y, pullback = jax.vjp(function, *operands)
     cotangents = cosines(y)
@@ -83,7 +89,8 @@ def test_the_transpose_of_one_tangent(x64, name):
 # versa
 
 
-# rms_norm_linear's backward uses JAX's transpose of a matmul, which sums in float32 there.
+# rms_norm_linear is left out. Its backward uses JAX's own transpose of a matmul, which sums in
+# float32 in such programs.
 each_with_rules = pytest.mark.parametrize(
     "name", [name for name in NAMES if not name.startswith("rms_norm_linear")]
 )
@@ -169,8 +176,8 @@ def test_partitioned_without_64_bit_types(name):
 # ------------------------------------------------------------- static arguments outside of
 # `jax.jit`
 
-# Pairs of equal values of which the second raises an error, by the type of the option's default or
-# by the option's name.
+# Pairs of values that are equal in Python, although the second one raises an error. The key is the
+# type of the option's default, or the option's name.
 EQUAL = {
     bool: [(True, 1), (False, 0)],
     float: [(1.0, True), (0.0, False)],
@@ -196,7 +203,7 @@ def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
     accepted = True
     try:
         call(**{option: good})
-    except ValueError:  # a scale of 0, or unsuitable axes
+    except ValueError:  # Some functions accept no scale of 0, or not these axes.
         accepted = False
     with pytest.raises(TypeError) as then:
         call(**{option: bad})

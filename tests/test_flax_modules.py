@@ -194,9 +194,9 @@ EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
 
 @each
 def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
-    """Calls have Flax's arguments by the same names, so that type checkers and editors know them.
+    """Constructors and calls have the same parameters as in Flax, followed by jaxnorm's own.
 
-    Three more are jaxnorm's own.
+    So type checkers and editors show correct signatures.
     """
 
     def call(module):
@@ -295,7 +295,10 @@ def test_residual_of_a_call_that_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_the_saving_rule_is_used(make, ours, theirs):
-    """The arrays that a norm saves have names for policies, except in calls left to Flax."""
+    """The arrays that a norm saves have names, so policies can refer to them.
+
+    Calls that run Flax's code have no such names.
+    """
     x = data()
 
     def names(module, **call):

@@ -50,9 +50,9 @@ def with_residual(function, **options):
 
 
 def rotated(function, **options):
-    """Return a function of x, scale and bias, which computes rotary tables from the bias.
+    """Return a function of x, scale and bias that computes rotary tables from the bias.
 
-    No pair of cos and sin is near 0.
+    cos and sin of a pair are never both near 0.
     """
 
     def call(x, scale, bias, **more):
@@ -145,7 +145,10 @@ def labels_of(x):
 
 
 def of_rows(function, **options):
-    """Return a function with a result like x, from one with one or two numbers per row."""
+    """Return a function of x, scale and bias with a result of x's shape.
+
+    `function` returns one or two numbers per row, from which the result is computed.
+    """
 
     def call(x, s, b):
         y = function(x, s, b, labels_of(x), **options)
@@ -224,8 +227,8 @@ def some_zeros(s):
     return jnp.where(jnp.arange(s.shape[-1]) % 2 == 0, 0, s)
 
 
-# Functions with other axes, masks and scales, with one of two results, and with shapes of their own
-# (losses and linear layers).
+# Functions over other axes, functions with masks or scales, and functions of which only one of two
+# results is used. Also losses and linear layers, whose operands have other shapes.
 OTHERS = {
     "softmax of all axes": (
         lambda x, s, b: jax.nn.softmax(x * s, axis=None),
@@ -395,12 +398,15 @@ def transformed(function, derivative, transformation):
 
 @functools.cache
 def expected_of(reference, derivative, transformation, *of):
-    """Return the reference's analysed results; functions that differ only in `save` share them."""
+    """Return the expected derivatives, with error bounds, from the reference function.
+
+    They are cached, so functions that differ only in `save` share them.
+    """
     return analyse(transformed(reference, derivative, transformation), *operands(*of))
 
 
 def error_of(program, *of):
-    """Return the analysed results of our program, whose bounds differ from the reference's."""
+    """Return the results of our program with its own error bounds."""
     return analyse(program, *operands(*of))
 
 
@@ -409,8 +415,8 @@ def check(name, derivative, transformation, implementation):
     if name in FUNCTIONS:
         function = functools.partial(function, implementation=implementation)
     of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
-    # Other transformations do not change values, so the reference omits them. Under vmap, all rows
-    # equal the first and have its label.
+    # Of the transformations, only scan and vmap change values, so only they are applied to the
+    # reference. Under vmap, all rows equal the first row and have its label.
     repeated = transformation if transformation in ("scan", "vmap") else None
     expected = expected_of(reference, derivative, repeated, *of)
     program = transformed(function, derivative, transformation)
@@ -421,7 +427,7 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# Variants whose rules differ from another function's in one formula.
+# Functions whose differentiation rules differ from those of another function in only one formula.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
@@ -439,9 +445,10 @@ IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels run every derivative of every function. XLA's code runs every other variant, alternating,
-# so that each derivative runs for half of the variants. In per-example gradients, each row is a
-# separate group. All heads of a rotary norm share one scale.
+# Kernels run every derivative of every function. XLA's code does too, except that each of VARIANTS
+# runs only every second derivative. Two kinds of calls are refused by some kernels: calls with few
+# short rows, and rotary norms with several scales. The latter occur in per-example gradients, where
+# each row is a group with its own scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),
@@ -569,7 +576,8 @@ def jaxprs(jaxpr):
 def test_x_is_not_kept(name, around):
     """The derivative does not save x, under any transformation.
 
-    x = 3 u is computed inside the transformed function, and this product needs no saved array.
+    x = 3 u is computed inside the transformed function, so it is no argument. The derivative of
+    this product saves no array.
     """
     u, scale, bias = operands("float32", 4, 16)
     block = TRANSFORMATIONS[around](lambda u, s, b: FUNCTIONS[name][1](3 * u, s, b))

@@ -61,9 +61,10 @@ def report_of(sum_and_norm, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("own", [plain_norm, norm])
 def test_a_gated_sum(own, dtype):
-    """The advice saves what it says, and appears only where `gate=` saves memory.
+    """Following the advice saves as many bytes as it says.
 
-    With a float32 residual stream, each branch is cast, which `gate=` does not save.
+    There is advice only where `gate=` saves memory. With a float32 residual stream, plain JAX saves
+    a cast of each branch, which `gate=` does not.
     """
     before = report_of(functools.partial(gated_sum, own), dtype)
     after = report_of(ours, dtype)

@@ -68,7 +68,7 @@ def test_float64(mix, activation):
 
 
 def test_shapes():
-    """Arrays may have no rows, no features of either kind, or only one of each."""
+    """Arrays may have no rows, no features, a single feature, or no axis of rows."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         arrays = operands(shape, features)
         y, gradients = value_and_gradients(arrays, jnp.ones((*shape[:-1], features)))
@@ -179,9 +179,10 @@ def test_experts():
 
 
 def test_a_product_of_a_tree():
-    """A user's matmul gets a tree of weights: integers unchanged, floats in the matmul's dtype.
+    """A user's matmul may take a tree of weights.
 
-    Its activation has dropout with a traced key.
+    Its integers arrive unchanged, and its floats in the matmul's dtype. The activation of this test
+    has dropout with a traced key.
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 8)), BF16)

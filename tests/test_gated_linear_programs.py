@@ -76,7 +76,10 @@ def test_operands_alone_are_kept(function, options):
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_blocks(function, around):
-    """A block saves its matmuls' operands and a policy's arrays, but no elementwise result."""
+    """A block saves the operands of its matmuls, and the arrays that a policy selects.
+
+    It saves no elementwise result.
+    """
 
     def block(x, w_gate, w_up, weight, bias):
         gate, up = checkpoint_name(x @ w_gate, "gate"), checkpoint_name(x @ w_up, "up")
@@ -178,7 +181,7 @@ def test_no_product_runs_twice():
         return jnp.sum(jnp.sin(gated({}, *arrays)))
 
     assert len(products_of(jax.value_and_grad(loss, range(4)), *arrays)) == 3
-    assert len(products_of(jax.grad(loss), *arrays)) == 2  # frozen weights
+    assert len(products_of(jax.grad(loss), *arrays)) == 2  # The weights have no gradients.
     text = jax.jit(loss).lower(*arrays).as_text()
     assert "optimization_barrier" not in text
 

@@ -48,7 +48,7 @@ FIELDS = [
     {"use_fast_variance": False},
 ]
 OF_LINEN = [
-    {"reduction_axes": (2, 3)},  # nnx repeats these along the wrong axis
+    {"reduction_axes": (2, 3)},  # nnx repeats parameters along a wrong axis
     {"reduction_axes": (0, 1, 2, 3)},
     {"force_float32_reductions": False},
     {"axis_name": "batch"},
@@ -56,7 +56,7 @@ OF_LINEN = [
 
 
 def linen_pair(fields, **added):
-    """Return (parameters, function of parameters and x) for our class and for Flax's.
+    """Return our class and Flax's class, each as (parameters, function of parameters and x).
 
     `added` has fields that only our class has.
     """

@@ -1,4 +1,4 @@
-"""Dispatch: which implementation runs, that it is lowered, and what a second one must provide.
+"""Dispatch: which implementation runs, how it is lowered, and what a new one must provide.
 
 A stand-in replaces the kernels of an accelerator. It calls XLA's functions and adds a shift to
 results, which shows that it ran. It has no differentiation rule.
@@ -118,7 +118,7 @@ def test_a_name_is_honoured_or_refused_with_the_reason(stub):
 def test_second_derivatives_are_those_of_the_twin(stub):
     """Second derivatives are those of XLA's code, because the stand-in cannot be differentiated.
 
-    The second derivative depends on rstd, too.
+    The second derivative in this test also depends on rstd, which the stand-in computes.
     """
     stub(HERE)
 
@@ -223,9 +223,9 @@ def test_implementation_for(stub):
 
 
 def test_the_environment_names_the_default(stub, monkeypatch):
-    """The implementation that the environment names comes first, and the others keep their order.
+    """An implementation that the environment names has precedence over all others.
 
-    It runs every call that it supports.
+    It runs every call that it supports. The order of the others is unchanged.
     """
     monkeypatch.setitem(backends.MODULES, "second", "jaxnorm_kernels_stub")
     stub()
@@ -240,7 +240,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     monkeypatch.setattr(backends, "_PREFERRED", "stub")
     chosen = backends.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
     assert plan().forward == plan().backward == chosen
-    assert plan(cols=7).forward == chosen  # although it is not its default
+    assert plan(cols=7).forward == chosen  # not the default for 7 columns
     assert plan(where=MASK).forward == backends.Choice(
         "xla", "stub: asked for by JAXNORM_IMPLEMENTATION, it has no masked kernel"
     )
@@ -322,11 +322,11 @@ def test_an_import_may_fail_in_any_way(broken):
         ("8.9", ["mosaic", "triton"], None, "triton"),
         ("12.0", ["triton"], None, "triton"),
         ("9.0", ["triton"], "triton", "triton"),
-        ("9.0", ["triton"], None, None),  # an extra that is not needed there
+        ("9.0", ["triton"], None, None),  # Triton is not needed on this GPU.
         ("8.0", ["mosaic"], None, None),
-        ("7.0", ["mosaic", "triton"], None, None),  # which has no kernels
+        ("7.0", ["mosaic", "triton"], None, None),  # This GPU has no kernels.
         ("9.0", ["mosaic"], "xla", None),
-        (None, ["mosaic", "triton"], None, None),  # a program for another machine
+        (None, ["mosaic", "triton"], None, None),  # without a GPU, for another machine
     ],
     ids=map(str, range(11)),
 )
@@ -359,7 +359,10 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
-    """The table of GPUs whose kernels are the default, which warnings use, is correct."""
+    """`_DEFAULT_ON["mosaic"]` is True for exactly the GPUs on which Mosaic is the default.
+
+    Warnings about kernels that cannot be imported use this table.
+    """
     spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
@@ -403,7 +406,7 @@ def test_implementation_for_checks_its_arguments():
     scale = jax.ShapeDtypeStruct((7,), jnp.float32)
     with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
-    for name in ("softmax", "rms_norm_linear"):  # the function itself refuses it
+    for name in ("softmax", "rms_norm_linear"):  # The error comes from the function.
         with pytest.raises(ValueError, match=f"^{name}: implementation='mosaic' cannot run on tpu"):
             jaxnorm.implementation_for(
                 name, (8192, 4096), "bfloat16", implementation="mosaic", platform="tpu"
@@ -425,7 +428,10 @@ def test_implementation_for_checks_its_arguments():
     ],
 )
 def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
-    """Mosaic is the default on compute capabilities 9.0 and 10.0, and if it is unknown."""
+    """Mosaic is the default on GPUs of compute capability 9.0 and 10.0.
+
+    It is also the default if the capability is unknown.
+    """
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability

@@ -1,4 +1,4 @@
-"""Residuals of attention in a block, and matmuls that must run only once: the docs' examples."""
+"""The docs' examples of saving attention's residuals, and of matmuls that must run only once."""
 
 import functools
 import re
@@ -99,7 +99,7 @@ def test_unrolled_layers_get_no_advice(cudnn):
 
 
 def products_in(step, *arrays):
-    """Return the number of matmuls in the jaxpr and in the compiled program."""
+    """Return the number of matmuls in the jaxpr, and the number in the compiled program."""
     traced = jax.jit(step).trace(*arrays)
     made = primitives(traced.jaxpr).count("dot_general")
     return made, len(re.findall(r" dot\(", traced.lower().compile().as_text()))
@@ -112,13 +112,17 @@ def of_docs():
 
 
 def step_of(block):
-    """Return a block's loss and gradients. A sum of sines needs residuals; a plain sum does not."""
+    """Return a function that computes a block's loss and gradients.
+
+    The loss is a sum of sines, whose derivative needs the block's result. A plain sum would not
+    need it.
+    """
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
 @pytest.fixture
 def custom_vjp3():
-    """Under ``jax_remat3``, make policies see names inside a `jax.custom_vjp`."""
+    """Under ``jax_remat3``, let policies see names inside a `jax.custom_vjp`, by a JAX setting."""
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:
         jax.config.update("jax_custom_vjp3", True)

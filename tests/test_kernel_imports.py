@@ -1,7 +1,8 @@
-"""Imports of the kernels: private parts of JAX in one module, and no other backend.
+"""Rules for imports in the package of kernels.
 
-Imports go in one direction: first the files that backends share (`specs.py` and `implementation.py`
-first), then each backend. Mosaic's folders have an order, too.
+Only one module imports private parts of JAX, and no backend imports another one. Imports go in one
+direction: first the files that backends share (`specs.py` and `implementation.py` first), then each
+backend. Mosaic's folders have an order, too.
 """
 
 import ast
@@ -40,7 +41,10 @@ def folder(module):
 
 
 def crossing(importers, others):
-    """Return the imports of modules in a folder `others` by modules in a folder `importers`."""
+    """Return all imports from one folder into another.
+
+    These are the imports of modules of `others` by modules of `importers`.
+    """
     return {
         f"{importer} <- {name}"
         for importer, name in imports()

@@ -176,7 +176,10 @@ LOGITS = [(8192, 4096), (2048, 32768), (1024, 50257), (512, 128256), (256, 26214
 
 
 def loss_error(x):
-    """Return a bound on the errors of a log-sum-exp and of p, from exponents and sums."""
+    """Return a bound on the error of a row's log-sum-exp, and on the error of its probabilities.
+
+    The bound is the same for both. It covers the rounding of exponents and of sums.
+    """
     size = 2 * float(jnp.max(jnp.abs(x)))
     return SAFETY * unit_roundoff("float32") * (size + math.sqrt(x.shape[-1]) + 2)
 
@@ -185,7 +188,10 @@ def loss_error(x):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_losses(rows, cols, dtype, options, kernels):
-    """Losses and gradients equal XLA's, up to a rounding of the gradient and the order of sums."""
+    """Losses and gradients agree with XLA's.
+
+    They may differ because the gradient is rounded, and because sums are added in different orders.
+    """
     keys = jax.random.split(jax.random.key(0), 3)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)

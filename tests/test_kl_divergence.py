@@ -189,7 +189,7 @@ def test_other_axes(x64, axis, reverse):
 
 @each_direction
 def test_scales_and_caps(x64, reverse):
-    """A number, a traced scalar and a scale for each position compute the same formula."""
+    """`logits_scale` may be a number, a traced scalar, or an array with one value per position."""
     x, teacher = operands((3, 4, 5), "float64")
     options = {"reverse": reverse, "logit_softcap": 2.0, "teacher_logit_softcap": 3.0}
 

@@ -38,7 +38,7 @@ class Of(NamedTuple):
       function: the public function.
       reference: the class that computes it in float64.
       options: the options with which it is tested.
-      matmuls: the number of matmuls of a value with its gradients.
+      matmuls: the number of matmuls that compute a value and its gradients.
     """
 
     function: Callable[..., Any]
@@ -141,7 +141,10 @@ def test_values_and_gradients(dtype, of, options):
     ids=str,
 )
 def test_dtypes_of_products(dtypes, dtype, of):
-    """Matmuls run in the narrower of the promoted dtype and `dtype=`; only logits may be wider."""
+    """Matmuls run in the operands' promoted dtype or in `dtype=`, whichever is narrower.
+
+    Only the logits may have a wider dtype.
+    """
     x, weight, bias, labels = operands(9, 32, 70, dtypes)
     options = {} if dtype is None else {"dtype": dtype}
     check(of, x, weight, bias, labels, chunk=4, **options)
@@ -208,7 +211,7 @@ def test_chunks_by_default():
         (None, 8192, (2048, 256000), f32, 1024),
         (None, 8192, (2048, 2**20), f32, 512),
         (None, 8192, (2048, 32000), bf16, 2048),
-        (None, 9000, (2048, 32000), bf16, 1920),  # five equal chunks, not four and a rest
+        (None, 9000, (2048, 32000), bf16, 1920),  # five nearly equal chunks
         (None, 100, (2048, 32000), bf16, 100),
         (4096, 100, (2048, 32000), bf16, 100),
         (None, 0, (2048, 32000), bf16, 1),
@@ -222,7 +225,10 @@ def test_chunks_by_default():
 
 @each
 def test_positions_that_do_not_count(of):
-    """Masked positions have no effect: a NaN of their x does not reach the weight's gradient."""
+    """Masked positions have no effect, even if their x is NaN.
+
+    The weight's gradient is a sum over all positions, so a NaN could reach it.
+    """
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
@@ -246,7 +252,10 @@ def test_masks_broadcast():
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
 def test_masks_of_classes(shape):
-    """Masks of classes give the results of the function of logits, also in a partial last chunk."""
+    """Masks of classes have the same effect as in the function of logits.
+
+    The last chunk is partial.
+    """
     x, weight, bias, labels = operands(7, 16, 40)
     where = jnp.asarray(np.random.default_rng(3).random(shape) < 0.6)
     d = cotangents_of("log_prob", labels)
@@ -270,7 +279,10 @@ def test_masks_of_classes(shape):
 
 @pytest.mark.parametrize("of", ["none", "log_prob"])
 def test_labels_outside(of):
-    """A label out of range makes its row's results and gradients NaN, and the weight's gradient."""
+    """A label out of range makes the results and gradients of its row NaN.
+
+    The weight's gradient is a sum over rows, so it is NaN, too.
+    """
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
     d = cotangents_of(of, labels)
@@ -287,7 +299,10 @@ def test_labels_outside(of):
 
 @pytest.mark.parametrize("of", ["mean", "none", "log_prob"])
 def test_shapes(of):
-    """Arrays may have no rows, one class, one axis of x, or no bias."""
+    """Arrays may have no rows or only one class.
+
+    x may have a single axis, and the bias is optional.
+    """
     for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
         x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
         labels = jnp.zeros(lead, jnp.int32)
@@ -312,7 +327,7 @@ def test_logits_are_never_rounded():
     Rounded logits would exceed these bounds.
     """
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
-    weight = 4 * weight  # logits as large as a trained model's
+    weight = 4 * weight  # so that logits are as large as a trained model's
     log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
         x, weight, labels
     )
@@ -325,7 +340,7 @@ def test_logits_are_never_rounded():
 
 
 def test_small_gradients_in_float16():
-    """1 / n and the factor of loss scaling multiply float32 gradients, before rounding."""
+    """Gradients are rounded only after they are multiplied by 1 / n (mean) and the loss scale."""
     x, weight, _, labels = operands(64, 8, 2048, "float16")
     x, scale = x * 2**-6, 2.0**12
 
@@ -364,7 +379,8 @@ def check_gradients(function, arrays, d, **options):
         reference.assert_within(gradient, value, bound)
 
 
-# Cotangents or weights of rows. Gradients of rows with these values are in the dtype's range.
+# Cotangents or weights of rows, with very different magnitudes. The gradients of all rows are still
+# in the dtype's range.
 SIZES = {
     "float32": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],
     "bfloat16": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],

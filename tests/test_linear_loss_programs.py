@@ -118,7 +118,10 @@ each_kept = pytest.mark.parametrize(
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
-    """Only gradients are saved (of float16 operands in float32), with and without `jax.jit`."""
+    """The derivative saves only gradients, with and without `jax.jit`.
+
+    Gradients of float16 operands are saved in float32.
+    """
     x, weight, bias, labels = operands(6, 4, 9, dtype)
 
     def function(x, w, b):
@@ -134,7 +137,10 @@ def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
 @pytest.mark.remat
 @each_kept
 def test_what_is_kept_of_layers(dtype, kept_in):
-    """In a `jax.lax.scan`, too, only gradients are saved (of float16 operands in float32)."""
+    """In a `jax.lax.scan`, the derivative of a loss saves only gradients.
+
+    Gradients of float16 operands are saved in float32.
+    """
     x, weight, _, labels = operands(6, 4, 9, dtype)
 
     def loss(xs, weight):

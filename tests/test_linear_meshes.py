@@ -64,8 +64,8 @@ LABELS[0] = -100
 def loss_of_rows(x, weight, bias, labels, *, reduction):
     """Return one number, computed from a loss or from results of rows.
 
-    `reduction` is that of a loss, or names another function: log-probabilities and entropies, those
-    of several labels, or divergences.
+    `reduction` is the loss's option of this name, or it selects another function: log-probabilities
+    and entropies, log-probabilities of several labels, or divergences.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
@@ -93,8 +93,9 @@ class Layer(NamedTuple):
 
     Attributes:
       loss: a function of the operands that returns one number.
-      arrays: returns the operands.
-      specs: returns the operands' shardings, given those of x and of the weight.
+      arrays: a function without arguments that returns the operands.
+      specs: a function of two shardings, of x and of the weight, that returns the shardings of all
+        operands.
     """
 
     loss: Callable[..., Any]
@@ -140,7 +141,10 @@ def floats(name):
 
 
 def step_of(name, order=1, **options):
-    """Return a function that computes the loss and gradients (order 2: tangents of gradients)."""
+    """Return a function that computes the loss and its gradients.
+
+    If `order` is 2, it computes tangents of the gradients instead.
+    """
     loss = functools.partial(LAYERS[name].loss, **options)
     wrt = floats(name)
     if order == 1:
@@ -186,8 +190,9 @@ class Layout(NamedTuple):
 
     Attributes:
       exchanges: the names of the collectives.
-      out: the sharding of the matmul's result, which must be given if the sums are scattered.
-      in_loop: True if the loop over chunks exchanges statistics, because classes are split.
+      out: the sharding of the matmul's result. It must be requested if partial sums are
+        reduce-scattered.
+      in_loop: True if classes are split, so that the loop over chunks exchanges statistics.
     """
 
     x: P
@@ -246,9 +251,9 @@ LAYOUTS |= {"several": LOSS, "divergence": LOSS}
     ("name", "layout"), [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
 )
 def test_layouts(name, layout, kind):
-    """Values are correct, gradients are sharded like their operands, and few arrays are moved.
+    """Values are correct, gradients are sharded like their operands, and few arrays are exchanged.
 
-    Arrays with rows move only to a requested sharding.
+    Arrays with rows are exchanged only if a requested sharding requires it.
     """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)
@@ -327,7 +332,10 @@ def summed(value, *axes):
 
 
 def gated_on_shards(layout, gate, up, weight, bias):
-    """Return the loss on one shard. Sums over devices make the weights' gradients complete."""
+    """Return the loss, computed inside `jax.shard_map`.
+
+    It is summed over the devices, which makes the gradients of weights complete.
+    """
     products = (
         functools.partial(jaxnorm.gated_linear, gate, up, weight),
         functools.partial(jaxnorm.activation_linear, gate, weight),
@@ -367,7 +375,7 @@ def test_gated_linear_on_shards(layout):
 @pytest.mark.parametrize("layout", ["rows and n", "FSDP over d"])
 def test_the_norm_s_kernel_gets_shards(layout, kind):
     name = "rms_norm_linear"
-    on_one_device(name, 1)  # by XLA's code
+    on_one_device(name, 1)  # Cache the expected results of XLA's code.
     its = NORM[layout]
     function = norm_loss
     sharded, _ = placed(name, mesh_of(Case("", MESH, P()), kind), its.x, its.weight)
@@ -407,7 +415,10 @@ def product_kernel(monkeypatch):
 
 
 def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
-    """In `jax.shard_map`, a requested kernel runs on shards, with the composition's derivative."""
+    """In `jax.shard_map`, implementation="mosaic" runs the kernel on each shard.
+
+    The derivative is that of the composition, rms_norm followed by a matmul.
+    """
     function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
     assert {*product_kernel} == {((12, D), (D, F // 2))}
@@ -532,7 +543,7 @@ def test_it_must_be_said_where_sums_lie():
     for call in (jaxnorm.gated_linear, jax.jit(jaxnorm.gated_linear)):
         with pytest.raises(ValueError, match=message):
             call(gate, up, weight)
-    # Types of arrays on Auto axes have no sharding.
+    # On Auto axes, an array's type has no sharding, so the mesh of a PartitionSpec is unknown.
     _, *auto, _ = gated_operands("f", "auto")
     with pytest.raises(ValueError, match=r"^gated_linear: out_sharding=.*with_sharding_constraint"):
         jaxnorm.gated_linear(*auto, out_sharding=P("data"))

@@ -27,7 +27,10 @@ def test_the_docs_have_its_figures():
 
 
 def test_each_step_is_what_the_advice_says():
-    """Following all advice saves what it says and leads to the last layer, which gets none."""
+    """Following all advice saves as many bytes as the report says.
+
+    The resulting layer, the last one of the example, gets no more advice.
+    """
     before, *_, after = map(llama_layer.report_of, llama_layer.LAYERS_OF.values())
     assert before.total - after.total == pytest.approx(sum(row.saves for row in before), rel=0.01)
     assert not [row for row in after if row.advice]

@@ -41,7 +41,10 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Results are correct for certain and for uniform rows, large logits, and classes at -inf."""
+    """Results are correct for certain and uniform rows, large logits, and logits of -inf.
+
+    In a certain row, one class has nearly all of the probability.
+    """
     x, labels, d = operands((7, 300), dtype)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # certain of the label
     x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # certain of another class
@@ -117,7 +120,7 @@ rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-100, 100, width=32))
 @few
 @given(rows)
 def test_entropies_are_of_no_label_and_between_0_and_that_of_even_rows(x):
-    """An entropy is the mean of -log p over all labels; it is between 0 and log(5)."""
+    """An entropy is the sum of -p log p over all classes; it is between 0 and log(5)."""
 
     def of_label(k):
         return lambda x: log_prob_and_entropy(x, np.full(3, k, np.int32))

@@ -34,8 +34,8 @@ MIXES = [
     ("float16", "bfloat16", "float32"),
 ]
 SHAPE = (4, 3, 40, 72)
-# Shapes of the bias and the mask: a row or a value for each head, sample, key, query or pair of
-# them.
+# Shapes of the bias and the mask, which broadcast to x. The axes of x are samples, heads, queries
+# and keys.
 BROADCAST = [(3, 40, 72), (4, 1, 1, 72), (40, 1), (), (4, 3, 40, 72), (1, 3, 1, 72)]
 
 
@@ -230,7 +230,7 @@ def test_what_is_masked_may_take_part(with_bias):
         return filled_softmax(x, where, bias if with_bias else None, fill=fill, dtype="float32")
 
     def theirs(x, bias):
-        if with_bias:  # The huge fill absorbs the bias; its gradient remains.
+        if with_bias:  # The bias is lost in rounding next to the huge fill; its gradient is not.
             x = x + jnp.where(x == fill, bias - jax.lax.stop_gradient(bias), bias)
         return jax.nn.softmax(jnp.where(where, x, fill))
 
@@ -248,7 +248,10 @@ def test_what_is_masked_may_take_part(with_bias):
 
 @functools.cache
 def on_one_device(name, bias_shape):
-    """Return a function that computes results and gradients, its operands and analysed values."""
+    """Return three things: a function, its operands, and its expected results.
+
+    The function computes a softmax and its gradients. The expected results have error bounds.
+    """
     x, d = (data((4, 8, 16), "float32", seed=i, scale=1.0) for i in range(2))
     bias = data(bias_shape, "float32", seed=2)
 

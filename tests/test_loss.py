@@ -202,7 +202,10 @@ def test_weights(options, dtype, implementation):
 @refusable
 @pytest.mark.parametrize("cols", [301, 50257])
 def test_infinite_logits_under_a_cap(cols, implementation):
-    """With a softcap, a logit of -inf becomes -softcap; a kernel's padding still has no effect."""
+    """With a softcap, logits of -inf become -softcap, so they are classes like others.
+
+    The columns with which a kernel pads a row must still have no effect.
+    """
     x, labels, d = operands((3, cols), "bfloat16")
     x = x.at[0, 7].set(-jnp.inf).at[1, : cols // 2].set(-jnp.inf).at[2].set(jnp.inf)
     check(x, labels, d, implementation=implementation, logit_softcap=3.0)
@@ -229,7 +232,7 @@ def test_bad_rows_stay_alone(bad, of, implementation):
 @refusable
 @each
 def test_masks_of_classes(of, implementation):
-    """Masks of classes may leave a row no class, only the label, or all classes but the label."""
+    """Masks of classes may leave a row no class, only its label, or all classes but its label."""
     rng = np.random.default_rng(1)
     x, labels, d = operands((4, 6, 200), "float32")
     where = rng.random((4, 6, 200)) < 0.5
@@ -327,7 +330,7 @@ some_labels = hnp.arrays(np.int32, (3,), elements=st.integers(0, 4))
 @few
 @given(rows, some_labels, st.integers(-64, 64))
 def test_a_shift_changes_nothing(x, labels, shift):
-    x = np.round(x)  # makes x + shift exact
+    x = np.round(x)  # so that x + shift is exact
     for options in OPTIONS[:2]:
         program = functools.partial(cross_entropy, labels=labels, **options)
         shifted = jnp.asarray(x + shift)
@@ -337,7 +340,10 @@ def test_a_shift_changes_nothing(x, labels, shift):
 @few
 @given(rows, some_labels)
 def test_smoothing_is_a_mean_of_losses(x, labels):
-    """The loss is linear in label_smoothing: 0 is no smoothing, 1 is the mean over all labels."""
+    """The loss is linear in label_smoothing.
+
+    It is the loss without smoothing for 0, and the mean of the losses of all labels for 1.
+    """
     plain = cross_entropy(x, labels)
     np.testing.assert_array_equal(cross_entropy(x, labels, label_smoothing=0), plain)
 

@@ -23,7 +23,7 @@ def of_optax(logits, labels):
 
 
 def of_log_softmax(logits, labels):
-    """Compute the loss from log_softmax, selecting each label's element by indexing."""
+    """Compute the loss from log_softmax, and select the elements of the labels by indexing."""
     return -jax.nn.log_softmax(logits)[jnp.arange(TOKENS), labels].mean()
 
 
@@ -94,7 +94,10 @@ def check(before, after, function):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
-    """A matmul and a loss get the advice, whether or not the logits are cast to float32."""
+    """A matmul followed by a loss gets the advice.
+
+    The logits between them may be cast to float32.
+    """
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -107,7 +110,10 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("is_product", [True, False])
 def test_log_probabilities(is_product, is_wide, dtype):
-    """`log_prob_and_entropy` saves neither a matmul's logits nor a cast of other logits."""
+    """With `log_prob_and_entropy`, the logits of a matmul are not saved.
+
+    Other logits are saved, but not their cast to float32.
+    """
 
     def ratios(results):
         log_prob, entropy = results
@@ -136,7 +142,10 @@ def test_log_probabilities(is_product, is_wide, dtype):
 
 
 def test_a_tied_embedding_in_float32():
-    """A tied embedding gets the advice, with casts, a transpose and a bias."""
+    """A tied embedding, which is also the weight of the logits, gets the advice.
+
+    There may be casts, a transpose and a bias between them.
+    """
 
     def hidden(x, embedding, labels):
         return x + embedding.astype(jnp.bfloat16)[labels]
@@ -161,7 +170,10 @@ def waves(logits):
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """Logits that no matmul computed: the loss takes them in 16 bits and saves no cast."""
+    """For logits that no matmul computed, the advice is the loss of logits.
+
+    It takes 16-bit logits and saves no cast.
+    """
 
     def before(x, weight, labels):
         return loss(waves(x @ weight).astype(jnp.float32), labels)
@@ -273,7 +285,10 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """Logits of which an argmax is taken still exist, so the advice saves only the exponentials."""
+    """If an argmax of the logits is computed, too, they must exist anyway.
+
+    So following the advice saves only the exponentials.
+    """
 
     def loss_with(cross_entropy):
         def loss(x, weight, labels):

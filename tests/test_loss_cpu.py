@@ -1,4 +1,8 @@
-"""The cross-entropy of XLA's code on a CPU, whose sums in lanes leave out the label's term."""
+"""The cross-entropy of XLA's code on a CPU.
+
+It divides a row into lanes. In the label's lane, it adds exponentials separately, without the
+label's own.
+"""
 
 import functools
 import re
@@ -30,9 +34,9 @@ PRIME = 8209
 def test_ulps(cols, deviation):
     """Losses have errors of at most 2 ulps.
 
-    The logarithm has an error of 1 ulp, and the two roundings of m - x_l + log(s) of half an ulp
-    each. The sum's relative error of about 2^-24 is an absolute error of the logarithm: 1/8 ulp of
-    a loss above 4.
+    The loss is m - x_l + log(s). Its two roundings have errors of half an ulp each, and the
+    logarithm has an error of 1 ulp. The relative error of the sum s, about 2^-24, is an absolute
+    error of the logarithm. It is 1/8 ulp of a loss above 4.
     """
     x, _, _ = operands((32, cols), "float32", seed=cols, scale=deviation)
     labels = jnp.asarray(np.random.default_rng(1).integers(0, cols, 32))
@@ -42,7 +46,10 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The lane size is the divisor nearest to cols^0.3 that leaves 32 lanes, or None."""
+    """The size of a lane is a divisor of the number of columns, as near as possible to cols^0.3.
+
+    It must give at least 32 lanes. It is None if there is no suitable divisor.
+    """
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
     assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]
 
@@ -75,7 +82,7 @@ def test_a_certain_label_in_every_column(dtype, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 def test_exponentials_are_made_once(z_loss, masked):
-    """In float32, forward and backward share one array of exponentials of the logits' size."""
+    """In float32, the exponentials of all logits are computed once, for both passes."""
     x, labels, _ = operands((64, 4096), "float32")
     where = {"where": jnp.broadcast_to(jnp.arange(4096) % 3 > 0, x.shape)} if masked else {}
     step = jax.jit(jax.grad(lambda x: cross_entropy(x, labels, z_loss=z_loss, **where).mean()))

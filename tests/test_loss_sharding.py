@@ -38,7 +38,8 @@ def log_prob(x, labels, axis=-1, where=None, **options):
 
 
 each = pytest.mark.parametrize("function", [loss, log_prob])
-# The numbers per row in each exchange: the maximum, and then sums over the shards.
+# If the vocabulary is split, devices exchange these numbers for each row, in two or three steps.
+# The first is the row's maximum, and the others are sums over the shards.
 EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
 
 

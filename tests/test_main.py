@@ -70,7 +70,11 @@ def test_what_runs_names_the_reasons(monkeypatch):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_linear_layers_have_plans(platform):
-    """Functions without kernels are planned for XLA, and linear logits like a chunk's logits."""
+    """`implementation_for` supports functions of linear layers.
+
+    Functions without kernels run XLA's code. Functions of linear logits have the plan of the
+    function of a chunk's logits.
+    """
     shape, dtype = (8192, 4096), "bfloat16"
     for name in ("gated_linear", "activation_linear"):
         plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform)
@@ -134,14 +138,17 @@ def shifted(function, factor):
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
-# Factors of errors that the check must find. A divergence is a small difference of large logits,
-# whose matmuls have worst-case bounds.
+# The relative errors that the check must find, if they are not 2**-12. A divergence is a small
+# difference of large logits. Its bounds assume the worst case for the errors of the matmuls.
 FOUND = {"linear_kl_divergence": 2**-5}
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
-    """The check accepts correct values, and finds a relative error of 2**-12 (or of `FOUND`)."""
+    """The check accepts correct values, and rejects values with a relative error of 2**-12.
+
+    `FOUND` has larger errors for some functions.
+    """
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
     assert HERE != "cpu" or not right.has_kernel

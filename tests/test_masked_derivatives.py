@@ -47,7 +47,10 @@ softmaxes = pytest.mark.parametrize(
 
 
 def with_bias(name, kind, **more):
-    """Return a function of x and of the bias (if the kind has one), its operands, and the mask."""
+    """Return three things: a function, its operands, and the mask of the unmasked entries.
+
+    The operands are x and, if this kind of mask has one, a bias.
+    """
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
     rest = {k: v for k, v in options.items() if k != "bias"} | more
@@ -59,7 +62,10 @@ def with_bias(name, kind, **more):
 
 
 def assert_masked(values, clean, kept):
-    """Assert that masked entries are 0 and that other rows are as without the broken entry."""
+    """Assert that masked entries are 0, and that the broken entry did not affect other rows.
+
+    `clean` has the values without the broken entry.
+    """
     values, clean = np.asarray(values), np.asarray(clean)
     np.testing.assert_array_equal(values[~kept], 0)
     assert not np.isfinite(values[AT]).any()
@@ -148,7 +154,10 @@ where_of_losses = pytest.mark.parametrize(
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
-    """Broken cotangents leave the gradients of masked entries at 0, even at masked positions."""
+    """If cotangents of a loss are NaN or infinite, the gradients of masked entries are still 0.
+
+    This also holds for entries of masked positions.
+    """
     x = data((ROWS, CLASSES), "float32")
     y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
     (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))

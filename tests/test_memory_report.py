@@ -1,4 +1,4 @@
-"""memory_report: its total is JAX's, its source lines are the user's, and its advice is true."""
+"""memory_report: its total equals JAX's, its source lines are the user's, its advice is correct."""
 
 import functools
 import gc
@@ -74,7 +74,7 @@ def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
 
 def with_dropout(x, w, *, is_gated=False, followed=False):
     """An MLP with dropout between the activation and the next linear layer, as in Flax."""
-    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # one per layer
+    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # different in each layer
 
     def product(h, weight):
         return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0) @ weight
@@ -175,7 +175,10 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following the advice saves what it says, within 10 %, and leaves no such advice."""
+    """Following the advice saves as many bytes as it says, within 10 %.
+
+    The report of the changed code must not have this advice any more.
+    """
     before, after = (
         memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
     )
@@ -224,7 +227,7 @@ def reshaped(x, w, *, followed=False):
 
 def cast(x, w, *, followed=False):
     wide = jnp.exp((x @ w["up"]).astype(jnp.float32))
-    # wide is used twice, so it is not an activation before a matmul.
+    # `wide` is used twice, so advice on an activation before a matmul does not apply.
     x = x + jnp.sum(jnp.sin(wide)).astype(x.dtype)
 
     def out(wide, weight):
@@ -235,9 +238,9 @@ def cast(x, w, *, followed=False):
 
 @pytest.mark.parametrize("one", [reshaped, cast])
 def test_what_a_scan_keeps_twice(one):
-    """Advice finds a reshape or a cast that a scan saves in addition to its operand.
+    """There is advice for a reshape or a cast that a scan saves in addition to its operand.
 
-    Outside of a loop, XLA needs no copy of a reshape, so there is no advice.
+    Outside of a loop, XLA needs no copy for a reshape, so there is no advice.
     """
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
@@ -285,7 +288,7 @@ def test_modules(library):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_advice_on_flax_s_norms(name):
-    """The advice on Flax's norms says what `jaxnorm.linen` saves."""
+    """The advice on Flax's norms states how many bytes `jaxnorm.linen` saves."""
 
     class Model(flax.linen.Module):
         norm: type[flax.linen.Module]
@@ -322,7 +325,10 @@ def test_an_equinox_model():
 
 
 def test_stacked_by_the_user():
-    """An array that the user stacks is not counted as a scan's array per layer."""
+    """An array that is stacked by user code is not mistaken for a scan's residuals.
+
+    These are stacked over layers.
+    """
 
     def f(x):
         y = jnp.stack([jnp.sin(x), jnp.cos(x)])
@@ -467,7 +473,7 @@ def mlp(w, x, *, followed=False):
 
 @pytest.mark.parametrize("trained", ["all", "gate and up", "input", "input, closed over"])
 def test_frozen_weights(trained):
-    """Advice counts only what is saved if some weights are frozen.
+    """If some weights are frozen, advice counts only arrays that the other gradients need.
 
     For example, with an adapter on gate and up, the down projection's input is not saved.
     """
@@ -594,7 +600,7 @@ def test_errors(argnums, error, message):
 
 
 def test_errors_of_calls():
-    """A result in place of the function raises an error, and so does a call without arguments."""
+    """A result in place of a function raises an error, and so does a call without arguments."""
     with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):

@@ -71,7 +71,7 @@ def test_bytes_of_one_device(program, kind):
 
 
 def test_shardings_inside():
-    """Sharding constraints inside a function count, even if its arguments are not sharded."""
+    """Sharding constraints inside a function are respected, even if no argument is sharded."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
@@ -80,5 +80,5 @@ def test_shardings_inside():
 
     whole = memory_report(one(plain), *arguments())
     report = memory_report(loss, *arguments())
-    constrained = X[0] * X[1] * 4  # a separate array
+    constrained = X[0] * X[1] * 4  # The constrained x is a separate array.
     assert report.total == pytest.approx((whole.total + constrained) / 4, rel=0.01)

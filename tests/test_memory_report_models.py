@@ -20,7 +20,7 @@ from jaxnorm import memory_report
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
+    pytest.mark.filterwarnings("ignore"),  # Old packages cause warnings.
 ]
 __all__ = ["transformers"]  # a fixture
 
@@ -93,7 +93,10 @@ def test_what_is_printed(before):
 
 @contextlib.contextmanager
 def intercepted(take):
-    """Replace calls of flax.linen's modules by the result of `take`, unless it is None."""
+    """Replace calls of flax.linen's modules by ``take(module, *arguments)``.
+
+    A call is unchanged if `take` returns None.
+    """
     from flax import linen as nn
 
     def call(call, arguments, keywords, context):
@@ -111,7 +114,7 @@ def parameter(module, name):
 
 
 def by_activation_linear(module, x, *_):
-    """Apply the activation in the second linear layer of GPT-2's or BERT's MLP.
+    """Fuse the activation of GPT-2's or BERT's MLP with its second linear layer.
 
     Return None for other modules.
     """

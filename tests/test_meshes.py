@@ -141,7 +141,7 @@ def is_its_own(name, layout, kind, runs):
     Such a call would compute something else.
     """
     of_positions = name == OF_GROUPS and layout != "replicated"
-    of_heads = "with a bias" in name and layout == "both"  # it is causal over them
+    of_heads = "with a bias" in name and layout == "both"  # The softmax is causal over them.
     return kind == "manual" and (layout == "columns" or of_positions or of_heads)
 
 
@@ -155,9 +155,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
 def test_rows_on_a_mesh(name, layout, kind, runs):
-    """Values are correct and x is not moved between devices; kernels run on a shard's whole rows.
+    """Values are correct, x is not exchanged, and kernels run on the complete rows of a shard.
 
-    Only gradients of parameters and sums over split columns are exchanged. Exceptions are cases
+    Devices exchange only gradients of parameters, and sums over split columns. Exceptions are cases
     where x must be resharded to match a parameter.
     """
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
@@ -174,7 +174,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     travels = sizes_of(compiled)
     params = [a.size for a in sharded[1:] if a.size < x.size]
     if layout in LAYOUTS and not (is_split and "rope" in name):
-        # Exchanged are gradients of parameters, and sums over rows whose columns are split.
+        # Exchanged arrays are gradients of parameters, and sums over rows whose columns are split.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
     # On Auto axes, XLA may gather parameters of samples, or rows for its own code.
@@ -187,7 +187,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
         over = its.x[:2] if "rope" in name else its.x
         shards = math.prod(MESH[axis] for axis in jax.tree.leaves(tuple(over)))
         rows = (ROWS // shards, x.shape[-1])
-        if name == "rms_norm_rope":  # XLA computes its tables' gradients
+        if name == "rms_norm_rope":  # Its tables have gradients here.
             assert {*kernels.shapes} <= {rows} or layout in OF_TABLES
         elif name in WITHOUT_KERNEL or (is_split and "rope" not in name):
             assert not kernels.shapes
@@ -251,9 +251,9 @@ def test_a_second_operand_of_rows_that_lies_otherwise(name):
     "lead", [(8, 1), (), (4, 8, 1), (1, 1, 1), (4, 1, 2), (8, 2), (2,)], ids=str
 )
 def test_kernels_read_tables_as_they_are(lead):
-    """Kernels read tables without expanding them, whichever axes of x they have before the columns.
+    """Kernels read rotary tables without expanding them to the rows of x.
 
-    x has shape (4, 8, 2, 16).
+    `lead` has the axes of the tables before the columns. They broadcast to (4, 8, 2), those of x.
     """
     x, scale = (jnp.cos(jnp.arange(math.prod(s)) + 1.0).reshape(s) for s in ((4, 8, 2, 16), (16,)))
     angles = jnp.arange(math.prod(lead) * 8.0).reshape(*lead, 8)

@@ -18,7 +18,7 @@ import jaxnorm
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
+    pytest.mark.filterwarnings("ignore"),  # Old packages cause warnings.
 ]
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -34,7 +34,7 @@ CONFIGURATIONS = {
     "Llama": LLAMA_S,
     "Gemma": {**LLAMA_S, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
 }
-NORMS = 5  # of each model: two in its layer and one outside
+NORMS = 5  # per model: two in its only layer and one after it
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,10 @@ def gradient(model):
 
 
 def calls_in(function, *arguments):
-    """Return the number of jaxnorm's norms in a program, in both passes; a scan's count once."""
+    """Return the number of jaxnorm's norms in a program that computes both passes.
+
+    A norm in the body of a scan counts once.
+    """
     return len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(function.trace(*arguments).jaxpr)))
 
 

@@ -63,7 +63,7 @@ def test_rows_split_over_gpus(name, case, kind):
     gradients = (len(sharded) - 2) * SHAPE[-1]
     if case.params == P():
         assert moved == gradients
-    else:  # gathered in both passes
+    else:  # The parameters are gathered in both passes.
         assert moved <= 3 * gradients
 
 
@@ -133,7 +133,8 @@ def test_losses(name, kind, has_entropy):
     ]
     compiled = jax.jit(step).lower(*placed).compile()
     for ours, theirs in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected)):
-        # Matmuls run in TF32, whose unit roundoff is float16's; their terms have both signs.
+        # Matmuls run in TF32, which has float16's unit roundoff. Their terms have both signs, so
+        # errors are compared with the largest element.
         theirs = exact(theirs)
         assert_within(ours, theirs, SAFETY * unit_roundoff("float16") * np.abs(theirs).max())
     if specs[1] == P("data"):

@@ -33,7 +33,10 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Define three requirements, of two marks and a fixture, and return which are missing."""
+    """Define three requirements, and return a dict that says which are missing.
+
+    Marks have the requirements a and b, and a fixture has c.
+    """
     found = {"a": "needs a", "b": None, "c": "needs c"}
 
     def need(name):
@@ -73,7 +76,10 @@ def test_files_are_left_out(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_what_cannot_run_alone_is_no_success(processes):
-    """If no selected case can run, pytest fails, in one process and in several."""
+    """If no selected case can run on this machine, pytest's exit status is not 0.
+
+    This holds with and without worker processes.
+    """
     command = [
         sys.executable,
         "-m",

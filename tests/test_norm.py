@@ -56,7 +56,7 @@ def checked(
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients(name, x_dtype, p_dtype, y_dtype, axis, save, implementation):
-    shape = (64, 8, 40)  # enough rows for every kernel over any of AXES
+    shape = (64, 8, 40)  # With any of `AXES`, there are enough rows for every kernel.
     given = {"p_dtype": p_dtype, "y_dtype": y_dtype, "axis": axis, "save": save}
     checked(name, shape, x_dtype, implementation=implementation, **given)
 
@@ -105,7 +105,10 @@ def test_widths(name, cols, save, implementation):
 
 
 def test_one_column():
-    """For a single column, RMSNorm gives the sign and LayerNorm 0; x's gradient is (about) 0."""
+    """The norm of a single column is its sign for RMSNorm, and 0 for LayerNorm.
+
+    The gradient of x is (about) 0.
+    """
     x = normal((5, 1), "float32", 0, shift=3.0)
     signs = exact(x) / np.sqrt(exact(x) ** 2 + 1e-6)
     assert_computes(jaxnorm.rms_norm(x), jaxnorm.rms_norm, x, expected=signs)

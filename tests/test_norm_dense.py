@@ -63,7 +63,7 @@ def assert_same(ours, theirs):
 
 @each_field
 def test_linen(fields, dtype):
-    """Parameters have Flax's initial values and tree, and results have Flax's values and dtypes."""
+    """The initial parameters equal those of Flax's two modules, and so do results and dtypes."""
     x, key = data(dtype), jax.random.key(1)
     ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
     variables, expected = ours.init(key, x), theirs.init(key, x)
@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """Checkpoints can be converted from and to those of the two separate modules."""
+    """Checkpoints of the two separate modules can be converted to RMSNormDense's, and back."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)

@@ -134,7 +134,7 @@ def test_one_rounding():
         y = exact(jaxnorm.rms_norm_gated(x, gate, scale, **given))
         gain, types = exact(scale), ("bfloat16",) * 3
         expected = GatedNorm(exact(x), exact(gate), gain, exact(x), before, "silu", types).y
-        u = 2.0**-8  # of bfloat16; float32 errors are negligible
+        u = 2.0**-8  # bfloat16's; errors of float32 are negligible
         assert np.abs(y / expected - 1).max() < u * (1 + u)
         thrice = exact(jaxnorm.rms_norm(x, scale) * jax.nn.silu(gate))
         assert not before or np.abs(thrice / expected - 1).max() > 1.5 * u
@@ -207,6 +207,6 @@ def test_what_the_policy_keeps_for_the_next_product(before):
     )
     found = [equation.primitive.name for equation in equations(jaxpr)]
     assert found.count("jaxnorm.rms_norm_gated") == 1
-    # Three matmuls in the forward, the first two of them again, and two for each of the three in
-    # the backward.
+    # The forward runs three matmuls. The backward recomputes the first two of them, and runs two
+    # for each of the three.
     assert found.count("dot_general") == 3 + 2 + 6

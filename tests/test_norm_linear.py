@@ -120,7 +120,7 @@ def test_it_is_the_composition():
 
 
 def test_shapes():
-    """Arrays may have no rows, no features, one of either, or one axis of x."""
+    """Arrays may have no rows, no features, a single feature, or no axis of rows."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         x, weight = jnp.ones(shape), jnp.ones((shape[-1], features))
 

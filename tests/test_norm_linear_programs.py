@@ -27,9 +27,9 @@ WITH_Z = functools.partial(
 @pytest.mark.parametrize(
     ("around", "activation", "residual", "kept"),
     [
-        (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # x, rstd
-        (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # h, rstd
-        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # h, rstd and z
+        (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # saves x and rstd
+        (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # saves h and rstd
+        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # also saves z
         (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is recomputed
         (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
         (jax.checkpoint, "gelu", True, {}),
@@ -76,7 +76,10 @@ LAYERS, TOKENS, WIDTH = 6, 512, 128
 
 @pytest.mark.remat
 def test_memory_of_a_scan():
-    """Compiled layers in a scan save no normalised array, and for silu only its argument."""
+    """A scan over layers saves no normalised array in the compiled program.
+
+    For silu it saves only the activation's argument.
+    """
 
     def stack(block, x, parameters):
         x, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)
@@ -131,9 +134,11 @@ def test_memory_of_unrolled_layers(dtype):
 
 @pytest.mark.remat
 def test_what_is_not_used_is_not_made():
-    """Rematerialisation recomputes only what the backward needs: z, or not even the matmul.
+    """Rematerialisation recomputes only what the backward needs.
 
-    The activation is never recomputed. With `save_policy` and no activation, neither is the norm.
+    With an activation, it needs the matmul's result z, and without one, only the norm. The
+    activation is never recomputed. With `save_policy` and no activation, the block recomputes
+    nothing.
     """
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 
@@ -150,9 +155,9 @@ def test_what_is_not_used_is_not_made():
         found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
-    # The block has one norm, one matmul and one activation. Its backward has two matmuls,
-    # recomputes the norm for one of them, and computes the activation's derivative. The rest is
-    # recomputed by the block.
+    # The block has one norm, one matmul and one activation. The gradient of rms_norm_linear itself
+    # has two matmuls, recomputes the norm for one of them, and computes the activation's
+    # derivative. All other operations are recomputed by `jax.checkpoint`.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -203,7 +208,10 @@ def test_a_program_for_cuda():
 
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 def test_the_product_rounds_its_sums_to_y(bias):
-    """The matmul itself rounds its sums to y's dtype; with a bias, they stay float32."""
+    """The matmul returns y's dtype, so it rounds its sums itself.
+
+    If a bias follows, it returns float32.
+    """
     shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()
@@ -215,6 +223,7 @@ def test_a_batch_of_x_is_more_rows():
     x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
     jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
     norm, product, rule = jaxpr.eqns
-    assert not rule.params["call_jaxpr"].eqns  # Only the matmul needs its derivative.
+    # The custom JVP returns its first operand, so it only defines the derivative of the matmul.
+    assert not rule.params["call_jaxpr"].eqns
     assert product.primitive.name == "dot_general"
     assert norm.outvars[0].aval.shape == (3, 4, 8)

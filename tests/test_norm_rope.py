@@ -184,7 +184,10 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """y equals plain JAX's formula and, for one pair, rms_norm rotated by a complex number."""
+    """y equals plain JAX's formula.
+
+    For a single pair, y also equals the result of rms_norm, rotated by a complex number.
+    """
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     ours, theirs = (
@@ -216,19 +219,23 @@ def gradients(x, scale, cos, sin, save, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pair_whose_tables_are_zero(dtype):
-    """If cos and sin of a pair are 0, so is y there. Nothing is NaN, and a saved input is exact."""
+    """If cos and sin of a rotated pair are 0, y is 0 in both columns of the pair.
+
+    No gradient is NaN. With save="input", gradients are exact.
+    """
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     cos, sin = (table.at[..., 3].set(0) for table in tables((8, 1, 32)))
     checked(x, scale, cos, sin, save="input", implementation="xla")
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # n's cotangent is 0 in the pair, and so is dscale. dx lacks only x_hat c2 in both columns.
+    # In the pair, the cotangent of the norm n is 0, so dscale is 0, too. dx has a second term,
+    # x_hat c2, which is lost there because x_hat cannot be recovered.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # c2 sums over the pair, too, so this bound is NaN
+    del dx_bound  # This bound is NaN, because c2 also sums over the pair.
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])
@@ -242,9 +249,10 @@ def test_a_pair_whose_tables_are_zero(dtype):
 def test_the_law(ratio, dtype, interleaved):
     """The relative error of a column of dscale depends on the ratio of the pair's scales.
 
-    y's two roundings become an error of u^2 (c^2 y_i^2 + s^2 y_j^2) in n_i, where c and s are cos
-    and sin. Its mean over all angles is u^2 (3 g_i^2 + g_j^2) / 4. g are the scales, and u, the
-    mean size of a rounding, is 0.83 times half the unit roundoff.
+    A pair has columns i and j with scales g_i and g_j. Rounding y has a relative error of u in each
+    column, where u is 0.83 times half the unit roundoff. The rotation back mixes both errors: n_i
+    has a mean square error of u^2 (c^2 y_i^2 + s^2 y_j^2), where c and s are cos and sin. The mean
+    of this over all angles is u^2 (3 g_i^2 + g_j^2) / 4.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns
@@ -269,10 +277,10 @@ def test_the_law(ratio, dtype, interleaved):
 def test_check_params_predicts_the_error(rotated, dtype):
     """check_params predicts each column's error within a factor, for scales of all sizes.
 
-    It assumes a rotation by 45 degrees, where both columns of a pair have the same error. Over all
-    angles, the two scales contribute 3/4 and 1/4 to the mean square instead of 1/2 each. The
-    prediction is therefore wrong by a factor of at most sqrt(2). The sampling error over some 1000
-    rows is the same as in rms_norm.
+    It assumes an angle of 45 degrees, at which both columns of a pair have the same error: the
+    squares of both scales have the weight 1/2. In the mean over all angles, the weights are 3/4 and
+    1/4 (`test_the_law`). The prediction is therefore wrong by a factor of at most sqrt(2). The
+    sampling error over some 1000 rows is the same as for rms_norm.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -298,9 +306,9 @@ def test_check_params_predicts_the_error(rotated, dtype):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
-    """The gradient of a scale of 0 in a pair with a nonzero one is wrong but finite.
+    """If only one scale of a pair is 0, its gradient is wrong but finite.
 
-    All other gradients are correct. With a saved input, this one is, too.
+    All other gradients are correct. With save="input", all gradients are.
     """
     lost, partner = (6, 7) if interleaved else (6, 38)
     scale = parameter(64, "float32").at[lost].set(0)
@@ -338,7 +346,10 @@ def test_both_of_a_pair_zero(dtype):
 
 
 def dscale_walk(ref, column, dtype):
-    """Return the error that y's roundings cause in dscale, for a pair's columns of equal scale."""
+    """Return the error of an element of dscale that is caused by rounding y.
+
+    Both columns of the pair must have the same scale.
+    """
     magnitude = np.abs(ref.d[:, column]) * np.hypot(
         ref.xh[:, column], ref.xh[:, ref.partner[column]]
     )
@@ -346,10 +357,10 @@ def dscale_walk(ref, column, dtype):
 
 
 def test_outputs_beyond_float16():
-    """If y is infinite in float16 and its cotangent 0, only its pair in that row is affected.
+    """An infinite y (in float16) with a cotangent of 0 affects only its rotated pair in its row.
 
-    The backward treats it as the largest number. Other columns depend on it through sum(dn n),
-    which equals sum(d y) for any rotation, and d is 0 there.
+    The backward treats it as float16's largest number. Other columns depend on it only through
+    sum(dn n). This equals sum(d y) for any rotation, and d is 0 at the infinite element.
     """
     scale = parameter(64, "float32").at[5].set(5e4)
     cos, sin = tables((8, 1, 32))

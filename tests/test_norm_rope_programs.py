@@ -55,7 +55,7 @@ WRAPPED = {
     [*((around, "output") for around in WRAPPED), ("plain", "input"), ("jit", "input")],
 )
 def test_what_is_kept(around, save):
-    """Saved are y (or x), one number per row, and no other array of x's size.
+    """The derivative saves y (or x), one number per row, and no other array of x's size.
 
     x = 3 u is computed inside the function, so it cannot be an argument. Tables expanded to the
     axes of x are saved, too.
@@ -71,7 +71,7 @@ def test_what_is_kept(around, save):
     residuals = {id(v): v for v in residuals if isinstance(v, jax.extend.core.Var)}
     shapes = sorted(v.aval.shape for v in residuals.values() if v not in jaxpr.invars)
     if around == "remat":
-        assert shapes == []  # all recomputed
+        assert shapes == []  # All residuals are recomputed.
         return
     # With `jax.checkpoint`, the expanded tables are recomputed from the arguments.
     views = [] if around == "save_policy" else [(1, *COS.shape)] * 2

@@ -16,18 +16,18 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 LARGEST = 65504.0
 FUNCTIONS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"]
-# The columns that overflow. Other cases normalise over the first axis.
+# The columns that overflow. If a case normalises over the first axis, x is transposed.
 WIDE = [3, 40]
 
 
 def parameters(name, cols):
-    """Return the scale, and for LayerNorm the bias, of the norm whose output is returned."""
+    """Return the parameters of the norm that computes y: its scale and, for LayerNorm, its bias."""
     scale = normal((cols,), "float32", 2, 0.3, 1.0).at[jnp.array(WIDE)].set(5e4)
     return (scale, normal((cols,), "float32", 3)) if "layer" in name else (scale,)
 
 
 def call(name, x, *parameters, **options):
-    """Call a function with x for all arrays of rows, and return y."""
+    """Call a function in which every array of rows (also the residual) is x, and return y."""
     if name == "rms_norm_add_rms_norm":
         return jaxnorm.rms_norm_add_rms_norm(x, x, None, *parameters, **options)[0]
     if name.startswith("add"):
@@ -39,9 +39,10 @@ def call(name, x, *parameters, **options):
 @pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_bounded_consumer(name, cols, axis, implementation):
-    """If y is infinite and its cotangent 0, gradients are bounded and other elements are correct.
+    """If an element of y is infinite and its cotangent is 0, its gradient is bounded.
 
-    The backward recovers x_hat from float16's largest number.
+    The backward recovers x_hat from float16's largest number. The gradients of other elements are
+    correct.
     """
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)
@@ -69,16 +70,16 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
         h = exact(x) * (1 + name.startswith("add"))
         ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
     dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # An infinite element does not affect c2 or other elements of its row.
+    # In its row, an infinite element affects neither c2 nor other elements.
     x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
     lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
     expected, bound = ref.dx, dx_bound + lost
-    if two is not None:  # With two norms it does, through the first norm.
+    if two is not None:  # The first norm spreads the error over the row.
         first, (dx_bound, dh_bound, *_) = two.first, two.gradient_bounds()
         expected = first.dx + two.dresidual
         through = first.r * (lost + np.abs(first.xh) * np.mean(lost * np.abs(first.xh), 1)[:, None])
         bound = dx_bound + dh_bound + lost + through
-    elif name.startswith("add"):  # x is both addends
+    elif name.startswith("add"):  # x is both operands of the sum.
         expected, bound = 2 * expected, 2 * bound
     assert_within(dx, expected, bound)
     assert_within(dscale, ref.dscale, dscale_bound)

@@ -24,7 +24,7 @@ from jaxnorm import memory_report
 
 pytestmark = [
     pytest.mark.models,
-    pytest.mark.filterwarnings("ignore"),  # warnings of old packages
+    pytest.mark.filterwarnings("ignore"),  # Old packages cause warnings.
 ]
 __all__ = ["transformers"]  # a fixture
 

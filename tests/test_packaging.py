@@ -94,7 +94,10 @@ print("works")
 
 
 def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
-    """The version is that of the changelog's newest dated entry, or of an unreleased one."""
+    """The version is that of the newest dated entry of the changelog.
+
+    Entries of unreleased versions come before it.
+    """
     heading = r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$"
     text = (ROOT / "CHANGELOG.md").read_text()
     entries = re.findall(heading, text, re.MULTILINE)

@@ -200,9 +200,9 @@ PATTERNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Results under `jax.jit` are bitwise those outside of it, where each slice is a copy.
+    """Results are bitwise the same under `jax.jit` and outside of it, where each slice is a copy.
 
-    The gradient runs, too; its values are tested above.
+    The gradient is only run here. The tests above check its values.
     """
     function, make = PATTERNS[name]
     operands = make()

@@ -115,7 +115,10 @@ def test_plans_for_a_gpu(i):
 
 
 def test_arrays_that_are_not_given():
-    """By default, the gate has x's shape and dtype, and tables are float32 for all columns."""
+    """If arrays are not given, a plan assumes defaults.
+
+    The gate then has x's shape and dtype. Tables are float32, and all columns are rotated.
+    """
     scale = {"scale": vector(128)}
     plan = asked("rms_norm_gated", HEADS, **scale)
     gate = vector(*HEADS, dtype="bfloat16")

@@ -1,4 +1,7 @@
-"""On CUDA, kernels are the default if they support a call and are faster, decided at lowering."""
+"""On CUDA, kernels are the default for calls that they support and for which they are faster.
+
+The choice is made when a program is lowered.
+"""
 
 import functools
 import re
@@ -43,7 +46,10 @@ def test_lowered_for_cuda_a_call_is_a_kernel(function):
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_layers_have_the_passes_of_the_first(function):
-    """Layers with equal calls share one object for each pass, so its types are computed once."""
+    """Equal calls in several layers share one object for each pass.
+
+    So the types of their results are computed only once.
+    """
     program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
     passes = [*calls_in(program.jaxpr)]
     assert len(passes) == 6
@@ -58,7 +64,10 @@ def kernel_shapes(function, *operands):
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
 def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
-    """A batch under `jax.vmap` runs the kernels of one large array, if the gradient is outside."""
+    """Under `jax.vmap`, a batch of rows runs the kernels of one large array.
+
+    The gradient is taken outside of `jax.vmap`.
+    """
 
     def loss(x, scale, bias):
         y = jaxnorm.layer_norm(x, scale, bias, implementation=implementation)
@@ -79,7 +88,10 @@ def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
 
 
 def test_gradients_for_each_example_are_kernels():
-    """Gradients inside `jax.vmap` run kernels, too: parameters become those of groups."""
+    """Gradients of each example (inside `jax.vmap`) run kernels, too.
+
+    Each example is then a group of rows with its own parameters.
+    """
 
     def loss(x, scale):
         return jnp.sum(jaxnorm.rms_norm(x, scale).astype(jnp.float32) ** 2)
@@ -119,11 +131,14 @@ def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
 
 
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():
-    """XLA's code runs masked rows of few columns, float64, and shapes for which it is faster."""
+    """XLA's code runs calls that kernels do not support, and calls for which it is faster.
+
+    Examples are masked rows of few columns, float64, and a few very long rows.
+    """
     few = jax.ShapeDtypeStruct((4096, 4), jnp.bfloat16)
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0
-    # Only the forward runs a kernel.
+    # In this program, only the forward runs a kernel.
     assert kernels(gradient(rms_norm), jax.ShapeDtypeStruct((1, 65536), jnp.bfloat16)) == 1
     with jax.enable_x64(True):
         assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1024), jnp.float64)) == 0
@@ -141,7 +156,7 @@ def test_another_gpu_runs_no_mosaic(monkeypatch):
 
     monkeypatch.setattr(support, "local_capability", lambda: 80)
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
-    assert plan.forward.name != "mosaic"  # Triton's, if it is installed
+    assert plan.forward.name != "mosaic"  # Triton runs if it is installed.
     assert "compute capability 9.0" in plan.forward.reason
     assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1032), jnp.bfloat16)) == 0
 
@@ -164,7 +179,10 @@ def test_a_cpu_never_imports_the_kernels():
 
 
 def test_lowering_has_room_on_the_stack():
-    """Kernels are lowered in a frame with a large chunk of Python's stack, which is faster."""
+    """Kernels are lowered in a frame with a large chunk of Python's stack.
+
+    This makes lowering faster, as `in_one_chunk` explains.
+    """
     found = []
 
     class Kernels(StandIn):

@@ -33,7 +33,10 @@ basic = pytest.mark.parametrize("name", BASIC)
 
 
 def both(function, wrt):
-    """Return a function that computes the results, and the gradients of `scalar` of them."""
+    """Return a function that computes two things: the results of `function`, and gradients.
+
+    The gradients are those of `scalar(function)`.
+    """
     return lambda *operands: (function(*operands), gradients(function, wrt)(*operands))
 
 
@@ -49,13 +52,13 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """Outside of jit, values are bitwise those inside, also for NumPy arrays."""
+    """Results outside of `jax.jit` are bitwise equal to those inside, also for NumPy arrays."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))
     for run, given in ((jax.jit(function), operands), (function, map(np.asarray, operands))):
         found = jax.tree.leaves(run(*given))
-        if "linear" in name:  # they have several primitives, which `jax.jit` fuses
+        if "linear" in name:  # `jax.jit` fuses their primitives.
             assert_computes(found, function, *operands)
             continue
         for a, b in zip(found, values, strict=True):
@@ -91,9 +94,9 @@ def test_no_rows(name, rows):
     ],
 )
 def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
-    """An implementation gives the same bits with and without a gradient.
+    """A fixed implementation gives the same bits with and without a gradient.
 
-    The default may choose another implementation if there is no backward.
+    The default may choose another implementation if no gradient is computed.
     """
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)
@@ -190,7 +193,8 @@ def test_export_with_symbolic_rows(name, dtype):
 
 
 SYMBOLIC = {
-    # adaLN's parameters of each sample, and GroupNorm, whose rows include positions.
+    # Norms with parameters or a gate for each sample, as in adaLN, and GroupNorm, whose rows
+    # include positions.
     "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
     "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
     "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),

@@ -74,7 +74,7 @@ def test_rows_permute(name, x, random):
 @few
 @given(arrays, st.integers(-64, 64))
 def test_softmax_ignores_a_shift(x, shift):
-    x = np.round(x)  # makes x + shift exact
+    x = np.round(x)  # so that x + shift is exact
     np.testing.assert_array_equal(jaxnorm.softmax(x + shift), jaxnorm.softmax(x))
     shifted = jnp.asarray(x + shift)
     y = jaxnorm.log_softmax(shifted)
@@ -100,7 +100,7 @@ def test_softmax_is_a_distribution(x):
 def test_rms_norm_ignores_a_power_of_two(x, exponent):
     scaled = jaxnorm.rms_norm(x * np.float32(2.0**exponent), epsilon=0.0)
     plain = np.asarray(jaxnorm.rms_norm(x, epsilon=0.0))
-    ordinary = np.abs(x).max(-1, keepdims=True) > 1e-10  # x^2 does not underflow
+    ordinary = np.abs(x).max(-1, keepdims=True) > 1e-10  # so that x^2 does not underflow
     np.testing.assert_array_equal(np.where(ordinary, scaled, 0), np.where(ordinary, plain, 0))
 
 

@@ -1,8 +1,8 @@
 """The float64 references are correct, and independent of the code that they check.
 
 `jaxnorm.tools.references` is a part of the package, for the self-check on a user's machine. The
-tests' references add options and tighter bounds. Here, results and gradients are compared with
-JAX's own derivatives, in float64, of each function written in jnp.
+tests' references add options and tighter bounds. Here, each function is also written in jnp, and
+JAX differentiates it in float64. The references must have the same results and gradients.
 """
 
 import ast
@@ -89,7 +89,10 @@ def log_prob_and_entropy(logits, labels):
 
 
 def of_layer(function):
-    """Return a function of logits as a function of the linear layer that computes them."""
+    """Turn a function of logits into a function of the operands of a linear layer.
+
+    The layer computes the logits.
+    """
     return lambda x, weight, bias, labels: function(x @ weight + bias, labels)
 
 

@@ -72,8 +72,9 @@ AROUND = {
 AROUND["nested"] = lambda f: AROUND["save_policy"](AROUND["save_policy"](f))
 AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
-# For each name: the function of an array, a vector and a matrix, and the arrays that each policy
-# saves. They are counted by shape: (rows, cols), one number per row, and (cols, cols) (weights).
+# Each value has a function of an array, a vector and a matrix, and the numbers of arrays that each
+# policy saves. These are counted by shape: (rows, cols), one number per row, and (cols, cols), the
+# shape of weights.
 
 
 def saved(rows, named, numbers):
@@ -88,7 +89,10 @@ def saved(rows, named, numbers):
 
 
 def norm_of(name, **options):
-    """Return a norm of x. The vector replaces all parameters, and 2 x a residual or gate."""
+    """Return a norm as a function of x and a vector.
+
+    The vector is used for all parameters. A residual or a gate is 2 x.
+    """
     function = getattr(jaxnorm, name)
     takes = inspect.signature(function).parameters
     rows = 1 + ("residual" in takes or name == "rms_norm_gated")
@@ -206,7 +210,10 @@ def operands(dtype="float32"):
 
 
 def block(name):
-    """Return a function whose operand is computed inside, so that it is not an argument."""
+    """Return a function of x that calls the function `name` with 3 x.
+
+    So the operand is computed inside, and counts if it is saved. An argument would not.
+    """
     function = FUNCTIONS[name][0]
     return lambda x, s, w: function(3 * x, s, w)
 
@@ -320,7 +327,7 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """Without a policy, a norm is recomputed, so the counts of the test above can fail."""
+    """Without a policy, a norm is recomputed: the test above would detect this by its counts."""
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
     step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
@@ -356,7 +363,10 @@ def custom_vjp(f):
 
 
 def gradient_norm(f):
-    """Return a function of the gradients, whose own gradient is a second derivative."""
+    """Return a function that computes one number from the gradients of `f`.
+
+    The gradient of this number contains second derivatives.
+    """
     return lambda *a: sum(jnp.sum(jnp.cos(g)) for g in jax.grad(loss(f), (0, 1, 2))(*a))
 
 
@@ -398,7 +408,7 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
     f = AROUND["names"](lambda x: jaxnorm.linear_softmax_cross_entropy(jnp.sin(x), w, LABELS))
     assert saved_shapes(f, x) == [FULL]
     text = jax.jit(jax.grad(f)).lower(x).as_text()
-    assert text.count("stablehlo.dot_general") == 2  # logits and dx
+    assert text.count("stablehlo.dot_general") == 2  # for logits and dx
 
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])

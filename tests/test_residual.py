@@ -59,7 +59,7 @@ def test_addition_before_a_norm(
 @each_shape
 @each_mix
 def test_addition_after_a_norm(x_dtype, r_dtype, p_dtype, y_dtype, shape, implementation):
-    del y_dtype  # the sum has the residual's dtype
+    del y_dtype  # The result has the residual's dtype.
     x, residual = operands(shape, x_dtype, r_dtype)
     given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
     check("rms_norm_add", x, implementation=implementation, **given)
@@ -83,7 +83,8 @@ def test_addition_between_two_norms(
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
     """With two norms, the gradient of a scale that all groups share is rounded to bfloat16 once.
 
-    The other scale differs by group, so a kernel sums this gradient per group first.
+    The scale of the other norm differs by group. So a kernel first computes the gradient of the
+    shared scale for each group, and these must not be rounded.
     """
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))
@@ -149,7 +150,10 @@ def test_groups_whose_rows_are_not_consecutive():
 
 
 def test_groups_over_channels():
-    """For NCHW arrays normalised over C, parameters of samples have axes in x's order."""
+    """For NCHW arrays that are normalised over C, each sample may have its own parameters.
+
+    The last axis of parameters is C. The axes before it have the order that they have in x.
+    """
     x = normal((2, 16, 3, 5), "float32", 0)
     scale, bias = (normal((2, 1, 1, 16), "float32", seed) for seed in (1, 2))
 

@@ -51,7 +51,10 @@ def ours(name, save, y_dtype, x, residual, scale, next_scale):
 
 
 def derivatives(function, operands, along):
-    """Return first and second derivatives, in forward and reverse mode, by every operand."""
+    """Return first and second derivatives with respect to every operand.
+
+    They are computed in forward and reverse mode.
+    """
 
     def loss(*operands):
         y, h = (a.astype("float64") for a in function(*operands))
@@ -73,7 +76,10 @@ def derivatives(function, operands, along):
 
 
 def of_given(function, *options):
-    """Return a function that computes `derivatives` by the operands that are present."""
+    """Return a function that computes `derivatives` with respect to the present operands.
+
+    Absent operands are None.
+    """
 
     def call(operands, along):
         missing = [None] * (4 - len(operands))
@@ -96,7 +102,8 @@ def test_two_norms(mix, save):
     check("rms_norm_add_rms_norm", x, **given, save=save, y_dtype=mix[2])
 
 
-# Combinations with one float64, for a function with a single norm. The float64 may be an addend's.
+# Combinations of dtypes of which exactly one is float64: that of x, of the residual or of y. They
+# are for a function with a single norm.
 ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in mix]
 
 

@@ -29,10 +29,10 @@ WRAPPED = {
     [("bfloat16", "bfloat16", 1), ("bfloat16", "float32", 2), ("float32", "bfloat16", 1)],
 )
 def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
-    """A residual norm runs one kernel per pass, and no other operation on whole arrays.
+    """A residual norm runs one kernel per pass, and no other operation on arrays of x's size.
 
-    The backward stores one gradient for both operands if they have one dtype, or if x's gradient is
-    a cast of the residual's.
+    The backward stores a single gradient if x and the residual have one dtype, or if x's gradient
+    can be cast from the residual's.
     """
     shape = (8192, 4096)
     x, residual = jax.ShapeDtypeStruct(shape, x_dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -117,8 +117,8 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
     }
     norms = dict.fromkeys(programs, 0)
     if name == "rms_norm_add_rms_norm":
-        # rms_norm_add_rms_norm always computes the norm of x. The gradient starts from the
-        # statistics of the full call, which computes both norms.
+        # rms_norm_add_rms_norm computes the norm of x even if only h is used. Its gradient needs
+        # saved statistics, which come from the full call with both norms.
         norms = {**dict.fromkeys(programs, 1), "gradient": 2}
     for key, program in programs.items():
         text = jax.jit(program).lower(x, r, scale).as_text()
@@ -213,9 +213,9 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
 
 
 def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
-    """In a JAX version without gradient accumulators, the transpose returns the gradient.
+    """If JAX has no gradient accumulators, the transpose returns the gradient.
 
-    It is then added outside of the norm's backward.
+    It is then added outside of the norm's backward. This is the case in some versions of JAX.
     """
     from jaxnorm.primitives import row_operations
 

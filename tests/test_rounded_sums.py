@@ -1,4 +1,8 @@
-"""y is the norm of the rounded h that is returned, although XLA may drop a cast and its inverse."""
+"""y is the norm of the rounded sum h that is returned, not of the unrounded sum.
+
+XLA may drop a cast of h to 16 bits that is followed by a cast back. The tests ensure that this does
+not change y.
+"""
 
 import functools
 
@@ -22,18 +26,18 @@ each_platform = pytest.mark.parametrize(
 
 
 def operands(name, dtype):
-    """Return operands for which h needs rounding, and whose squares have an exact sum.
+    """Return operands whose sum h must be rounded.
 
-    So y does not depend on the order of summation.
+    The sum of the squares of h is exact, so y does not depend on the order of summation.
     """
     rng = np.random.default_rng(0)
     unit = jnp.finfo(dtype).eps
     h = 1 + rng.integers(0, 16, SHAPE) / 16
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
-    h = h * (1 + (addend < 0) * (h == 1) / 16)  # Below 1, numbers are twice as dense.
+    h = h * (1 + (addend < 0) * (h == 1) / 16)  # Avoid sums below 1, which have a finer spacing.
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
-    # The norm of ones is 1, so this scale is added.
+    # x consists of ones, and so does its norm. So the scale is added.
     scale = np.abs(addend[0])
     return jnp.ones(SHAPE, dtype), jnp.asarray(h, dtype), jnp.asarray(scale, "float32")
 
@@ -59,9 +63,9 @@ def test_y_is_the_norm_of_h(name, dtype, platform):
 @each_dtype
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
-    """If x is float32, dx is the residual's rounded gradient, cast to float32.
+    """If x is float32 and the residual is not, dx is the residual's gradient, cast to float32.
 
-    One program computes both.
+    So dx has the same rounding. One program computes both gradients.
     """
 
     @jax.jit
@@ -81,9 +85,9 @@ def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
     ("name", "roundings"), [("add_rms_norm", (1, 2)), ("rms_norm_add_rms_norm", (1, 1))]
 )
 def test_the_rounding_is_in_the_program(name, roundings, dtype):
-    """Where XLA may drop casts, the program has an explicit rounding; not on a CPU.
+    """On platforms where XLA may drop casts, the program rounds explicitly.
 
-    On a CPU, casts are kept and are faster.
+    On a CPU, XLA keeps casts, which are faster, so the program has no such rounding.
     """
     x, narrow = (jax.ShapeDtypeStruct(SHAPE, each) for each in ("float32", dtype))
     function = functools.partial(getattr(jaxnorm, name), dtype=dtype, implementation="xla")

@@ -29,7 +29,7 @@ MIXES = [
     ("float32", "bfloat16", "float32", "float16"),
 ]
 BATCH, LENGTH = 4, 33
-# Axes before the columns, of the norm's parameters and of the gate.
+# Shapes of the norm's parameters and of the gate, without the last axis (the columns).
 LEADS = {
     "adaLN-zero": ((BATCH, 1), (BATCH, 1)),
     "LayerScale": ((), ()),
@@ -108,7 +108,10 @@ def test_over_other_axes(x64):
 @pytest.mark.parametrize("groups", [1, 32])
 @each_function
 def test_a_block_is_a_kernel_each_way(name, groups):
-    """One kernel per pass; the backward stores the gradients of x and the residual, and no more."""
+    """Each pass is one kernel.
+
+    The backward stores the gradients of x and the residual, and no other array of their size.
+    """
     rows = jax.ShapeDtypeStruct((32, 1024, 1152), "bfloat16")
     vector = jax.ShapeDtypeStruct((groups, 1, 1152) if groups > 1 else (1152,), "float32")
 
@@ -132,7 +135,7 @@ def test_where_the_norm_is_not_used_a_sum_is_left():
     assert forward.lower(*operands).as_text().count("rsqrt") == 0
     jaxpr = jax.make_jaxpr(gradients(lambda *a: ours(*a)[1], (0, 1, 2, 3)))(*operands)
     backward = [e for e in equations(jaxpr) if e.primitive.name.endswith("_norm_backward")]
-    # The operands are x, y, rstd, scale, bias, gate and dh.
+    # The backward's operands are x, y, rstd, scale, bias, gate and dh.
     assert [len(equation.invars) for equation in backward] == [7]
 
 

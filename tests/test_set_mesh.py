@@ -48,7 +48,10 @@ PLACES = ("replicated", "uncommitted", "first", "others")
 
 
 def with_gradients(name):
-    """Return a function that computes an entry's results and gradients, and its operands."""
+    """Return two things: a function that computes results and gradients, and its operands.
+
+    `name` is an entry of `FUNCTIONS`.
+    """
     operands = operands_of(name, sizes=SIZES)
 
     def run(*operands):
@@ -73,7 +76,11 @@ def mesh_of(name):
 
 
 def placed(operands, mesh, place):
-    """Replicate operands over the mesh: all, the first, the others, or (uncommitted) none."""
+    """Replicate some operands over the mesh and leave the others uncommitted.
+
+    `place` says which are replicated: all ("replicated"), the first ("first"), all but the first
+    ("others"), or none.
+    """
 
     def is_committed(i):
         return place == "replicated" or (place == "first" and not i) or (place == "others" and i)

@@ -1,8 +1,8 @@
 """Calls on meshes: values, shardings, collectives, training steps, exports, caches, manual axes.
 
-The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel: XLA's
-functions on two-dimensional arrays, which the partitioner cannot split. `test_meshes` covers every
-function.
+The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel. The
+stand-in calls XLA's functions on two-dimensional arrays, and the partitioner cannot split it.
+`test_meshes` covers every function.
 """
 
 import functools
@@ -88,7 +88,10 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 @pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """Each device has its groups' parameters; gradients are summed over devices of one group."""
+    """Groups of rows have their own parameters, and each device has those of its own groups.
+
+    If several devices have rows of one group, the gradient of its parameters is summed over them.
+    """
     d, x, _ = operands("rms_norm")
     scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
     specs = (
@@ -302,9 +305,10 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
 @pytest.mark.parametrize("without_address", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """The persistent cache is hit, except by kernels on Auto axes without JAX's setting for this.
+    """Programs are found in the persistent compilation cache by another process.
 
-    Such programs contain the address of a Python function, which differs between processes.
+    The exception are kernels on Auto axes. Their programs contain the address of a Python function,
+    which differs between processes, unless a setting of JAX omits it from the cache's key.
     """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

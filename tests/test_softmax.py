@@ -66,7 +66,10 @@ def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
 @pytest.mark.parametrize("cols", [37, 64, 3000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
-    """A constant that is added to a row's cotangents causes no error, although y is rounded."""
+    """A large constant that is added to all cotangents of a row does not change the gradient.
+
+    The rounding of y must not change this.
+    """
     x, d = data((64, 8, cols), dtype), data((64, 8, cols), dtype, seed=1, scale=1.0)
     check("softmax", x, d + 100, axis=axis, implementation=implementation)
 
@@ -114,7 +117,7 @@ def test_float64(name):
     assert y.dtype == "float64"
     y_ref = expected(exact(x), -1)
     u = reference.unit_roundoff("float64")
-    # NumPy's float64 exp may add an error of another ulp.
+    # NumPy's float64 exp may have an error of one ulp itself, so the bound is doubled.
     assert_within(y, y_ref, 2 * bound(exact(x), y_ref, -1, "float64", u))
 
 

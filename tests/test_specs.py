@@ -1,4 +1,4 @@
-"""A `Spec` belongs to one family of operations, and has no fields of another family."""
+"""`Spec`, the static description of a pass, has only fields of its own family of operations."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Spec
 
 F32 = np.dtype(np.float32)
-#: A field of each family, with one of its values.
+#: Fields that only one family of operations has, each with a valid value.
 OF_ONE = {
     "norm": {
         "epsilon": 1e-6,
@@ -50,7 +50,10 @@ def test_a_spec_is_small():
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_norms_of_a_call(op):
-    """`Spec.norms` has a spec for each norm of a call; without norms, `last` is the call."""
+    """`Spec.norms` has a spec for each norm of the call.
+
+    `Spec.last` is the spec of the last norm, or the spec itself if there is no norm.
+    """
     spec = build_spec(op, "bwd", 4, 128, F32, F32)
     norms = spec.norms
     assert len(norms) == len(OPERATIONS[op].norms)

@@ -1,4 +1,7 @@
-"""On meshes, masks, biases and parameters may have size 1 along split axes, next to full ones."""
+"""Masks, biases and parameters of size 1 along axes that a mesh splits.
+
+Other operands of the same call have the full size along these axes.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""No tolerance of a test is a literal: `reference` and `program_error` compute all bounds."""
+"""No test has a number as its tolerance: `reference` and `program_error` compute all bounds."""
 
 import ast
 from pathlib import Path
@@ -86,7 +86,7 @@ def program(x, scale):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bound_holds_and_is_near(dtype):
-    """Errors are below the computed bounds, and changes of some hundred epsilons are above."""
+    """Results are within the computed bounds; results changed by some hundred epsilons are not."""
     rng = np.random.default_rng(0)
     x, scale = (jnp.asarray(rng.normal(size=s), dtype) for s in ((8, 32), (32,)))
     results = jax.jit(program)(x, scale)

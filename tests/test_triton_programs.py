@@ -1,4 +1,7 @@
-"""Triton kernels that one machine compiles and another runs: each launch gets its kernel."""
+"""Triton kernels that are compiled on one machine and run on another.
+
+Each launch must run the kernel that was compiled for it.
+"""
 
 import json
 import subprocess
@@ -14,8 +17,8 @@ from benchmarks import program_folders, triton_programs
 from benchmarks.triton_programs import Launch
 from jaxnorm_kernels.specs import Shared
 
-# A script whose `kernels()` returns the code of the kernels in a norm's program for a GPU, in
-# order.
+# A script with a function `kernels()`. It lowers a norm for a GPU and returns the code of all
+# kernels in the program, in order.
 PROGRAM = """
 import hashlib, sys, zlib
 from pathlib import Path
@@ -59,7 +62,10 @@ def about(folder, **changes):
 
 
 def test_kernels_come_from_the_folder(tmp_path):
-    """Without Triton, a launch uses the code in its file, and raises an error if there is none."""
+    """Without Triton, a launch runs the compiled code in the folder.
+
+    It raises an error if the folder has no code for this launch.
+    """
     about(tmp_path)
     code = """
     folder = Path(sys.argv[1])

@@ -1,1 +1,1 @@
-"""A call of an operation: its static description, its arrays as rows, and its implementation."""
+"""How a call is described, how its arrays are reshaped, and which implementation runs it."""

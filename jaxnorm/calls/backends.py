@@ -2,7 +2,7 @@
 
 The user may request an implementation by ``implementation=`` or by an environment variable.
 Otherwise, the default applies: the first kernel implementation of the platform that supports the
-call and is not known to be slower than XLA, or xla (plain JAX).
+call and is not known to be slower than XLA. If there is none, the default is xla (plain JAX).
 """
 
 import dataclasses
@@ -82,7 +82,10 @@ def preferred() -> str | None:
 
 
 def order(platform: str) -> tuple[str, ...]:
-    """Return the names of all implementations, first the ones that the default tries, in order."""
+    """Return the names of all implementations.
+
+    The ones that the default tries come first, in the order in which it tries them.
+    """
     return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
 
 
@@ -156,7 +159,7 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 def is_default_on(name: str, capability: int) -> bool:
     """Return True if the implementation `name` is the default on NVIDIA GPUs of this capability.
 
-    `capability` is ten times the compute capability.
+    `capability` is ten times the compute capability, such as 90 for compute capability 9.0.
     """
     return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
@@ -176,9 +179,10 @@ def refuse(
 
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:
-    """Raise ValueError if one of `platforms`, for which a program is lowered, cannot run `name`.
+    """Raise ValueError if the implementation `name` does not exist for one of the platforms.
 
-    `name` is the name of the implementation that the user requested.
+    `name` is the implementation that the user requested. `platforms` are the platforms for which
+    the program is lowered.
     """
     can = implementation(name).platforms()
     cannot = [platform for platform in platforms if can is not None and platform not in can]

@@ -86,7 +86,7 @@ class Call:
         return cls.of(function, spec, view, implementation).on(view)
 
     def __str__(self) -> str:
-        """Return a short description of the call, which printed jaxprs show."""
+        """Return a short description of the call, which appears in printed jaxprs."""
         spec = self.spec
         text = f"{spec.x_dtype.name}{list(self.view.shape)} -> {spec.y_dtype.name}"
         if len(self.view.axes) > 1 or self.view.moved:
@@ -129,11 +129,12 @@ class Call:
         return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
-        """Return the pass without those unused results that it need not compute.
+        """Return a pass that does not compute unused results, as far as possible.
 
-        `used` has a bool for each result. A forward pass whose results include the sum h need not
-        compute h, or computes only h. A backward pass need not compute the gradients of rotary
-        tables: no kernel returns them, so a pass that does needs plain JAX.
+        `used` has a bool for each result. If a forward pass returns both y and the sum h, and only
+        one of them is used, the new pass returns only that one. The gradients of rotary tables are
+        left out of a backward pass if they are unused, because no kernel computes them. Other
+        results stay.
         """
         spec = self.spec
         if spec.returns_tables:
@@ -146,17 +147,19 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the call of the norm of x that precedes the addition of the residual."""
+        """Return the call of the first norm: the norm of x, to which the residual is added."""
         return self.replaced(spec=self.spec.first)
 
     @_once
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
         """Return the tangent pass, given tangents of the operands in `wrt`.
 
-        For a forward pass, the tangent pass returns the tangents of all results. For a backward
-        pass, it is the transpose of that pass. A plain norm has no sum h; if `takes_h` is True, its
-        tangent pass also returns x's tangent, under the name h. The transpose of this pass then
-        takes the cotangent of h and adds it to x's gradient.
+        The tangent pass of a forward pass returns the tangents of all results. The tangent pass of
+        a backward pass is the transpose of that backward pass.
+
+        A norm without a residual addition has no sum h. If `takes_h` is True, its tangent pass
+        still returns a tangent named h, which is x's tangent. So the transpose of the tangent pass
+        takes a cotangent named h, which it adds to x's gradient.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -190,7 +193,7 @@ class Call:
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
-        """Return a plain norm's backward pass without its operand dh, which is added to dx."""
+        """Return the backward pass without the operand dh, a cotangent that it would add to dx."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
@@ -199,7 +202,7 @@ class Call:
         It computes the gradients of all differentiable operands except the rotary tables.
         """
         call = self.first() if self.spec.operation.derivative else self
-        # In a model, the tables cos and sin are constants.
+        # Models treat the tables cos and sin as constants, so their gradients are left out.
         wrt = tuple(filter(_is_not_table, call.differentiable))
         return call.backward(wrt, (*call.spec.operation.results,))
 
@@ -218,11 +221,11 @@ class Call:
         return self.replaced(view=view, rows=view.rows, cols=view.cols, axes=view.axes, **changes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
-        """Return the call for a parameter cast to the arithmetic dtype, and the cast parameter.
+        """Cast a parameter to the arithmetic dtype; return the changed call and the parameter.
 
-        This is for a parameter that will be broadcast to groups of rows. The gradients of the
-        groups are then summed in the arithmetic dtype, and only the sum is rounded to the
-        parameter's original dtype.
+        It is used before a parameter is broadcast to groups of rows. Each group then has a gradient
+        in the dtype of the arithmetic. The caller sums these gradients, so that only the sum is
+        rounded to the parameter's original dtype.
         """
         dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
@@ -264,10 +267,11 @@ class Call:
     def _in_place(self) -> frozenset[str]:
         """Names of the operands and results that a kernel can use without a copy.
 
-        A kernel requires aligned arrays. An array that is a slice of another array may be
-        unaligned, so it is copied. No copy is needed for results of the forward pass that only the
-        backward pass reads: if a loop stacks them, XLA passes slices of the stack to a kernel only
-        if they are aligned. The linear losses align all arrays that they pass to calls.
+        A kernel requires aligned arrays. An array may be a slice of another array and therefore
+        unaligned, so most arrays are copied. Two kinds of arrays need no copy. First, residuals
+        that the forward pass computes for the backward pass: if a loop over layers stacks them, XLA
+        passes a slice of the stack to a kernel only if the slice is aligned. Second, the arrays of
+        a linear loss, which aligns them itself.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.takes, *self.returns))
@@ -356,7 +360,8 @@ class Call:
         if strided is None or takes_inner is takes_no_inner:
             return in_rows
         # If the parameters cannot be reshaped for (rows, cols), return the strided spec even if the
-        # implementation does not support it: its reason is the one that an error should quote.
+        # implementation does not support it: an error message should quote the reason that belongs
+        # to the strided spec.
         return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once
@@ -416,7 +421,7 @@ class Call:
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # xla needs x's shape; the broadcast is fused
+            if name == "xla" and "mask" in kinds:  # xla takes a mask of x's shape
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
@@ -433,7 +438,7 @@ class Call:
         """Return the arrays, each in a buffer that is not part of another array's buffer.
 
         A kernel needs aligned arrays, and a slice of another array may be unaligned. The xla
-        implementation does not, so its arrays are returned unchanged.
+        implementation needs no aligned arrays, so for xla the arrays are returned unchanged.
         """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
@@ -452,7 +457,7 @@ class Call:
         linear = arrays[self.residuals :]
         if spec.direction == "tan":
             tangents = Operands(**dict(zip(spec.wrt, linear)))
-            assert implementation.tangent is not None  # By `Spec.plain`, only xla runs tangents.
+            assert implementation.tangent is not None  # only xla runs tangent passes
             return self._picked(implementation.tangent(residuals, tangents, spec))
         cotangents = Results(**self._record(spec.outputs, linear))
         gradients = implementation.backward(residuals, cotangents, spec)

@@ -39,14 +39,14 @@ class RowView:
       shape: shape of x.
       axes: the normalised axes, sorted and not negative.
       scale, bias, branch_scale: shapes of the parameters. A shape ends with the normalised axes,
-        with size 1 where the parameter is broadcast. Axes before these broadcast, right-aligned, to
-        the other axes of x: each group of rows then has its own parameter. `()` stands for exactly
-        the normalised axes.
+        with size 1 where the parameter is broadcast. It may start with further axes, so that each
+        group of rows has its own parameter. These axes broadcast to the other axes of x,
+        right-aligned. The shape `()` means that the parameter has exactly the normalised axes.
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
         are broadcast. `()` if the call has none.
       table: shape of the cos and sin tables: x's shape, with 1 where they are broadcast. The last
         axis has one value for each pair of columns.
-      candidates: ``(k,)`` if each row has k labels; `()` if it has one.
+      candidates: ``(k,)`` if each row has k labels; `()` if it has one label.
     """
 
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """The axes of x, split into runs of adjacent axes that are all normalised or all not.
+        """The axes of x in runs of adjacent axes that are either all normalised or all not.
 
         The runs alternate. The first one has axes that are not normalised, and may be empty. Axes
         of size 1 are left out.
@@ -154,11 +154,11 @@ class RowView:
 
     @_once
     def inner_groups(self, kind: Kind) -> int | None:
-        """Return n for a parameter that the strided view reshapes to ``(n, inner)``.
+        """Return n if the strided view reshapes the parameter to ``(n, inner)``, otherwise None.
 
-        Such a parameter varies along the inner axis and is broadcast along the columns. Each of n
-        groups of consecutive outer indices has its own values. For any other parameter, the result
-        is None.
+        The strided view is ``(outer, cols, inner)``. Such a parameter varies along the inner axis,
+        and is broadcast along the columns. The outer axis is divided into n groups of consecutive
+        indices, and each group has its own values.
         """
         if self.strided is None:
             return None
@@ -205,7 +205,7 @@ class RowView:
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Return, for each axis of an operand of this kind, the axis of x to which it corresponds.
 
-        Candidates have one more axis, for the k labels of a row, which is not listed.
+        If a row has k labels ("candidate"), the additional last axis of the labels is not listed.
         """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
@@ -226,7 +226,10 @@ class RowView:
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
-        """Return the view for another shape of x. ``of(kind)`` returns the shape of an operand."""
+        """Return the view for another shape of x.
+
+        ``of(kind)`` returns the new shape of the operands of a kind.
+        """
         view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
         return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
@@ -249,9 +252,10 @@ class RowView:
 
         An array of x's shape becomes ``(rows, cols)``, and a statistic or label becomes
         ``(rows,)``. A parameter becomes ``(cols,)`` or ``(groups, cols)``. A mask or a bias of
-        logits becomes ``(n, cols)`` or ``(n, 1)``; `shared` maps rows of x to its n rows. If
-        `strided` is True, arrays become ``(outer, cols, inner)`` instead, and a parameter that
-        varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
+        logits becomes ``(n, cols)`` or ``(n, 1)``; the method `shared` says which of the n rows
+        belongs to a row of x. If `strided` is True, arrays become ``(outer, cols, inner)`` instead,
+        and a parameter that varies along the inner axis becomes ``(inner,)`` or ``(groups,
+        inner)``.
         """
         match kind:
             case "stat" | "label":
@@ -287,12 +291,12 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of values of a parameter along some axes, or None.
+    """Return the number of groups of elements of x that share one value of a parameter, or None.
 
-    `sizes` are x's sizes along these axes. `parameter` are the parameter's sizes along them: the
-    same, or 1 where the parameter is broadcast. The elements of x along these axes, in row-major
-    order, form groups that share one value. If the parameter is broadcast along one axis and varies
-    along a later one, the elements of a group are not consecutive, and the result is None.
+    `sizes` are the sizes of some axes of x. `parameter` are the parameter's sizes along the same
+    axes: equal, or 1 where the parameter is broadcast. A group must consist of elements that are
+    consecutive in row-major order. This is not the case if the parameter is broadcast along one
+    axis and varies along a later one; the result is then None.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

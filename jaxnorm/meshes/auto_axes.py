@@ -44,9 +44,9 @@ def are_whole(axes: Any) -> bool:
 def can_partition(axes: Any) -> bool:
     """Return True if a partitioning rule can be used with this axis context of the lowering.
 
-    A rule needs the devices and the mesh. It also fails on a mesh with Explicit axes that
-    `jax.sharding.auto_axes` makes automatic in part of a program, because JAX would lower the code
-    for a shard with Explicit axes.
+    A rule can be used only if the devices and the mesh are known. A rule also cannot be used on a
+    mesh with Explicit axes, even where `jax.sharding.auto_axes` makes them automatic in part of a
+    program: JAX would lower the code of one shard as if the axes were Explicit.
     """
     return (
         isinstance(axes, mlir.ShardingContext)

@@ -26,8 +26,8 @@ class Shards(NamedTuple):
 
     Attributes:
       operands, results: the `PartitionSpec` of each array.
-      run: function that takes one device's shards of the operands, and returns those of the
-        results.
+      run: function that takes one device's shards of the operands, and returns the device's shards
+        of the results.
     """
 
     operands: tuple[PartitionSpec, ...]
@@ -130,7 +130,7 @@ class Layout:
 
 
 def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-    """Return the sharding of a call's arrays, derived from that of its first operand, x.
+    """Return the sharding of a call's arrays, derived from the sharding of x, the first operand.
 
     ``run(call, *arrays)`` computes the call on one device's shards. Rows are independent of each
     other. A parameter's gradient is summed over all devices whose rows use the parameter. If the
@@ -165,7 +165,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     """Return Shardy's sharding rule for a call: axis i of x is named `xi` in all arrays.
 
     Parameters are small, so every device gets them unsharded, and their sharding does not affect
-    that of x. Their gradients have separate axis names, so that they can be sharded in any way.
+    the sharding of x. Their gradients have separate axis names, so that they can be sharded in any
+    way.
     """
     places = itertools.count()
 
@@ -328,12 +329,11 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """Return the mesh of arrays with these types if it has Explicit axes, otherwise None.
+    """Return the mesh of arrays with these types, or None if the mesh has no Explicit axes.
 
-    A replicated array's type has the mesh, although its sharding names none of the mesh axes. The
-    type of an array that is not committed to a device has no mesh; the mesh that `jax.set_mesh` has
-    set applies then. On a mesh with Explicit axes, XLA chooses no sharding, and the partitioning
-    rules in `auto_axes` do not work.
+    The type of a replicated array includes the mesh, although the sharding uses none of the mesh
+    axes. The type of an array that is not committed to a device includes no mesh. If no type
+    includes a mesh, the mesh that `jax.set_mesh` has set is used.
     """
     mesh = mesh_of(avals)
     if mesh.empty:
@@ -360,7 +360,7 @@ def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
 def explicit_axes(mesh: Any) -> set[str]:
     """Return the argument ``axis_names`` that makes `jax.shard_map` map over the Explicit axes."""
     if mesh.are_all_axes_explicit:
-        return set()  # `jax.shard_map` then maps over all axes except those used by `jax.vmap`.
+        return set()  # an empty set means all axes, except those that `jax.vmap` uses
     return {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
 
 

@@ -59,7 +59,7 @@ def are_known(parameters: Iterable[Any]) -> bool:
 def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
     """Return the reason why a norm with these parameters must save its input, not its output.
 
-    The result is None if it need not, or if the parameters' values are unknown.
+    The result is None if it may save its output, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if the norm has one, bias.
@@ -102,7 +102,7 @@ def decided(
     why_left: Callable[[Any], str | None],
     why_input: Callable[[Any], str | None],
 ) -> dict[str, Save]:
-    """Return the `save` mode of each norm to convert, by path; log the norms that are not.
+    """Return the `save` mode of each norm to convert, by path. Log which norms are not converted.
 
     Args:
       function: name of the conversion, such as ``"nnx.convert"``.
@@ -110,9 +110,10 @@ def decided(
       classes: a dict from the package's norm classes to jaxnorm's.
       save: the mode of all norms except those that must save their input.
       calls: the user's functions for classes, which the log line mentions.
-      why_left: function of a norm. It returns the reason why the norm is left to its package, or
-        None.
-      why_input: function of a norm. It returns the reason why it must save its input, or None.
+      why_left: function that takes a norm. It returns the reason why the norm is left to its
+        package, or None.
+      why_input: function that takes a norm. It returns the reason why the norm must save its input,
+        or None.
     """
     ours = tuple(classes.values())
     theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, ours)}
@@ -144,8 +145,8 @@ def subclass(module: Any, base: type, package: str) -> str:
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
     """Return the class in `bases` whose conversion applies to the class `kind`, or None.
 
-    It is `kind` itself, or a base class of `kind` if the bodies of `kind` and of all classes in
-    between are empty. The result is None if `kind` overrides code.
+    The result is `kind` itself if it is in `bases`. If `kind` is a subclass with an empty body, its
+    base class is examined in the same way. If `kind` overrides code, the result is None.
     """
     bases = set(bases)
     while kind not in bases:
@@ -175,7 +176,7 @@ _OF_STATEMENTS = {
 
 
 def _contents(kind: type) -> dict[str, Any]:
-    """Return the attributes that a class itself defines, for a comparison with another class.
+    """Return the attributes in the body of a class, in a form that can be compared between classes.
 
     A function is represented by its source file, any other value by the name of its type.
     """
@@ -255,11 +256,14 @@ class Calls:
         return None
 
     def has(self, path: str) -> bool:
-        """Return True if ``calls`` has the class, or a base class, of the module at this path."""
+        """Return True if ``calls`` has a function for the class of the module at this path.
+
+        This includes functions for a base class.
+        """
         return path in self.applied or path in self.left
 
     def note(self, kind: type, path: str) -> None:
-        """Record a module of a class that the user defines if the class's name ends in "norm"."""
+        """Record a module if its class is the user's and the class's name ends in "norm"."""
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
         if is_own and kind.__name__.lower().endswith("norm"):

@@ -55,7 +55,7 @@ def given_to(function: str, save: Save, implementation: Name | None) -> Added:
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the normalised axes if these are also the axes of the parameters, otherwise None."""
+    """Return the axes to normalise; None if the parameters have other axes."""
     reduced, features = (
         tuple(
             sorted(
@@ -74,7 +74,8 @@ class Groups(NamedTuple):
     """How a GroupNorm is computed as a LayerNorm.
 
     Attributes:
-      shape: x's shape, with the last axis, channels, split in two: groups and channels per group.
+      shape: x's shape, but the last axis (channels) is split into two: the groups, and the channels
+        of a group.
       axes: the axes of this shape that are normalised.
     """
 
@@ -110,8 +111,8 @@ def options(
     """Return the keyword arguments with which a norm module calls jaxnorm's functions.
 
     Args:
-      dtypes: the module `dtypes` of linen or of nnx, which has Flax's rule for the output's dtype:
-        the module's dtype, or the one to which the operands promote.
+      dtypes: the Python module `dtypes` of linen or of nnx. It has Flax's rule for the output's
+        dtype: the norm's dtype or, if that is None, the common dtype of the operands.
       module: the norm module.
       added: the additional fields of the module.
       axes: the axes to normalise.
@@ -137,8 +138,8 @@ def norm_and_dense(
 ) -> Any:
     """Run RMSNormDense. Return y or, with a residual, (y, h).
 
-    `module` has the fields of the norm. The dtype of the matmul and of its result is that of Flax's
-    Dense or Linear after a norm.
+    `module` has the fields of the norm. The matmul and its result have the same dtype as in Flax's
+    Dense (linen) or Linear (nnx) after a norm.
     """
     normalised = x if residual is None else residual
     promoted = dtypes.canonicalize_dtype(normalised, *parameters.values(), dtype=dtype)
@@ -158,7 +159,7 @@ def norm_and_dense(
 
 
 def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Return norm(x), computed by Flax's code; with a residual, return (y, h).
+    """Return ``norm(x)`` or, with a residual, (y, h). Flax's code computes the norm.
 
     h = x + residual has the residual's dtype, and y is norm(h).
     """
@@ -170,7 +171,7 @@ def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
 
 
 def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Apply the activation of one of jaxnorm's GroupNorms to y, which Flax's code has computed."""
+    """Apply the activation of jaxnorm's GroupNorm `module` to y, the result of Flax's code."""
     valid = (None, *get_args(NormActivation))
     checks.one_of(type(module).__name__, "activation", module.activation, valid)
     return y if module.activation is None else getattr(jax.nn, module.activation)(y)
@@ -330,9 +331,9 @@ def fits(
 
 
 def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise ValueError unless query's number of heads is a multiple of that of `other`.
+    """Raise ValueError unless the head count of `other` divides the head count of query.
 
-    `other` is key or value, as `name` says in the error.
+    `other` is the key or the value; `name` is its name in the error.
     """
     heads, shared = query.shape[-2], other.shape[-2]
     if heads % shared:

@@ -16,7 +16,7 @@ from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
 # A function that chooses the `save` mode of a norm, given its parameters and its output's dtype.
-# None for the mode of the module.
+# If it is None instead, the norm module's own `save` mode applies.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
@@ -51,7 +51,7 @@ def normalised(
       norm: a module of Flax or of jaxnorm.
       added: the additional fields, which a module of Flax does not have.
       x, residual: the operands of the call.
-      judged: function that chooses the `save` mode instead of `added`, or None.
+      judged: function that chooses the `save` mode; None to use the mode in `added`.
     """
     if isinstance(norm, nn.GroupNorm):
         return _of_groups(norm, added, x, judged)
@@ -168,7 +168,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree; add those that must save x to `reasons`."""
+        """Yield the paths of the norms in a tree; add norms that must save x to `reasons`."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -200,8 +200,8 @@ class Seen:
       modules: full names of the classes of all modules.
       has_norms: True if a module of Flax's or jaxnorm's norm classes was called.
       norms: for each norm of Flax, by path, the reason why it was not converted, or None.
-      kept: for each norm that saves its input, by path, the reason.
-      unknown: for each norm that the argument ``params`` does not have, by path, a text about it.
+      kept: for each norm that saves its input instead of its output, by path, the reason.
+      unknown: for each norm that is not in the argument ``params``, by path, a text that says so.
       calls: the user's functions for classes, with a record of their use.
       own: names of subclasses of Flax's norms that were not converted because they override code.
     """
@@ -247,15 +247,16 @@ class Seen:
         """At the end of a context, log the norms that were not converted as requested.
 
         If no norm was called at all, log a warning about that. `settings` are the settings of the
-        context, and `around` those of the enclosing context, or None.
+        context. `around` are the settings of the enclosing context; None if there is none.
         """
         if around is not None:
-            # This context ran inside the enclosing one, which must not warn that it was empty.
+            # The enclosing context had this one inside it, so it must not warn that it was empty.
             _seen_before.setdefault(around, set())
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
-        # True if an earlier context with equal settings has seen all of these modules. Others may
-        # be part of a compiled program, which does not call modules again.
+        # True if all of these modules were also called in an earlier context with equal settings.
+        # The model may have more modules than these: others may be in a compiled program, which
+        # does not call Python modules again.
         is_part = before is not None and self.modules <= before
         names = before if before and is_part else self.modules
         conversion.log(
@@ -285,6 +286,6 @@ class Seen:
         )
 
 
-#: A dict from the settings of a context to the full names of the classes of the modules that were
-#: called in earlier contexts with equal settings.
+#: The keys are settings of contexts. A value has the full class names of the modules that were
+#: called in earlier contexts with these settings.
 _seen_before: dict[Hashable, set[str]] = {}

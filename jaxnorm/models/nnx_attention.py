@@ -15,8 +15,8 @@ from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.softmax import attention_weights, logits_of
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The value that replaces masked logits. It is that of jax.nn.dot_product_attention, which uses it
-# for float64 logits as well.
+# The value that replaces masked logits. jax.nn.dot_product_attention uses the same value, also for
+# float64 logits.
 _FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 
 
@@ -57,7 +57,7 @@ def dot_product_attention(
       module: module in which the weights are sown, as ``attention_weights`` of type
         ``nnx.Intermediate``, or None.
       promote_dtype: function that casts the inputs to one dtype.
-      is_causal: True to mask also the keys after the query's position.
+      is_causal: if True, the keys after the query's position are masked as well.
 
     Returns:
       Array ``(batch..., q_length, heads, v_depth)``.

@@ -16,13 +16,13 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 def convert(
     model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
 ) -> None:
-    """Convert the norms of Flax in a model, by setting their class and additional attributes.
+    """Convert Flax's norms in a model: set their class and the additional attributes.
 
     Args:
       model: an `nnx.Module`, or a container of modules.
       classes: a dict from Flax's norm classes to jaxnorm's.
-      added: the additional attributes of all norms. Norms that must save their input get another
-        `save`.
+      added: the additional attributes of the converted norms. Only `save` may differ: norms that
+        must save their input get ``save="input"``.
       calls: the user's functions for classes, which take precedence.
 
     Raises:

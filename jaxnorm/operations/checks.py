@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments, most of which also convert the argument.
+"""Checks of the public functions' arguments. Most checks also convert the argument.
 
 Each error names the function and the argument, what was given, what was expected, and how to fix
 it. In all checks, `function` is the public function's name and `name` the argument's.
@@ -140,7 +140,7 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 def axes_in_order(
     function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
 ) -> tuple[int, ...]:
-    """Convert the argument ``axis`` like `axes`, but keep the order in which the user gave them."""
+    """Convert the argument ``axis`` like `axes`, but keep the user's order of the axes."""
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -199,7 +199,7 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
 def same_shape(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
 ) -> None:
-    """Raise ValueError unless an array has the shape `expected`, that of the array named `of`."""
+    """Raise ValueError unless an array has the shape `expected`, the shape of the array `of`."""
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "
@@ -240,7 +240,7 @@ def vector(
 ) -> None:
     """Raise ValueError unless an array has the shape `expected`.
 
-    `of` says in the error what each element of the array belongs to, such as "class".
+    `of` completes the words "a number for each ..." in the error, for example with "class".
     """
     if shape != expected:
         raise ValueError(
@@ -307,7 +307,7 @@ def not_one_hot(
 ) -> None:
     """Raise ValueError if labels have the shape of the logits, as one-hot labels do.
 
-    `logits` is the shape of the logits, and `axes` are their axes of classes.
+    `logits` is the shape of the logits, and `axes` are the axes of the classes.
     """
     shape = getattr(labels, "shape", None)
     if shape != logits:
@@ -371,7 +371,7 @@ def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 def matrix(function: str, name: str, view: RowView) -> None:
     """Raise ValueError unless x has at least two axes and only the last one is normalised.
 
-    The option `name`, which is ``causal``, needs rows and columns.
+    `name` is the option that requires this: ``causal``, which needs rows and columns.
     """
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(

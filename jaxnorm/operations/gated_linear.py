@@ -5,8 +5,8 @@ They compute an elementwise function and the linear layer after it::
     h = activation(gate) * up       one fused pass, rounded once   saves gate and up
     y = h weight + bias             `products.dot`                 saves weight
 
-Both steps are one function for `recomputation.recomputed`. So h is not saved: the backward pass
-recomputes it in the pass that computes the gradients of gate and up.
+`recomputation.recomputed` treats both steps as one function, so h is not saved. The backward pass
+recomputes h in the same pass over memory that computes the gradients of gate and up.
 """
 
 import functools
@@ -62,11 +62,11 @@ def gated_linear(
     twice.
 
     Elementwise arithmetic is float32 (float64 if gate or up is float64), and its result is rounded
-    once to the dtype to which gate and up promote. The dtype of the matmul is the one to which this
-    dtype and weight's dtype promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies
-    to the result only. The matmul's sums are float32 (float64 if the matmul or the output is
-    float64). bias is added to the sums before they are rounded. The backward pass of a 16-bit
-    matmul uses 16-bit matmuls.
+    once to the dtype to which gate and up promote. The matmul's dtype is the promotion of this
+    dtype and weight's dtype, or ``dtype`` if that has fewer bits. A wider ``dtype`` applies to the
+    result only. The matmul's sums are float32 (float64 if the matmul or the output is float64).
+    bias is added to the sums before they are rounded. The backward pass of a 16-bit matmul uses
+    16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
@@ -82,8 +82,9 @@ def gated_linear(
       product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
         for experts, or a quantised or low-rank matmul. Its arguments have the matmul's dtype. It
         may apply dropout or sharding constraints to h, and may close over arrays. The backward pass
-        recomputes the intermediates that its derivative needs. With ``product``, weight may be an
-        array of any shape or a pytree of arrays; leaves that are not floats stay unchanged.
+        recomputes the intermediates that the derivative of ``product`` needs. With ``product``,
+        weight may be an array of any shape or a pytree of arrays; leaves that are not floats stay
+        unchanged.
       out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
         Explicit axes, as in `jnp.einsum`. It is required if f is sharded (tensor parallelism).
 
@@ -254,7 +255,7 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
 def _by_function(
     function: Function, product: Product, dtype: np.dtype, h: jax.Array, weight: Any
 ) -> jax.Array:
-    """Return ``product(h, weight)``, after casting h and the floats of weight to `dtype`."""
+    """Return ``product(h, weight)``, after casting h and weight's float arrays to `dtype`."""
     weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
     y = product(h.astype(dtype), weight)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
@@ -274,7 +275,7 @@ def _given(result: Any) -> str:
 def _shardings(
     function: Function, x: jax.Array, weight: jax.Array, out_sharding: Sharding | None
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """Return the sharding of weight as an operand of the matmul, and that of the matmul's result.
+    """Return two shardings: of weight as an operand of the matmul, and of the matmul's result.
 
     Both are None without Explicit mesh axes.
     """

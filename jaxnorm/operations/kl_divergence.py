@@ -33,10 +33,11 @@ def kl_divergence(
       \mathrm{KL}(p \| q) = \sum_j p_j \log \frac{p_j}{q_j} \qquad
       p = \mathrm{softmax}(z_{\mathrm{teacher}}) \qquad q = \mathrm{softmax}(z)
 
-    It is a loss for distillation. z is computed from each array of logits with ``logits_scale`` and
-    that array's softcap, as in :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True``
-    gives KL(q || p), which on-policy distillation uses. A position is an index into the axes of
-    logits other than ``axis``: it has one divergence.
+    It is a loss for distillation. For each of the two arrays of logits, z is computed with
+    ``logits_scale`` and the array's own softcap, as in
+    :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True`` gives KL(q || p), which
+    on-policy distillation uses. A position is an index into the axes of logits other than ``axis``:
+    it has one divergence.
 
     The forward pass writes no array of the logits' size. The residuals are both arrays of logits
     and five numbers for each position. The backward pass reads both arrays and writes the gradient
@@ -57,11 +58,11 @@ def kl_divergence(
         where it is False are excluded from both distributions. The divergence of a position without
         any class is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
-      logits_scale: factor of both arrays of logits, 1 over a temperature: a number above 0, or an
-        array. A scalar array may be traced. An array with as many axes as there are axes of
-        positions, which broadcasts to their shape, has a scale for each position. Values of arrays
-        are not checked, and have no derivative. The divergence is not multiplied by the temperature
-        squared.
+      logits_scale: factor of both arrays of logits, 1 over a temperature. It may be a number above
+        0, a scalar array (which may be traced), or an array with a scale for each position. Such an
+        array has as many axes as there are axes of positions, and broadcasts to their shape. The
+        values of an array are not checked, and have no derivative. The divergence is not multiplied
+        by the temperature squared.
       logit_softcap, teacher_logit_softcap: Python numbers above 0, or None for no cap. A cap is
         applied after the scale. For a model that applies its cap before a temperature T, use
         ``logit_softcap=cap / T`` with ``logits_scale=1 / T``.
@@ -144,7 +145,7 @@ def divergence_call(
 ) -> Call:
     """Check the options and return the forward call.
 
-    `shape` is the shape of the logits, and `mask` that of the mask of classes, or None.
+    `shape` is the shape of the logits. `mask` is the shape of the mask of classes, or None.
     """
     view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)

@@ -35,7 +35,7 @@ def linear_kl_divergence(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Kullback-Leibler divergence between the outputs of two linear layers, without their logits.
+    r"""Kullback-Leibler divergence of two linear layers' outputs, without storing all logits.
 
     The result is a reduction of :func:`kl_divergence` for the student's logits ``x @ weight +
     bias`` and the teacher's logits ``teacher_x @ teacher_weight + teacher_bias``. Only the logits
@@ -52,8 +52,8 @@ def linear_kl_divergence(
       x: the student's activations, (..., d) with any number of rows; bfloat16, float16, float32 or
         float64. Each row is a position.
       weight: array (d, V); any of these dtypes.
-      teacher_x: the teacher's activations, (..., e). The axes before e are those of x, and e may
-        differ from d.
+      teacher_x: the teacher's activations, (..., e), with the same axes as x except for the last
+        one: e may differ from d.
       teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
       bias, teacher_bias: arrays (V,), any of these dtypes; or None.
       where: a boolean mask of positions, or float weights of positions, which have no gradient. It
@@ -173,7 +173,7 @@ def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
     """Check the options that depend on the arrays; raise ValueError if one is wrong.
 
     An error is raised if a number is not finite in the arithmetic dtype, or if the implementation
-    that the user requested cannot run a chunk. `types` has the arrays by name.
+    that the user requested cannot run a chunk. `types` has the arrays, or their types, by name.
     """
     x, weight = types["x"], types["weight"]
     factors, dtype = head.dtypes(x.dtype, weight.dtype)

@@ -71,10 +71,11 @@ def softmax_cross_entropy_with_integer_labels(
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
         spread evenly over all classes. It must be 0 with a mask of classes.
       z_loss: a finite Python number of at least 0, the factor in the equation above.
-      logits_scale: factor of the logits, 1 over a temperature: a number above 0; a scalar array,
-        which may be traced, so that a schedule of temperatures compiles once; or an array with as
-        many axes as labels that broadcasts to their shape, with a scale for each position. Values
-        of arrays are not checked, and have no derivative.
+      logits_scale: factor of the logits, 1 over a temperature. It may be a number above 0, a scalar
+        array, or an array with a scale for each position. A scalar array may be traced, so that a
+        schedule of temperatures compiles once. An array with a scale for each position has as many
+        axes as labels, and broadcasts to their shape. The values of an array are not checked, and
+        have no derivative.
       logit_softcap: a Python number above 0, the bound of the logits, as in Gemma 2; or None. A
         logit of -inf becomes -logit_softcap, so use ``where`` to exclude classes. In kernels, the
         absolute error of tanh is at most 2 ulps of 1.
@@ -153,7 +154,7 @@ def of_rows(
     if where is not None:
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
-    if in_order != axes:  # A label is an index in row-major order of the axes as given.
+    if in_order != axes:  # Labels count classes in the order of the axes as given.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")
@@ -252,7 +253,8 @@ def check_numbers(
 ) -> None:
     """Raise ValueError unless the numbers among a loss's options are finite in `dtype`.
 
-    `dtype` is the dtype of the arithmetic. Factors must not underflow to 0 either.
+    `dtype` is the dtype of the arithmetic. `logits_scale` and `logit_softcap` must also not
+    underflow to 0.
     """
     checks.finite_in(function, dtype, {"z_loss": z_loss})
     positive: dict[str, float | None] = {
@@ -288,8 +290,8 @@ def masks(
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
     One of them is None: `where` is a mask of classes if it has as many axes as the logits.
-    Otherwise, it is weights, or a boolean mask, of positions. `of` says in errors what has the
-    shape of positions.
+    Otherwise, it is weights, or a boolean mask, of positions. `of` is the argument that has the
+    shape of positions, as errors name it, such as "labels'".
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

@@ -51,7 +51,7 @@ def norm_call(
         kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
-    # In a view, the shape `()` stands for a parameter with exactly the normalised axes.
+    # A view stores the shape `()` for a parameter with exactly the normalised axes.
     view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
@@ -66,7 +66,7 @@ def norm_call(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        saved=save if activation is None else "input",  # An activation cannot be inverted.
+        saved=save if activation is None else "input",  # an activation has no inverse
         activation=activation,
         **dtypes,
         **options,
@@ -124,7 +124,7 @@ def normalise(
     if gate is not None:
         given["branch_scale"] = checks.float_array(function, "gate", gate)
     if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
-        # If the residual is None, this check raises the error.
+        # This check raises the error for a residual of None.
         residual = checks.float_array(function, "residual", residual)
         checks.same_shape(function, "residual", residual.shape, x.shape)
         given["residual"] = sharding.lie_alike(residual, x)
@@ -163,10 +163,10 @@ def layer_norm(
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
-      scale: array whose last axes are the normalised axes, in the order of x, each of the same size
-        as in x or of size 1; any of x's dtypes. It may have axes before these, which broadcast,
-        right-aligned as in NumPy, to the other axes of x: each group of rows then has its own scale
-        (adaLN). None for no scale (``scale_offset`` is then unused).
+      scale: array of any of these dtypes. Its last axes are the normalised axes, in the order of x.
+        Each of them has the same size as in x, or size 1. Further axes before these are possible.
+        They broadcast to the other axes of x, right-aligned as in NumPy, so that each group of rows
+        has its own scale (adaLN). None for no scale (``scale_offset`` is then unused).
       bias: like ``scale``, but its shape may differ from scale's. None for no bias.
       axis: axis or axes to normalise; negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.

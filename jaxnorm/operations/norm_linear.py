@@ -184,8 +184,9 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # XLA removes this operation. Without it, each `jax.checkpoint` whose function takes the named
-    # array would save a second copy. With it, JAX recomputes this result from the saved array.
+    # This operation changes no value, and XLA removes it. If a `jax.checkpoint` policy saves the
+    # array named above, JAX recomputes this result from it. Without this operation, each
+    # `jax.checkpoint` whose function takes h would save a second copy of h.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -243,7 +244,8 @@ def _call_of(
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
-    # This norm is part of another function, so its result has no name for policies (`remat.names`).
+    # The norm is a step of rms_norm_linear, so its result gets no name for policies
+    # (`remat.names`).
     return norm.replaced(function=NAME, primitives=norm.function), layer
 
 
@@ -263,7 +265,7 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 
 
 def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
-    """Return y, computed by the three steps of the module's docstring.
+    """Return y, computed in the three steps that the module's docstring lists.
 
     `names` are the names of the arrays: x, weight and, if present, scale and bias.
     """
@@ -300,7 +302,7 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
 
 
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
-    """Return the norm of x, whose residuals are x and the row statistics.
+    """Return the norm of x. The residuals are x and the row statistics.
 
     The result has no name, so rematerialisation policies cannot save it by name.
     """
@@ -315,8 +317,8 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y, computed by the Mosaic kernel that fuses the norm and the matmul.
 
-    This is used only if the user requests the implementation "mosaic". The derivative is that of
-    `_composed`. Lowering for a platform without the kernel raises ValueError.
+    This is used only if the user requests the implementation "mosaic". The derivative is computed
+    as in `_composed`. Lowering for a platform without the kernel raises ValueError.
     """
     return _kernel(norm, layer, names)(*arrays)
 
@@ -356,8 +358,9 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
             activation=layer.activation,
         )
         y = launching.own_buffer(y).reshape(*lead, weight.shape[1])
-        # Inside `jax.shard_map`, the type of a kernel's result does not say that it varies over the
-        # mesh axes. Cast it to a type that varies over those of x.
+        # Inside `jax.shard_map`, an array's type says over which mesh axes the array varies. The
+        # type of a kernel's result has no such axes, so cast the result to vary over the same axes
+        # as x.
         return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:

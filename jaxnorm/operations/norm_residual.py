@@ -28,9 +28,9 @@ def add_layer_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
-    The derivative is also computed in one pass, which adds the cotangent of h and computes the
-    gradient of gate. Without a gate, x and residual have the same gradient. If their dtypes agree,
-    it is written once, as one array.
+    The backward pass is also a single pass over memory. It adds the cotangent of h and computes the
+    gradient of gate. Without a gate, x and residual have the same gradient. If x and residual also
+    have the same dtype, this gradient is written only once.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
@@ -42,9 +42,9 @@ def add_layer_norm(
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
-      gate: factor of x, of a shape like ``scale``, which may differ from scale's: for example
-        (batch, 1, channels) in adaLN-zero (Peebles and Xie, 2022,
-        https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al., 2021,
+      gate: factor of x. The rules for its shape are those for ``scale``, but the two shapes may
+        differ. Examples are (batch, 1, channels) in adaLN-zero (Peebles and Xie, 2022,
+        https://arxiv.org/abs/2212.09748) and (channels,) in LayerScale (Touvron et al., 2021,
         https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then also saved. None for
         no factor.
 
@@ -54,8 +54,8 @@ def add_layer_norm(
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: x and residual differ in shape, or gate's shape is wrong, or as in
-        :func:`jaxnorm.layer_norm`.
+      ValueError: x and residual differ in shape, or gate's shape is wrong. Also any ValueError that
+        :func:`jaxnorm.layer_norm` raises.
 
     Example:
       >>> import jax.numpy as jnp

@@ -57,14 +57,14 @@ def rms_norm_rope(
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; by default, x's dtype.
-      save: the array that is saved for the backward pass. ``"output"`` saves y, which attention
-        saves anyway, besides the tables and a number for each row. The backward pass inverts the
+      save: the array that is saved for the backward pass. ``"output"`` saves y (which attention
+        saves anyway), the tables, and a number for each row. The backward pass inverts the
         rotation: it multiplies by the transpose and divides by ``cos^2 + sin^2``, so tables may
         include a factor (YaRN, LongRoPE). If the sum is 0 for a pair of columns, use ``"input"``,
-        which saves x. When column i of a pair (i, j) is recovered from y, its error is y's
-        roundoff times ``scale[j] / scale[i]``. If ``scale[i]`` is 0 and ``scale[j]`` is not,
-        the gradient of ``scale[i]`` is wrong. :func:`jaxnorm.check_params` finds such columns if it
-        is given the names of these norms.
+        which saves x. When column i of a pair (i, j) is recovered from y, its error is y's roundoff
+        times ``scale[j] / scale[i]``. If ``scale[i]`` is 0 and ``scale[j]`` is not, the gradient of
+        ``scale[i]`` is wrong. :func:`jaxnorm.check_params` finds such columns if it is given the
+        names of these norms.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
 

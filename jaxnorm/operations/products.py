@@ -75,7 +75,7 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """The matmul ``a @ weight`` with fixed options, which `product` describes."""
+    """The matmul ``a @ weight`` with fixed options. `product` documents the options."""
 
     dtype: np.dtype
     precision: str | None = None
@@ -99,7 +99,8 @@ class Dot:
         """Return the sum of the terms of a tangent, cast to the dtype `result`.
 
         The terms are results of matmuls, in the dtype of the matmuls' operands. The sum is computed
-        in float32 (or float64). Its transpose casts the cotangent to the terms' dtype.
+        in float32 (or float64). When this sum is transposed, the cotangent is cast to the terms'
+        dtype.
         """
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
@@ -132,11 +133,11 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 def _product(
     static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    """Return z, given z = h weight and h = f(*arrays), with a derivative that does not save h.
+    """Return z = h weight, where h = f(*arrays). The derivative does not save h.
 
     The caller computes h and z outside this function, so that rematerialisation policies see the
-    matmul and the names of arrays in f. The JVP rule below computes z's tangent and ignores the
-    tangent of its argument z, which JAX then does not compute.
+    matmul and the names of arrays in f. The JVP rule below computes z's tangent from the other
+    arguments. It ignores the tangent of the argument z, so JAX does not compute that tangent.
     """
     del static, h, weight, arrays
     return z
@@ -154,8 +155,8 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
     (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
     terms = []
     if nonzero(dh) is not None:
-        # Without a barrier, XLA may reuse the cast or gathered copy of weight that the forward pass
-        # has made, as in plain JAX.
+        # There is no barrier here, so XLA may reuse the cast or gathered copy of weight that the
+        # forward pass has made. Plain JAX allows this as well.
         along_h = linear(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
         terms.append(along_h)
     if nonzero(dweight) is not None:
@@ -164,7 +165,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
             *arrays, dweight = operands
             return options(f(*arrays), dweight, options.dtype)
 
-        # Without the barrier, XLA would see that the forward pass computes h too, and save that h.
+        # The barrier prevents XLA from saving the forward pass's h and using it here.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
@@ -173,7 +174,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
 def activated(
     activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
 ) -> jax.Array:
-    """Return ``activation(z)``; save only `kept`, which is z rounded to y's dtype.
+    """Return ``activation(z)``; save only `kept`, which is z rounded to the output's dtype.
 
     The derivative of the activation is evaluated at `kept`.
     """
@@ -192,9 +193,9 @@ def _(
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    # There is no barrier, so XLA fuses this with the computation of dz. A barrier around `kept`
-    # would save one array per layer in unrolled MLPs without a gate. But in unrolled gated MLPs, it
-    # would cost one array per layer: the gate, which XLA otherwise recomputes.
+    # There is no barrier here, so that XLA can fuse this with the computation of dz. In unrolled
+    # layers, a barrier around `kept` would change the memory that XLA uses: one array less per MLP
+    # without a gate, but one array more per gated MLP (the gate, which XLA otherwise recomputes).
     return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 

@@ -57,8 +57,9 @@ def softmax(
         checked, and has no derivative.
       bias: float array that broadcasts to x's shape. An entry of -inf in it has the same effect as
         -inf in x.
-      causal: if True, only columns j <= i of row i are included, like with a mask ``where``. The
-        last axis has the columns, the axis before it the rows, and both are counted from 0.
+      causal: if True, row i includes only the columns j <= i; the others are excluded as by
+        ``where``. The columns are the last axis and the rows the axis before it, both counted from
+        0.
       dtype: dtype of the output; by default, x's dtype.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
@@ -164,9 +165,9 @@ def filled_softmax(
     fill: float,
     dtype: checks.DTypeLike,
 ) -> jax.Array:
-    """Return the softmax over the last axis of x + bias, with `fill` in place of masked entries.
+    """Replace masked entries of x + bias by `fill`; return the softmax over the last axis.
 
-    Masked entries are those where `where` is False. Flax masks the logits of attention in this way.
+    An entry is masked where `where` is False. Flax masks the logits of attention in this way.
     `fill` is finite, so the weights of a row are equal if all of its entries are masked.
     """
     return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
@@ -251,7 +252,7 @@ def attention_weights(
     causal: bool,
     precision: Any,
 ) -> jax.Array:
-    """Return the weights of attention: the softmax over the keys of scale query key^T + bias.
+    """Return attention weights: the softmax of scale query key^T + bias along the axis of the keys.
 
     The result has the dtype of the query.
 
@@ -307,12 +308,13 @@ def _with_narrow_derivative(
     mask: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Return the given attention weights y, with a derivative that needs less memory.
+    """Return the argument y, the attention weights, with a derivative that needs less memory.
 
     The caller computes y from the other arguments outside this function, so that rematerialisation
-    policies see its name. The JVP rule below computes y's tangent from those of query, key and
-    bias. It ignores the tangent of the argument y, which JAX then does not compute. Its transpose
-    computes the logits' cotangent in the dtype of the query instead of float32.
+    policies see its name. The JVP rule below computes y's tangent from the tangents of query, key
+    and bias. It ignores the tangent of the argument y, so JAX does not compute that tangent. The
+    transpose of the rule computes the logits' cotangent in the dtype of the query instead of
+    float32.
     """
     del call, precision, query, key, mask, bias
     return y

@@ -45,9 +45,9 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return the compiled function, and two getters: of its array and static arguments.
+            """Return the compiled function, and getters for its array and its static arguments.
 
-            `others` are the names of those arguments in `either` that are arrays in this call.
+            `others` are the names in `either` whose arguments are arrays in this call.
             """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]
@@ -87,8 +87,8 @@ def alone(
 
     It compiles a program that consists of this primitive only. Under `jax.disable_jit`, which
     exists to step through code, it runs `plain` instead. If JAX is configured to check for NaNs or
-    infinities, a result with one raises the same error as for JAX's own primitives. The exception
-    is -inf in the statistic ``log_sum``, with which a loss marks rows that are masked.
+    infinities, such a value in a result raises the same error as for JAX's own primitives. The
+    value -inf in the statistic ``log_sum`` is allowed, because a loss marks masked rows with it.
 
     Args:
       primitive: the primitive.
@@ -141,10 +141,10 @@ def _is_array(a: Any) -> bool:
 def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    The result is also True for a tracer of `jax.grad` outside `jax.jit`. There, JAX caches the
-    derivative of a compiled function, while it traces the derivative of an uncompiled one anew at
-    each call. If JAX checks for NaNs or infinities, the result is False for tracers: the check
-    would fail for the -inf that a loss saves for masked rows (see `alone`).
+    A tracer of `jax.grad` outside `jax.jit` has a value too, so the result is True for it. JAX then
+    caches the derivative of the compiled function; it would trace the derivative of an uncompiled
+    function at each call. If JAX checks for NaNs or infinities, the result is False for tracers:
+    the check would fail for the -inf that a loss saves for masked rows (see `alone`).
     """
     kind: type = type(a)
     if _is_concrete(kind):
@@ -182,7 +182,7 @@ def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the type of each value; for a value that is a tuple, the types of its elements.
 
     The types are an additional static argument of the compiled function: `jax.jit` compares static
-    arguments by ``==``, for which False equals 0 and 1.0 equals 1.
+    arguments by ``==``, which does not distinguish False from 0, or 1.0 from 1.
     """
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 

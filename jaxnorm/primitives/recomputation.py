@@ -1,22 +1,22 @@
 """Two ways to write differentiable functions that save only their arguments for the backward pass.
 
-`recomputed(f, ...)` evaluates f, and the backward pass recomputes f's intermediates from its
-arguments. `jax.checkpoint` does the same with an optimization barrier around all arguments. In a
-loop over layers, XLA copies the slice of each stacked array for such a barrier. Without any
-barrier, XLA would save the forward's intermediates and use them in the backward pass. Here the
-barrier is only around bools (`true` below). Each intermediate depends on a bool, because the bool
-selects between x and zeros::
+`recomputed(f, ...)` evaluates f, and the backward pass recomputes f's intermediates from f's
+arguments. This needs an optimization barrier: otherwise, XLA would save the intermediates of the
+forward pass and use them in the backward pass. `jax.checkpoint` puts all arguments behind a
+barrier. In a loop over layers, XLA then copies the slice of each stacked array. Here, only bools
+are behind the barrier (`true` below). A select between x and zeros makes all intermediates depend
+on a bool::
 
     y = f(x, ..., *arrays)                              a `jax.custom_jvp`
     dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
     df(select(barrier(true, dy), x), ...)^T(dy)         its transpose, by the same primitive
 
-`linear(f, residuals, tangent)` is for JVP rules. A rule `dy = f(residuals, dx)` in plain JAX saves
-the residuals of its operations: a cast copy of a residual, or an array that is computed from
-residuals. `linear` makes f one primitive, linear in dx, whose transpose is the same primitive. Both
-compute their intermediates from the given residuals. `jax.checkpoint` around f has the same effect,
-but under ``jax_remat3`` it has no transpose (``RematTraced must implement transpose``, jax 0.11.2
-to 0.12.0.1).
+`linear(f, residuals, tangent)` is for JVP rules. If a rule computes `dy = f(residuals, dx)` in
+plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a residual.
+`linear` makes f a single primitive, which is linear in dx and has the same primitive as its
+transpose. Its intermediates are always computed from the given residuals. `jax.checkpoint` around f
+has the same effect, but under ``jax_remat3`` it has no transpose (``RematTraced must implement
+transpose``, jax 0.11.2 to 0.12.0.1).
 """
 
 import functools
@@ -40,9 +40,10 @@ Function = Callable[..., jax.Array]
 def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
     """Return ``f(*rows, *arrays)``; save only `rows`, `arrays` and arrays that f closes over.
 
-    The gradients of `rows` are recomputed with one bool behind a barrier (see the module), and the
-    gradients of `arrays` with another. With a single bool, both gradients would share expensive
-    intermediates such as gelu's tanh, and XLA would store them in float32 between two kernels.
+    The backward pass uses two bools behind a barrier (see the module's docstring): one to compute
+    the gradients of `rows`, the other to compute the gradients of `arrays`. With a single bool, XLA
+    would compute expensive intermediates such as gelu's tanh only once for both, and store them in
+    float32 between two kernels.
 
     Args:
       f: function of arrays. All intermediates that XLA must not save depend on the first of `rows`.
@@ -61,7 +62,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a new primitive with these rules that evaluates its parameter `jaxpr`."""
+    """Return a new primitive that evaluates its parameter `jaxpr`, and has these rules."""
     primitive = Primitive(name)
 
     def batch(
@@ -106,7 +107,7 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
 
     def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
-        # The select is outside f, because it must not be differentiated.
+        # The select comes before `_jvp_along`, because it must not be differentiated.
         x = lax.select(true, x, jnp.zeros_like(x))
         return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
@@ -175,10 +176,10 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# A primitive that computes a tangent, (true, true, *arrays, *tangents) -> tangent, or the
-# transpose, (true, true, *arrays, cotangent) -> cotangents. If `awaits` is True (in the transpose),
-# a barrier makes the bools wait for the cotangent. `groups` has, for each tangent, the index (0 or
-# 1) of the bool with which its cotangent is recomputed.
+# A primitive that computes a tangent, (true, true, *arrays, *tangents) -> tangent, or the transpose
+# of this, (true, true, *arrays, cotangent) -> cotangents. `awaits` is True for the transpose: a
+# barrier makes the bools wait for the cotangent. `groups` has one index (0 or 1) for each tangent:
+# the tangent's cotangent is computed with the bool of this index.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 
@@ -240,7 +241,7 @@ def linear(
 
 
 def _without_constants(traced: Any) -> ClosedJaxpr:
-    """Return the jaxpr of a traced program with its constants turned into the first arguments."""
+    """Return a traced program's jaxpr, in which the constants have become the first arguments."""
     jaxpr = traced.jaxpr
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 

@@ -1,16 +1,16 @@
 """The names of residuals for `jax.checkpoint` policies, and the policy `jaxnorm.save_policy`.
 
 JAX has two implementations of `jax.checkpoint`. The default one differentiates a block first, and
-applies the policy to the names in the derivative. For it, the JVP rules name the residuals.
+then applies the policy to the names in the derivative. Therefore the JVP rules name the residuals.
 
 The new one (``jax_remat3``) applies the policy while it evaluates the block, before any JVP rule
-runs, so that it does not see names in JVP rules. For it, each forward primitive has a
-rematerialisation rule of two functions::
+runs. So it does not see names in JVP rules. Therefore each forward primitive also has a
+rematerialisation rule. The rule consists of two functions::
 
     forward     call(*primals)       runs the forward pass, names its residuals, and saves the
                                      residuals that the policy accepts
-    backward    restored(*primals)   returns the results again; their derivative is that of the
-                                     call, computed from the saved residuals
+    backward    restored(*primals)   returns the results again; their derivative is computed
+                                     from the saved residuals
 """
 
 import functools
@@ -29,8 +29,8 @@ from jaxnorm_kernels.operations import OPERATIONS
 
 _PREACTIVATION = "jaxnorm_preactivation"
 
-# The names that `save_policy` saves: those of the norms' outputs and of all row statistics. The
-# output of a softmax is not saved, because it is as large as the attention matrix.
+# `save_policy` saves arrays with these names: the norms' outputs and all row statistics. The output
+# of a softmax is not saved, because it is as large as the attention matrix.
 _KEPT = sorted(
     {
         name
@@ -61,10 +61,10 @@ def names(call: Call) -> list[str | None]:
     """Return, for each result of a call, its name for policies, or None if it has no name.
 
     Two kinds of results have names: outputs of norms and softmaxes, and results with one number per
-    row, which derivatives may use and which are as cheap to save as statistics. The sum h has a
-    name only if the backward pass starts from it; otherwise, recomputing h is cheaper than saving
-    it. A norm inside another function, such as rms_norm_linear, names its statistics only, because
-    its y is not a result of that function.
+    row. Derivatives may need such results per row, and they are as cheap to save as statistics. The
+    sum h has a name only if the backward pass reads h; otherwise, recomputing h is cheaper than
+    saving it. If a norm is a step of another function, such as rms_norm_linear, only its statistics
+    have names, because the norm's output is not a result of that function.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -102,8 +102,8 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 def register(primitive: Primitive, rules: Any) -> None:
     """Register a forward primitive's rematerialisation rule for ``jax_remat3``.
 
-    Policies can then save the residuals that the call names. `rules` is the object of
-    `jaxnorm.primitives.rules.Rules` that has the primitive's other rules.
+    Policies can then save the residuals that the call names. `rules` is the
+    `jaxnorm.primitives.rules.Rules` object with the primitive's other rules.
     """
     private = private_jax.remat3()
     if private is None:
@@ -111,16 +111,17 @@ def register(primitive: Primitive, rules: Any) -> None:
     table, transform, name = private
 
     def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
-        """Return the results, an object with the saved arrays, and a function for backward.
+        """Return three things: the results, the saved arrays, and a function for backward.
 
-        The function takes this object and the primals, and returns the results again.
+        The function takes the saved arrays and the primals, and returns the results again.
         """
         (call,) = static.values()
         recompute = functools.partial(rules.bind, call)
         if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # In the backward pass, a saved array replaces its recomputation. If the backward pass is
-        # differentiated again, the saved array has the derivative of the forward pass.
+        # The backward pass uses the saved arrays instead of recomputing them. If the backward pass
+        # is differentiated as well, a saved array is differentiated like the forward pass that
+        # computed it.
         with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules
@@ -145,7 +146,7 @@ def _restored(
 ) -> list[jax.Array]:
     """Return the results of a call, given its `outputs` (results and residuals).
 
-    The derivative is that of the call, computed from `outputs` instead of a new forward pass.
+    It has the derivative of the call, which is computed from `outputs` without a new forward pass.
     """
     del primals
     return rules.results(call, outputs)

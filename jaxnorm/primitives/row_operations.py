@@ -47,8 +47,8 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
       ctx: the context of the lowering rule.
       call: the call.
       bind: ``bind(call, *arrays)`` binds the primitive of another call.
-      partitioned: function of a call whose arrays XLA's partitioner shards. It returns the function
-        to lower for it, which has a partitioning rule.
+      partitioned: function that takes a call whose arrays XLA's partitioner shards. It returns the
+        function to which the call is lowered, with a partitioning rule.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
@@ -60,8 +60,9 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
     if name == "xla":
         # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions. On a
         # GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the computation
-        # of attention's mask. On a CPU, the reshape prevents loops from overwriting their operands.
-        # Arrays that are sharded, or that the reshape would transpose, must stay as they are.
+        # of attention's mask. On a CPU, the reshape would prevent XLA's loops from writing results
+        # into the buffers of their operands. Arrays that are sharded, or that the reshape would
+        # transpose, must stay as they are.
         view, on_cpu = call.view, platforms[0] == "cpu"
         natural = view.moved or view.has_groups or view.logits_bias or view.table
         stays = call.spec.softmax.causal or (on_cpu and call.spec.is_softmax)
@@ -100,7 +101,7 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
         call.forced(name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
-        return "xla"  # An exported program may outlive the kernels of this version.
+        return "xla"  # exported programs must run with later versions too
     return backends.choose(call.as_seen_by, platforms[0]).name
 
 
@@ -173,7 +174,7 @@ class _RowRules(Rules[Call]):
         return self.bind(call, *arrays)
 
     def uncompiled(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
-        return self.plain(call, *arrays)  # JAX derives the results' sharding from plain JAX code.
+        return self.plain(call, *arrays)  # JAX propagates shardings through plain JAX code
 
     def lowered(self, call: Call, ctx: Any) -> Run:
         return lowered(ctx, call, self.bind, self.partitioned)
@@ -186,7 +187,7 @@ class _RowRules(Rules[Call]):
     # --------------------------------------------------------------------------- differentiation
 
     def with_residuals(self, call: Call) -> Call | None:
-        # A call whose outputs include statistics is a forward pass that already returns residuals.
+        # If the outputs of the call include the statistics, it already returns all residuals.
         return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
@@ -249,7 +250,7 @@ class _RowRules(Rules[Call]):
     ) -> dict[str, jax.Array | None]:
         """Return the result of `transposed_tangent` if only h has a nonzero cotangent, `dh`.
 
-        If `dh` is None, no result has one.
+        If `dh` is None, the cotangents of all results are zero.
         """
         by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
         operation = call.spec.operation
@@ -306,8 +307,8 @@ class _RowRules(Rules[Call]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: it becomes one call of the same operation with more rows.
 
-        A parameter that is batched has one value for each group of rows that belong to the same
-        batch element. A backward pass always returns a gradient of each parameter for each batch
+        The rows of a batch element form a group, and a batched parameter has its own values for
+        each group. A backward pass always returns a gradient of each parameter for each batch
         element, even if the parameter is not batched; JAX then sums these.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
@@ -318,7 +319,7 @@ class _RowRules(Rules[Call]):
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):
-                if dim is None and name in call.parameters:  # Only the other scale is batched.
+                if dim is None and name in call.parameters:  # will be broadcast over the batch
                     call, by_name[name] = call.widened(name, by_name[name])
             arrays = list(by_name.values())
 

@@ -1,9 +1,9 @@
 """The differentiation, batching and lowering rules that the JAX primitives of all calls share.
 
 A call has a forward, a tangent and a backward pass, and each pass is a JAX primitive. The tangent
-and the backward pass take residuals, and further operands in which they are linear. With respect to
-the latter, each is the transpose of the other. For second-order derivatives, both passes are
-differentiated along the residuals, in plain JAX.
+and the backward pass take residuals, and further operands (tangents or cotangents) in which they
+are linear. With respect to these operands, each pass is the transpose of the other. For
+second-order derivatives, both passes are differentiated along the residuals, in plain JAX.
 """
 
 import abc
@@ -65,7 +65,7 @@ class Pass(Protocol):
     def backward(self, wrt: tuple[str, ...]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
-        """Return the pass without those unused results that it need not compute.
+        """Return a pass that does not compute unused results, as far as possible.
 
         `used` has a bool for each result.
         """
@@ -74,11 +74,11 @@ class Pass(Protocol):
 class Rules[P: Pass](abc.ABC):
     """The JAX rules of a family of calls.
 
-    One family has the softmaxes, losses and norms; another has the linear losses, whose logits are
-    the result of a matmul. Each has a subclass.
+    There are two families: the softmaxes, losses and norms, and the linear losses, whose logits are
+    the result of a matmul. Each family has a subclass of this class.
 
     Attributes:
-      static: the name under which jaxprs show the call, a parameter of the primitive.
+      static: name of the primitive's parameter that has the call as its value.
     """
 
     static = "call"
@@ -346,7 +346,7 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule like `as_jax_calls`; if an array has a 64-bit dtype, also enable such types."""
+    """Adapt a rule like `as_jax_calls`, and enable 64-bit types if an array has a 64-bit dtype."""
     return as_jax_calls(with_wide_types(rule))
 
 
@@ -389,19 +389,20 @@ def _no_taylor_series(name: str, *_: Any, **__: Any) -> Any:
 
 
 def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
-    """Call a function in a frame with a large chunk of Python's stack, which makes lowering faster.
+    """Call a function with a large piece of Python's stack in reserve, which makes lowering faster.
 
-    CPython's stack of frames consists of 16 KiB chunks. In Python 3.12, a call that does not fit in
-    the current chunk maps a new one, and its return unmaps it. If a loop makes such calls, it takes
-    up to three times as long (https://github.com/python/cpython/issues/142183). A frame larger than
-    a chunk gets a chunk of the frame's size, rounded up to a power of two. The frame of this
-    function is that large, so calls in `function` rarely need a new chunk.
+    CPython allocates the frames of functions in chunks of 16 KiB. In Python 3.12, a call whose
+    frame does not fit in the current chunk maps a new chunk, and its return unmaps it. A loop of
+    such calls takes up to three times as long (https://github.com/python/cpython/issues/142183). A
+    frame of more than 16 KiB gets a larger chunk: the frame's size, rounded up to a power of two.
+    This function has such a frame, so the frames of the calls in `function` usually fit in the rest
+    of its chunk.
     """
     return function(*arguments, **named)
 
 
-# 2**17 stack entries make the frame a little over 1 MiB large, so its chunk has 2 MiB. Nearly 1 MiB
-# of it is left for the frames of the functions that it calls.
+# 2**17 stack entries make the frame a little larger than 1 MiB, so its chunk has 2 MiB. Nearly 1
+# MiB of the chunk is left for the frames of the functions that are called.
 in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 
 
@@ -420,7 +421,7 @@ def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[A
 
 
 def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a rule so that 64-bit types are enabled in it if one of its arrays has such a dtype."""
+    """Wrap a rule so that 64-bit types are enabled in it if an array has a 64-bit dtype."""
 
     @functools.wraps(rule)
     def run(*arguments: P.args, **options: P.kwargs) -> T:

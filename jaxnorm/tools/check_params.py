@@ -29,7 +29,7 @@ _ADVISE_INPUT = 0.1
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Parameter names of scales and biases. `_OWN_SCALES` are those in norm classes that models define.
+# Parameter names of scales and biases. `_OWN_SCALES` occur in norm classes that models define.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
@@ -47,8 +47,9 @@ class NormReport:
       path: path of the norm's parameters in the tree.
       columns: number of elements of scale, in all layers if layers are stacked.
       under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
-        ``dtype``. In bfloat16 and float32, the forward pass raises it to 2**-60; in float16,
-        accuracy degrades below 2**-14.
+        ``dtype``. In float16, the limit is 2**-14, below which accuracy degrades. In the other
+        dtypes, the limit is 2**-60 (2**-500 in float64), and the forward pass uses the limit
+        instead of a smaller value.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
@@ -191,7 +192,7 @@ def check_params(
     Raises:
       TypeError: ``dtype`` is not a supported float dtype, a scale or bias is not a real float
         array, or an option is of the wrong type.
-      ValueError: a bias and its scale differ in shape; ``rotated`` names no norm, or one with a
+      ValueError: a bias and its scale differ in shape; ``rotated`` names no norm, or a norm with a
         bias; or ``rotated_columns`` is odd, or more than the columns of a norm.
 
     Example:
@@ -295,8 +296,8 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # The relative error is at most about 1, even of a gradient of pure noise, because the backward
-    # pass clips x_hat.
+    # The relative error is at most about 1, because the backward pass clips x_hat. This is true
+    # even for a gradient that is pure noise.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,
@@ -314,7 +315,7 @@ def _ratio_and_error(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return |bias / scale| and the predicted error of scale's gradient, for each column.
 
-    If |scale| is smaller than the value to which the forward pass raises it, that value is used.
+    Where the forward pass replaces a small |scale| by a limit, the limit is used here as well.
     """
     ratio = np.zeros_like(scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -324,22 +325,22 @@ def _ratio_and_error(
 
 
 def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return, for each column, |scale| of the other column of its pair, divided by its own |scale|.
+    """Return, for each column, the ratio of its partner's |scale| to its own |scale|.
 
-    `partners` has the index of the other column.
+    `partners` has, for each column, the index of its partner: the other column of its pair.
     """
     carried = _carried(scale, y_dtype)
     of_partner = carried[..., partners]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # If both scales are 0 (which needs a dtype without a floor), y is 0 in both columns, and
-        # the ratio does not matter.
+        # If both scales are 0, y is 0 in both columns, and the ratio does not matter. (Both can be
+        # 0 only in a dtype without a floor.)
         return np.where(of_partner == carried, 1.0, of_partner / carried)
 
 
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
     """Return the predicted relative error of scale's gradient, for each column.
 
-    `spread` is the root mean square of y divided by that of x_hat times scale.
+    `spread` is the root mean square of y, divided by the root mean square of x_hat times scale.
     """
     u, quantum = _ROUNDING[y_dtype.name]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -348,7 +349,7 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
 
 def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return |scale| as the forward pass uses it: raised to `_floor_of(y_dtype)` if smaller."""
+    """Return |scale| as the forward pass uses it: at least `_floor_of(y_dtype)`."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 
@@ -358,9 +359,10 @@ def _shown(ratio: float | None) -> str:
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
-    """Return the value to which a norm that saves its output raises a smaller |scale|.
+    """Return the least |scale| that a norm uses if it saves its output.
 
-    The result is None if it does not raise it (for float16).
+    The norm replaces a smaller |scale| by this value. The result is None if there is no limit (for
+    float16).
     """
     float32 = np.dtype(np.float32)
     return Spec(

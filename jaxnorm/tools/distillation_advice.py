@@ -1,8 +1,8 @@
-"""Advice on Kullback-Leibler divergences in plain JAX, which distillation losses compute.
+"""Advice on Kullback-Leibler divergences in plain JAX, as in distillation losses.
 
-A divergence is recognised in the traced program by two features: the exponentials of a row of
-logits, together with the logarithm of their sum; and a sum over a row of products of probabilities
-and values that are computed from the other distribution.
+A divergence is recognised in the traced program by two features. First, the exponentials of a row
+of logits, and the logarithm of their sum. Second, a sum over the row, in which probabilities are
+multiplied by values that are computed from the other distribution.
 """
 
 import math
@@ -21,7 +21,7 @@ _STEPS = {
 _REDUCTIONS = ("reduce_", STACKED)
 _ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
 
-#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
 PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
 
 
@@ -65,7 +65,7 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence in which `exponentials` are those of the student's logits, or None."""
+    """Return the divergence for which `exponentials` is exp of the student's logits, or None."""
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)
@@ -148,7 +148,8 @@ def _of_logits(found: _Divergence, program: Program) -> Advice:
 def _of_linear(found: _Divergence, program: Program) -> Advice | None:
     """Return advice to use `linear_kl_divergence`, or None if it does not apply.
 
-    It applies if both logits are results of linear layers that are used by the divergence only.
+    It applies if both arrays of logits are results of linear layers, and only the divergence uses
+    them.
     """
     student, teacher = map(loss_advice.from_matmul, (found.student, found.teacher))
     if student is None or teacher is None:

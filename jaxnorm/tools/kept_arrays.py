@@ -2,7 +2,7 @@
 
 A node of the graph is an array, with the primitive that makes it, its operands and its users. The
 body of a called function (`jax.jit`, custom rules, `jax.checkpoint`) becomes part of its caller's
-graph. The body of a scan over layers occurs once: its arrays stand for those of one layer. An array
+graph. The body of a scan over layers occurs once: its arrays are the arrays of one layer. An array
 that the scan stacks is a separate node, whose operand is the array of one layer.
 """
 
@@ -20,14 +20,14 @@ from jax.extend.core import Jaxpr, Literal, Var
 # Libraries whose frames are skipped in a traceback, to find the line in the user's code.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
-# Primitives that run an inner program once, whose arguments are their operands in the same order.
+# Primitives that run an inner program once. Their operands are the inner program's arguments.
 _CALLS = {
     "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
-# The classes of the primitives of JAX's new rematerialisation (``jax_remat3``). Each is treated
-# like the primitive of the default rematerialisation with this name.
+# The classes of the primitives of JAX's new rematerialisation (``jax_remat3``). Each of them is
+# treated like the named primitive of the default rematerialisation.
 _HIGH_LEVEL = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
@@ -47,14 +47,15 @@ class Value:
 
     Attributes:
       shape, dtype: shape and dtype of the array.
-      local: shape of one device's shard if the program has the sharding, otherwise `shape`.
-      made_by: name of the primitive that computes the array. Other names are ``"argument"``
-        (constants and arguments of the program), ``"carry"`` and ``"layer's"`` (the carry of a
-        scan, and its slices of stacked arrays), ``"literal"`` and `STACKED`.
-      operands: the operands of that primitive.
+      local: shape of one device's shard if the array's type includes its sharding; otherwise
+        `shape`.
+      made_by: name of the primitive that computes the array. If there is none, it is ``"argument"``
+        (a constant or an argument of the program), ``"carry"`` (in the carry of a scan),
+        ``"layer's"`` (the slice of a stacked array in a scan), ``"literal"`` or `STACKED`.
+      operands: the operands of the primitive that computes the array.
       source: the user's line, ``"file.py:12 (function)"``; "" if unknown.
-      layers: number of times that the array is computed, in the iterations of the scans around it.
-      users: the values that have this one among their operands.
+      layers: number of times that the array is computed: once per iteration of the scans around it.
+      users: the values that have this value among their operands.
       equation: the equation of the jaxpr; None if no equation makes the array.
       is_active: True if the array depends on an argument that is differentiated.
       number: the number, if the array is a literal.
@@ -141,8 +142,8 @@ class Graph:
           jaxpr: the jaxpr of the program, or of an inner call or scan.
           given: the values of its constants and arguments.
           layers: number of times that the jaxpr runs.
-          source: the user's line that calls the jaxpr if it is that of a library function. Its
-            arrays all get this line.
+          source: the line of the user's code that calls a library function, if the jaxpr is inside
+            this function: all arrays then get this line. Otherwise "".
           around: the line of the call, for equations without a line.
         """
         values: dict[Var, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
@@ -183,7 +184,8 @@ class Graph:
         consts, carries = _counts(equation, body)
         layers *= equation.params["length"]
         line = source or _line(equation)
-        # If any operand of the scan is active, a carry may be active after the first iteration.
+        # If any operand of the scan depends on a differentiated argument, so may the carry after
+        # the first iteration.
         is_active = any(v.is_active for v in operands)
         carried, sliced = body.invars[consts:][:carries], body.invars[consts + carries :]
         given = [
@@ -205,7 +207,7 @@ class Graph:
 
 
 def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
-    """Return the array that a scan stacks, or that consists of the shards of `jax.shard_map`.
+    """Return the array that a scan assembles from iterations, or `jax.shard_map` from shards.
 
     `part` is the array of one iteration, or of one device.
     """
@@ -245,8 +247,9 @@ def reached(
 def _counts(equation: Any, body: Jaxpr) -> tuple[int, int]:
     """Return the number of a scan's constants, and the number of arrays in its carry.
 
-    Constants and carries have as many axes outside the body as inside; a stacked array has one axis
-    more outside. The equation's parameters with these numbers differ between versions of JAX.
+    They are found by the number of axes: constants and carries have as many axes outside the body
+    as inside, and a stacked array has one more outside. The equation has parameters with the two
+    numbers, but these parameters differ between versions of JAX.
     """
     carries = _unstacked(equation.outvars, body.outvars)
     return _unstacked(equation.invars, body.invars) - carries, carries
@@ -286,7 +289,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _line(equation: Any) -> str:
-    """Return the innermost line of an equation's traceback outside libraries; "" if unknown."""
+    """Return the innermost line outside libraries in an equation's traceback; "" if unknown."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith((*_folders(), "<")):
@@ -296,17 +299,17 @@ def _line(equation: Any) -> str:
 
 
 def _line_of(operands: Sequence[Value]) -> str:
-    """Return the line of the first operand that has one; "" if none has.
+    """Return the source line of the first operand whose line is known; "" if there is none.
 
-    It stands in for the line of an equation without a line, which derivatives may have.
+    It is used for an equation whose own line is unknown, which occurs in derivatives.
     """
     return next((v.source for v in operands if v.source), "")
 
 
 def _is_library_s(body: Jaxpr) -> bool:
-    """Return True if a jaxpr is that of a jitted function of a library.
+    """Return True if a jaxpr is the trace of a library's jitted function.
 
-    All calls of such a function share one trace, so the lines in it may be those of another caller.
+    All calls of such a function share one trace, so its source lines may belong to another caller.
     """
     place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
     return any(folder in place for folder in _folders())
@@ -358,7 +361,7 @@ def uncast(value: Value) -> Value:
 def number(value: Value) -> float | None:
     """Return the number that all elements of a value are equal to, or None.
 
-    The value is a literal, or a cast, reshape or broadcast of one.
+    Such a value is a literal, or the cast, reshape or broadcast of a literal.
     """
     value = origin(value)
     while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
@@ -367,10 +370,10 @@ def number(value: Value) -> float | None:
 
 
 def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
-    """Return the operands of a linear layer's matmul, the rows and the weight.
+    """Return the two operands of a linear layer's matmul: the rows and the weight.
 
-    The result is None if the value is not such a matmul: a contraction of one axis, without batch
-    axes, where the weight has two axes. The weight may be the first operand, as in `jax.vmap` of
+    Such a matmul contracts one axis and has no batch axes, and its weight has two axes. For any
+    other value, the result is None. The weight may be the first operand, as in `jax.vmap` of
     ``weight @ x``, and the contracted axis may be any axis of the rows.
     """
     if product.made_by != "dot_general" or product.equation is None:
@@ -388,7 +391,7 @@ def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
 
 
 def _is_given(value: Value) -> bool:
-    """Return True for an argument, such as a parameter, a literal, or a copy of one."""
+    """Return True for an argument of the program, a literal, or a copy of either."""
     value = origin(value)
     while value.made_by in COPYING:
         value = origin(value.operands[0])
@@ -404,7 +407,7 @@ def is_product(value: Value) -> bool:
         return is_product(value.operands[0])
     if value.made_by == "add":
         rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
-        # The addition of a number is not a bias: softplus and hard_swish add 1 to their operand.
+        # The addition of a number is no bias: activations such as softplus and hard_swish add 1.
         is_number = any(v.made_by == "literal" for v in value.operands)
         return len(rest) == 1 and not is_number and is_product(rest[0])
     return False
@@ -412,9 +415,10 @@ def is_product(value: Value) -> bool:
 
 @functools.cache
 def is_spread(value: Value) -> bool:
-    """Return True for the broadcast of a smaller array, such as of one number per row or column.
+    """Return True for a broadcast of a smaller array, such as an array with one number per row.
 
-    The value may also be computed elementwise from smaller arrays and their broadcasts.
+    The result is also True for a value that is computed elementwise from such broadcasts and from
+    smaller arrays.
     """
     value = origin(value)
     if value.made_by == "broadcast_in_dim":
@@ -436,9 +440,9 @@ def is_zeros(value: Value, like: Value) -> bool:
 
 
 def is_reduced(value: Value, limit: int) -> bool:
-    """Return True if the computation of a value includes a reduction, such as a sum, or a matmul.
+    """Return True if a value is computed with a matmul, or with a reduction such as a sum.
 
-    `limit` is the argument of `ancestors`, which determines how many steps are searched.
+    `limit` determines how far the computation is searched; see `ancestors`.
     """
     return any(
         v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
@@ -462,16 +466,16 @@ def ancestors(value: Value, limit: int) -> Iterable[Value]:
 
 
 class Advice(NamedTuple):
-    """A change to a line of the user's code after which fewer bytes are saved for backward.
+    """A change to a line of the user's code that makes the forward pass save fewer bytes.
 
     Attributes:
       function: name of the function to use.
       line: the line to change: ``"file.py:12 (function)"``.
       template: the instruction, with ``{at}`` in place of "at file.py:12".
       members: the arrays that are no longer saved if the user follows the advice.
-      instead: number of bytes of other arrays that are then saved instead.
+      instead: number of bytes that are then saved instead, in other arrays.
       runs: number of times that the line runs.
-      label: the first words of `sentence`; "" for `function`.
+      label: the first words of `sentence`; "" if `sentence` starts with `function`.
     """
 
     function: str

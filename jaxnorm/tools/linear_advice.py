@@ -1,4 +1,4 @@
-"""Advice to replace a linear layer after an activation: gated_linear and activation_linear."""
+"""Advice to use gated_linear or activation_linear for a linear layer after an activation."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
     by_origin = program.by_origin.items()
     between = [v for key, v in by_origin if key not in sources and _is_between(origin(v), sources)]
     members = [v for v in between if id(v) not in program.advised]
-    members += program.zeros_like(h)[: bool(members)]  # Some derivatives save one in each layer.
+    members += program.zeros_like(h)[: bool(members)]  # some derivatives save an array of zeros
     function = "gated_linear" if len(arrays) == 2 else "activation_linear"
     if function == "gated_linear":
         how = "replace the down projection {at} with jaxnorm.gated_linear"

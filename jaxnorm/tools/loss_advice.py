@@ -21,8 +21,8 @@ _LINEAR = {
     "log_prob_and_entropy": "linear_log_prob_and_entropy",
 }
 
-# Primitives of a cross-entropy's elementwise operations on logits, or on logits and one number per
-# row.
+# Primitives of the elementwise operations in a cross-entropy. The operands are logits, or logits
+# and an array with one number per row.
 _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop_gradient", "sub"}
 
 # Primitives of the elementwise operations of a softcap, and of its derivative.
@@ -37,7 +37,7 @@ _OF_CAPS = {
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
-#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
 PRIMITIVES = {
     "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
     "slice",
@@ -50,9 +50,10 @@ class Loss:
 
     Attributes:
       logits: the logits, before the softcap and casts.
-      inside: the arrays of the logits' size that are computed from them and used only by the loss.
+      inside: the arrays, as large as the logits, that are computed from the logits and used only by
+        the loss.
       source: the user's line that computes the loss.
-      ours: name of the function if it is one of jaxnorm's; None for a loss in plain JAX.
+      ours: name of jaxnorm's function that computes the loss; None for a loss in plain JAX.
       options: text of the advice about the softcap; "" if there is none.
     """
 
@@ -76,9 +77,9 @@ def losses(program: Program) -> Iterator[Advice]:
         loss = -take_along_axis(logp, labels, -1)                or a product with one_hot(labels)
         loss = jaxnorm.log_prob_and_entropy(logits, labels)      or another function of jaxnorm's
 
-    If a linear layer computes the logits, the advice is to use linear_softmax_cross_entropy, which
-    saves the gradients of x and weight (of those that are trained). Otherwise, it is to use
-    softmax_cross_entropy_with_integer_labels, which saves the logits.
+    If a linear layer computes the logits, the advice is to use linear_softmax_cross_entropy. It
+    saves the gradients of x and weight (if they are trained) instead of logits. Otherwise, the
+    advice is to use softmax_cross_entropy_with_integer_labels, which saves only the logits.
     """
     for loss in _found(program):
         whole, linear = _of_logits(loss, program), _of_linear(loss, program)
@@ -124,7 +125,7 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the loss in plain JAX in which `value` has the exponentials of the logits, or None."""
+    """Return the plain-JAX loss for which `value` is exp of the shifted logits, or None."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
@@ -177,7 +178,7 @@ def _uncapped(loss: Loss) -> Loss:
 
 
 def factors_of(value: Value) -> tuple[Value, list[float]]:
-    """Return the array before casts and multiplications by constants, and these constants."""
+    """Return the array before casts and constant factors, and a list of the factors."""
     value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
         numbers = [kept_arrays.number(v) for v in value.operands]
@@ -191,7 +192,10 @@ def factors_of(value: Value) -> tuple[Value, list[float]]:
 
 
 def _inside(logits: Value) -> list[Value]:
-    """Return the arrays computed elementwise from the logits, and from one number per row."""
+    """Return the arrays that are computed elementwise from the logits.
+
+    Other operands of these computations have one number per row.
+    """
 
     def is_step(value: Value) -> bool:
         same = [v for v in value.operands if v.size == logits.size]
@@ -206,7 +210,7 @@ def _inside(logits: Value) -> list[Value]:
 def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
     """Return True if exponentials are summed over the last axis and a logarithm follows.
 
-    The logarithm may be that of the sum, or of the exponentials divided by the sum. `inside` are
+    The logarithm may be taken of the sum, or of the exponentials divided by the sum. `inside` are
     the arrays that are computed elementwise from the logits.
     """
     last = len(exponential.shape) - 1
@@ -248,7 +252,7 @@ def _one_hots(values: Sequence[Value]) -> list[Value]:
 
 
 def _is_one_hot(value: Value) -> bool:
-    """Return True for one-hot labels, which compare labels with the indices of all classes."""
+    """Return True for one-hot labels: a comparison of labels with the indices of all classes."""
     compared = kept_arrays.uncast(value)
     if compared.made_by != "eq":
         return False
@@ -275,11 +279,11 @@ def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str,
 
 
 def _of_linear(loss: Loss, program: Program) -> Advice | None:
-    """Return advice to use a linear loss; None if the logits have other users or are no matmul.
+    """Return advice to use a linear loss, or None if it does not apply.
 
-    The linear cross-entropy saves the gradients of the differentiated operands of the matmul. An
-    operand that is saved only for the matmul need not be saved any more. The linear
-    log-probabilities save the operands.
+    It applies if a linear layer computes the logits, and only the loss uses them. The linear
+    cross-entropy saves the gradients of those operands of the matmul that are differentiated, and
+    not the operands. The linear log-probabilities save the operands.
     """
     path = from_matmul(loss.logits)
     if path is None:
@@ -331,12 +335,12 @@ def from_matmul(logits: Value) -> list[Value] | None:
 
 
 def _is_slice(value: Value) -> bool:
-    """Return True for a slice with all columns, for example of all positions but the last."""
+    """Return True for a slice that includes all columns, such as ``logits[:, :-1, :]``."""
     return value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
 
 
 def _is_saved(operand: Value, program: Program) -> bool:
-    """Return True if an operand, or the array of which it is a copy, is saved or is an argument."""
+    """Return True if an operand, or the array that it copies, is saved or is an argument."""
     value = origin(operand)
     while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
         value = origin(value.operands[0])
@@ -344,7 +348,7 @@ def _is_saved(operand: Value, program: Program) -> bool:
 
 
 def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
-    """Return the array that is saved only for an operand of a matmul, or None.
+    """Return the saved array that is needed only as this operand of the matmul, or None.
 
     The result is None if the operand is not saved, or if other computations need it as well.
     """

@@ -66,7 +66,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _cuda_versions() -> Iterator[tuple[str, str]]:
-    """Yield the newest CUDA version that the driver supports, and that of JAX's CUDA runtime."""
+    """Yield the newest CUDA version that the driver supports, and the version of JAX's runtime."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -117,7 +117,7 @@ def _choices() -> Iterator[tuple[str, str, str]]:
     If both passes have the same implementation and reason, they share a line.
     """
     for function in functions():
-        # Functions outside the table need no scale, except for those in _WITH_SCALE.
+        # Functions that are not in the table take no scale, except those in _WITH_SCALE.
         op = FUNCTIONS[function].op if function in FUNCTIONS else None
         operands = OPERATIONS[op].operands if op else ("scale",) * (function in _WITH_SCALE)
         kinds = {name: OPERANDS[name] for name in operands}
@@ -156,7 +156,7 @@ def _advice() -> str | None:
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Yield the optional extras of which a package is missing, and the command to install each."""
+    """Yield each optional extra that lacks a package, and the command that installs the extra."""
     needed: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("jaxnorm") or []

@@ -35,14 +35,14 @@ class KeptArray:
 
     Attributes:
       bytes: total size of these arrays, in all layers.
-      shape, dtype: shape and dtype of one array, including the axes that scans stack; on a mesh,
-        those of one device's shard.
+      shape, dtype: shape and dtype of one array. The shape includes the axes that scans stack. On a
+        mesh, it is the shape of one device's shard.
       source: the user's line that computes the array, ``"file.py:12 (function)"``. If a library
         computes it, this is the line that calls the library.
       made_by: JAX's name of the operation that computes the array.
       layers: number of layers that scans stack in the array; 1 outside of scans.
       advice: a change to the code after which these arrays are not saved; None if there is none.
-      saves: number of bytes by which the total falls, for these arrays, if the advice is followed.
+      saves: number of bytes of these arrays that the advice saves.
       count: number of arrays, times their layers.
     """
 
@@ -302,7 +302,7 @@ def _parts(
     if not any(map(_is_auto, [*shardings, *inside])):
         return {}
     parts: dict[int, tuple[int, ...]] = {}
-    with contextlib.suppress(ValueError, RuntimeError):  # The mesh's devices may not be here.
+    with contextlib.suppress(ValueError, RuntimeError):  # this machine may lack the mesh's devices
         compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(arrays).compile()
         for value, sharding in zip(graph.outputs, jax.tree.leaves(compiled.output_shardings)):
             if value.local == value.shape:

@@ -1,7 +1,8 @@
 """Advice on norms in plain JAX, with or without an activation, a rotation or a gated sum.
 
-jaxnorm's functions save one array for all of these. A norm is recognised in the traced program, as
-a multiplication of x by the reciprocal root of a mean of squares, in any class or function.
+jaxnorm has functions that compute a norm together with these operations and save a single array. A
+norm is recognised in the traced program, whatever class or function it is in: x is multiplied by
+the reciprocal root of a mean of squares.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, o
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *kept_arrays.COPYING, *NAMING}
 
 # The activations that jaxnorm's norms support. An activation is recognised by three primitives: its
-# only nonlinear one, another one that it contains, and the one that makes its result.
+# only nonlinear primitive, another primitive in it, and the primitive that computes its result.
 _ACTIVATIONS = {
     "silu": ("logistic", "mul", "mul"),
     "gelu": ("tanh", "integer_pow", "mul"),
@@ -139,7 +140,7 @@ def rotations(program: Program) -> Iterator[Advice]:
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
-    """Yield each array that a norm may take, and the arrays computed elementwise from it."""
+    """Yield each array that may be the operand of a norm, and its region (see `_region`)."""
     done: set[int] = set()
     for value in program.saved:
         root = _root(value)
@@ -176,9 +177,9 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
     """Return the name of an activation that jaxnorm's norms support, or None.
 
-    `region` are the arrays that are computed elementwise from one array, and `results` those of
-    them that are used outside of the region. The activation must compute all results: the norm
-    before the activation must not be among them.
+    `region` are the arrays that are computed elementwise from some array. `results` are the arrays
+    in `region` that have users outside of it. The activation must compute all of these: if the norm
+    before the activation has other users, the result is None.
     """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
@@ -208,7 +209,10 @@ def _in_a_row(region: Iterable[Value]) -> bool:
 
 
 def _region(root: Value) -> list[Value]:
-    """Return the arrays computed elementwise from `root`, and from numbers per row or column."""
+    """Return the region of `root`: all arrays that are computed elementwise from it.
+
+    Other operands of these computations have one number per row or per column.
+    """
     region = {id(root): root}
     stack = [root]
     while stack:
@@ -225,7 +229,7 @@ def _region(root: Value) -> list[Value]:
 
 
 def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
-    """Return the arrays in `region` that are used outside of it, other than by sums."""
+    """Return the arrays in `region` that have users outside of it, apart from sums."""
     inside = {id(root), *map(id, region)}
 
     def leaves(value: Value) -> bool:
@@ -258,8 +262,9 @@ def _is_by_a_root(value: Value) -> bool:
 
 def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     inside = {id(root), *map(id, region)}
-    # Find the values that are already divided by the root: a cast of x is not a result of the norm,
-    # even if it has users outside the region.
+    # Find the values that are computed from x after its division by the root. Values before the
+    # division, such as a cast of x, are not results of the norm, even if they have users outside
+    # the region.
     normalised: set[int] = set()
     for value in region:  # The values are in the order of computation.
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
@@ -271,8 +276,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # Operands from outside the region may have full size too: numbers per row times numbers per
-    # column.
+    # Operands from outside the region may be as large as x: an array with one number per row,
+    # multiplied by an array with one number per column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -280,7 +285,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         freed.append(root)
     members = program.saved_of(freed)
     if activation == "relu":
-        members += program.zeros_like(results[0])[:1]  # relu's derivative saves it in each layer.
+        members += program.zeros_like(results[0])[:1]  # relu's derivative saves zeros
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
     # jaxnorm's norm saves its result, or its operand if it has an activation. A GroupNorm always
     # saves an additional, reshaped array.
@@ -334,7 +339,7 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.users)
     saved = [program.by_origin[id(v)] for v in region if id(v) in program.by_origin]
     if any(id(v) in program.advised for v in saved):
-        return None  # The advice on a linear layer applies instead, after which less is saved.
+        return None  # the advice on a linear layer saves more
     freed = [v for v in region if v not in out] + (way if is_free else [])
     members = program.saved_of(freed)
     members += program.zeros_like(out[0])[: activation == "relu"]
@@ -345,7 +350,7 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
 
 
 def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
-    """Return the name of the function with its option ``activation``, and the advice's template."""
+    """Return `Advice.function` and `Advice.template` for the option ``activation`` of a norm."""
     how = (
         f"replace the norm {{at}} and the {activation} after it with jaxnorm.{name}, with "
         f'activation="{activation}"{cast}: only its input and its result are saved'
@@ -364,7 +369,7 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return the results that repeat the cast of an earlier result: same array, same dtype.
+    """Return the results that repeat an earlier cast: same array, same dtype.
 
     They are not needed, because a norm returns a single array.
     """
@@ -436,6 +441,6 @@ def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value
 
 
 def _is_for_it(values: list[Value], inside: Mapping[int, Value]) -> bool:
-    """Return True if `values` are used only by values in `inside`, those of a rotation."""
+    """Return True if `values` are used only by values in `inside`, the values of a rotation."""
     users = (user for value in values for user in value.users)
     return all(id(user) in inside or user.made_by == STACKED for user in users)

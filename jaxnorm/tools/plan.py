@@ -55,7 +55,8 @@ def implementation_for(
 
     Args:
       function: name of a public function, such as ``"add_rms_norm"``.
-      shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, those of a shard.
+      shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, the shape of a
+        shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
         default device. (A real call uses the platform for which its program is lowered.)
       arguments: further arguments of the function, by name. Arrays, such as ``scale``, may be given
@@ -66,9 +67,10 @@ def implementation_for(
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; ``print`` it
-      for two lines of text. XLA computes all matmuls. The plan of ``"rms_norm_linear"`` is that of
-      its norm, unless ``implementation="mosaic"`` requests the kernel that fuses the norm and the
-      matmul in the forward pass. The plan of a linear loss is that of the loss of a chunk's logits.
+      for two lines of text. XLA computes all matmuls. The plan of ``"rms_norm_linear"`` is the plan
+      of its norm, unless ``implementation="mosaic"`` requests the kernel that fuses the norm and
+      the matmul in the forward pass. The plan of a linear loss is the plan of the function that
+      computes the loss of a chunk's logits.
 
     Raises:
       TypeError, ValueError: as for the function; also for an unknown function or platform.
@@ -128,7 +130,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # One kernel computes norm and matmul. Its function has checked the name.
+        if first is None:  # rms_norm_linear, which has checked `name`
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 
@@ -143,10 +145,10 @@ def functions() -> tuple[str, ...]:
 def _of_linear_logits(
     function: str, x: jax.ShapeDtypeStruct, arguments: dict[str, Any], platform: str
 ) -> Plan:
-    """Return the plan of a linear loss: that of the loss of one chunk's logits.
+    """Return the plan of a linear loss: how the loss of one chunk's logits is computed.
 
-    The logits are float32 (float64 for float64 operands). For the cross-entropy, they have x's
-    dtype or the argument ``dtype``.
+    The logits are float32 (float64 for float64 operands). For the cross-entropy, their dtype is the
+    argument ``dtype`` or, by default, x's dtype.
     """
     weight = arguments["weight"]
     of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)
@@ -185,7 +187,7 @@ def calls_in(jaxpr: Any) -> Iterator[Call]:
 def _required(
     call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Return abstract arrays for a function's required operands that `arguments` does not have."""
+    """Return abstract arrays for the required operands that are missing in `arguments`."""
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}

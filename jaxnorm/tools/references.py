@@ -33,9 +33,9 @@ def softmax(
     scale: float = 1.0,
     causal: bool = False,
 ) -> Results:
-    """Return ``y = exp(z) / sum exp(z)`` for ``z = scale x + bias``, or log(y), and the gradients.
+    """Return the softmax of ``z = scale x + bias``, or its logarithm, and the gradients.
 
-    The operands x, bias and where are in `given`.
+    `given` has the operands x, bias and where. If `log` is True, the result is the logarithm.
     """
     x, (d,) = given["x"], cotangents
     mask = np.broadcast_to(given.get("where", True), x.shape)
@@ -67,7 +67,10 @@ def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = Fals
 
 
 def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
-    """Return the logits' gradient, given y, the softmax or its logarithm, and d, y's cotangent."""
+    """Return the gradient of the logits.
+
+    `y` is the softmax or, if `log` is True, its logarithm. `d` is the cotangent of y.
+    """
     return d - exp(y) * total(d, axes) if log else y * (d - total(d * y, axes))
 
 
@@ -114,7 +117,7 @@ class Norm:
         return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
 
     def backward(self, dy: Any, saved: Any = None) -> dict[str, Any]:
-        """Return the gradients, computed from y as it was saved, or from x if `saved` is None."""
+        """Return the gradients, computed from `saved` (the rounded y) or, if it is None, from x."""
         x_hat = self.x_hat
         if saved is not None:
             x_hat = (saved - self.bias if self.bias is not None else saved) / self.scale
@@ -206,9 +209,10 @@ class Rotation:
         self.partner[first], self.partner[second] = second, first
 
         def along(table: Any, of_first: float, of_others: float) -> Any:
-            """Expand a table to one value per column, which is `of_others` in unrotated columns.
+            """Expand a table, which has one value per pair of columns, to one value per column.
 
-            The values of the first columns of pairs are multiplied by `of_first`.
+            In the first column of each pair, the value is multiplied by `of_first`. The value of
+            columns that are not rotated is `of_others`.
             """
             if isinstance(table, Bounded):
                 return Bounded(along(table.value, of_first, of_others), along(table.error, 1, 0))
@@ -326,7 +330,7 @@ def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool 
 
 
 def _divergence(x: Bounded, teacher: Bounded, *, reverse: bool) -> tuple[Bounded, Bounded]:
-    """Return the divergence of each row, (..., 1), and its gradient with respect to logits x."""
+    """Return the rows' divergences, an array (..., 1), and their gradients with respect to x."""
     log_q, log_p = (_log_softmax(logits) for logits in (x, teacher))
     if not reverse:
         return (log_p.exp() * (log_p - log_q)).sum(), log_q.exp() - log_p.exp()
@@ -422,7 +426,7 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
 def _log_probs(
     x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
 ) -> tuple[list[Bounded], Bounded]:
-    """Return log-probability and entropy of each row, (..., 1), and the gradient of logits x."""
+    """Return the rows' log-probabilities and entropies, arrays (..., 1), and x's gradient."""
     loss, slope = _losses(x, labels)
     shifted = x - x.at(x.value.argmax(-1))
     exponentials = shifted.exp()
@@ -436,7 +440,7 @@ def _log_probs(
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
-    """Return the cross-entropy of each row, (..., 1), and its gradient with respect to logits x."""
+    """Return the rows' cross-entropies, an array (..., 1), and the gradients with respect to x."""
     largest = x.at(x.value.argmax(-1))
     lse = (x - largest).exp().sum().log() + largest
     one_hot = np.arange(x.value.shape[-1]) == labels[..., None]
@@ -465,8 +469,8 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # cos and sin are never both 0, because that rotation has no inverse. As in YaRN, cos^2 +
-        # sin^2 is not 1.
+        # cos and sin are never both 0, because such a rotation would have no inverse. As in YaRN,
+        # cos^2 + sin^2 is not 1.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

@@ -1,10 +1,11 @@
-"""Running error analysis: arrays in float64, each with a bound on the error of computing it.
+"""Running error analysis: float64 arrays with a bound on the error of each element.
 
-A formula that is evaluated on such arrays gives its value, and a bound on the error of evaluating
-it in an arithmetic with roundoff u, in any order. The error of an operation is the sum of two
-errors. One is the error of its operands, propagated to first order. The other is its own rounding
-error: a few u, relative to the result. For a sum of n terms, it is about sqrt(n) u times the sum
-of the terms' magnitudes, because rounding errors add up like a random walk.
+If a formula is evaluated with such arrays, the result is its value and an error bound. The bound
+applies to an evaluation of the formula in an arithmetic with roundoff u, in any order. The error of
+an operation is the sum of two errors. One is the error of its operands, propagated to first order.
+The other is its own rounding error: a few u, relative to the result. For a sum of n terms, the
+rounding error is about sqrt(n) u times the sum of the terms' magnitudes, because rounding errors
+add up like a random walk.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
@@ -41,7 +42,7 @@ class Bounded:
     error: np.ndarray
     unit: float = 2.0**-24
 
-    __array_ufunc__ = None  # For ``array * bounded``, NumPy then calls this class's `__rmul__`.
+    __array_ufunc__ = None  # makes ``array * bounded`` call `Bounded.__rmul__`
 
     @classmethod
     def exact(cls, array: np.ndarray) -> "Bounded":
@@ -111,7 +112,7 @@ class Bounded:
         return total * (total.value.size / self.value.size)
 
     def exp(self) -> "Bounded":
-        # exp(x) is computed as 2^(x / log 2), whose argument is rounded once more.
+        # exp(x) is computed as 2^(x / log 2), so the quotient is rounded as well.
         error = self.error + _SAFETY * self.unit * np.abs(self.value)
         value = np.exp(self.value)
         return self._rounded(value, value * np.expm1(error))
@@ -125,7 +126,7 @@ class Bounded:
         return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
 
     def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
-        """Return the array with elements replaced by `fill`, exactly, where the mask is False."""
+        """Replace elements where the mask is False by `fill`, with an error bound of 0."""
         return dataclasses.replace(
             self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
         )
@@ -141,7 +142,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def stored(self, dtype: str) -> "Bounded":
-        """Return the array with the error of rounding it to `dtype`, as when it is stored."""
+        """Return the array with larger bounds, which include an error of rounding to `dtype`."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
         return dataclasses.replace(self, error=self.error + rounding)
@@ -192,7 +193,7 @@ def kept(x: Any, mask: np.ndarray, fill: float = 0) -> Any:
 def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
     """Return the maximum over some axes, which have size 1 in the result.
 
-    Elements where the mask is False are ignored. If all elements are, the result is 0.
+    Elements where the mask is False are ignored. If all elements are ignored, the result is 0.
     """
     axes = _axes(axes)
     among = np.where(mask, x.value if isinstance(x, Bounded) else x, -np.inf)

@@ -1,7 +1,7 @@
 """``python -m jaxnorm --check``: test every public function, forward and backward, on this machine.
 
-Values and gradients are compared with those of `references`. An error is divided by its bound, so
-that a quotient above 1 means a wrong result.
+Results and gradients are compared with the results and gradients of `references`. An error is
+divided by its bound, so that a quotient above 1 means a wrong result.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETE
 
 DTYPES = ("float32", "bfloat16")
 _WORKERS = min(8, os.cpu_count() or 1)
-# The platforms on which cases run in several processes instead of threads: kernels are lowered in
-# Python, which runs one thread at a time. (Only one process can use a TPU.)
+# The platforms on which cases run in several processes. Threads would not help, because kernels are
+# lowered in Python, which runs one thread at a time. (Only one process can use a TPU.)
 _IN_PROCESSES = {"cuda"}
 # XLA's options for each platform. They skip the autotuning of matmuls, which takes time and does
 # not affect correctness.
@@ -56,7 +56,7 @@ class Case:
       shapes: shapes of the operands, by name.
       options: other arguments of the function. The reference takes them as well, except for
         ``implementation``.
-      note: short text that distinguishes the case from others of the function.
+      note: short text that distinguishes the case from the function's other cases.
     """
 
     function: str
@@ -88,7 +88,7 @@ def _norm(function: str) -> tuple[Case, ...]:
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
-    """Return the cases of a norm with a rotation, of all columns and of half of them."""
+    """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
     _, length, _, cols = _HEADS
 
     def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
@@ -240,7 +240,7 @@ def _pool() -> Executor:
 
 
 def _start(platform: str) -> None:
-    """Initialise a worker process, which raises an error if JAX does not find `platform`."""
+    """Initialise a worker process so that it raises an error if JAX does not find `platform`."""
     jax.config.update("jax_platforms", platform)
 
 
@@ -291,7 +291,7 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return a case's operands in `dtype`, and its operands and cotangents in float64, by name."""
+    """Return a case's arrays in `dtype`, and its operands and its cotangents in float64."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
@@ -313,9 +313,9 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: transformation of the function that runs both passes, for tests under `jax.vmap` or on a
-        mesh.
-      read: function that extracts the original array from an array of the transformed function.
+      form: function that wraps the function that runs both passes, for tests under `jax.vmap` or on
+        a mesh.
+      read: function that extracts the original result from a result of the wrapped function.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -325,7 +325,7 @@ def check(
         implementations = _implementations(both.trace(operands).jaxpr)
         try:
             results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
-        except Exception as error:  # A kernel that does not compile or start is also an outcome.
+        except Exception as error:  # report a kernel that does not compile or start
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
     expected, expected_gradients = case.reference(

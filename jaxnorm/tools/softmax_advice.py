@@ -1,24 +1,24 @@
-"""Advice on softmaxes: jaxnorm's softmax saves only its result, but no exponentials or masks."""
+"""Advice on softmaxes: jaxnorm's softmax saves its result, but no exponentials and no masks."""
 
 from collections.abc import Iterator, Sequence
 
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
-#: Primitives that this module recognises, besides those in `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
 def softmaxes(program: Program) -> Iterator[Advice]:
-    """Recognise a softmax of which the result, or a copy of it for a matmul, is saved.
+    """Recognise a softmax whose result, or a copy of the result for a matmul, is saved.
 
-    On the left is such code, on the right the replacement or its option.
+    On the left is such code, on the right its replacement, or the option to use.
 
     ::
 
         p = softmax(logits)                                      jaxnorm.softmax: saves p
         p = softmax(where(mask, logits, -inf))                   where=mask, or causal=True
-        y = einsum(..., p.astype(bfloat16), v)                   dtype=bfloat16: saves that p
+        y = einsum(..., p.astype(bfloat16), v)                   dtype=bfloat16: saves the cast p
         y = einsum(..., p.reshape(batch, length, groups, ...))   reshape, or transpose, the logits
         p = jaxnorm.softmax(where(mask, logits, -inf))           where=mask, or causal=True
 
@@ -67,7 +67,7 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Return the softmax of which these are the exponentials, or None.
+    """Return the softmax that is computed from these exponentials, or None.
 
     It is the result of the division of the exponentials by their sum.
     """
@@ -80,11 +80,11 @@ def _quotient(exponential: Value) -> Value | None:
 
 
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
-    """Return the chain of copies from a softmax's result to the copy that is saved, or None.
+    """Return the arrays from a softmax's result to the copy of it that is saved, or None.
 
     A copy is a cast, a reshape or a transpose. The advice is to apply the same copies to the logits
     instead, so that the softmax returns the saved array. This is not possible, and the result is
-    None, if an array in the chain has other users, or if a reshape changes the softmax's axis.
+    None, if one of these arrays has other users, or if a reshape changes the softmax's axis.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:

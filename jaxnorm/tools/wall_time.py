@@ -1,8 +1,8 @@
 """Wall times of a few calls, compared with plain JAX, for ``python -m jaxnorm --check`` on a GPU.
 
-A time is that of a jitted program, run many times in a row, and includes the launch by the host. It
-is less accurate than the kernel times of the repository's benchmarks, and overestimates the time of
-programs that take less than 50 us.
+A time is measured for a jitted program that runs many times in a row, and includes the launch by
+the host. Such times are less accurate than the kernel times of the repository's benchmarks. For
+programs that take less than 50 us, they are too long.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Timed:
         return jax.jit(both)
 
     def cotangents(self, operands: Operands, constants: Operands) -> Any:
-        """Return cotangents of ones, as operands of the program.
+        """Return cotangents that consist of ones, to be passed to the program as operands.
 
         They are not constants of the program, because XLA would simplify its code for constants.
         """
@@ -97,10 +97,10 @@ CALLS = (
 
 
 def report() -> str:
-    """Return a table of times of jaxnorm's default and of plain JAX, forward plus backward.
+    """Return a table that compares the times of jaxnorm's default and of plain JAX.
 
-    For calls that Triton runs by default, the last column has the earlier measured speed-up that
-    made Triton the default.
+    A time includes the forward and the backward pass. If Triton runs a call by default, the last
+    column has the speed-up that made Triton the default, as it was measured earlier.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # Compile all programs before the first timing.

@@ -110,14 +110,14 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     if spec.norm.scale_dtype is not None:
         shape = parameter_shape(spec.norm.scale_groups, spec)
         scale = rng.normal(1, 0.5, shape).astype(spec.norm.scale_dtype)
-        scale[..., ::7] = 0  # replaced by a floor, if the dtype's range allows it
+        scale[..., ::7] = 0  # The forward replaces 0 by a floor, if y's dtype has enough range.
         y = y * of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
     if spec.norm.bias_dtype is not None:
         bias = rng.normal(0, 1, parameter_shape(spec.norm.bias_groups, spec)).astype(
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            bias[..., ::7] = 0  # With a bias, rounding y would lose x_hat times the floor.
+            bias[..., ::7] = 0  # Next to a nonzero bias, y would lose x_hat times the floor.
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
@@ -151,8 +151,11 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 
 
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
-    """Return `call` under `jax.jit`. `blocks` is only a key of the cache `_program_once`."""
-    del blocks  # The kernel reads the function from its module.
+    """Return `call` under `jax.jit`.
+
+    `blocks`, the function that sets the number of blocks, is only a part of the cache's key.
+    """
+    del blocks  # The kernel looks it up in its own module.
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 

@@ -36,7 +36,10 @@ class Case:
     schedule: Any
 
     def schedule_for(self, *dtypes: np.dtype | None) -> Any:
-        """Return the schedule with the largest vector for these dtypes, unless its vector is 1."""
+        """Return the schedule with a `vector` of 16 bytes of the widest dtype.
+
+        A schedule whose vector is 1 is returned unchanged.
+        """
         if self.schedule.vector == 1:
             return self.schedule
         widest = max(dtype.itemsize for dtype in dtypes if dtype is not None)
@@ -56,7 +59,7 @@ CASES = (
     Case("split_row_tail", 2, 2571, ForwardSchedule("split_row", 1, warpgroups=4)),
     Case(
         "pipelined_tile",
-        11,  # 3 groups of 4 rows, the last overlaps: 2 in the first block, 1 in the second
+        11,  # Three tiles of 4 rows; the third one overlaps. The first block has two.
         512,
         ForwardSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
@@ -273,7 +276,10 @@ def residual_reference(
 
 
 def of_rows(param: np.ndarray | None, rows: int) -> np.ndarray | None:
-    """Return a parameter of groups of rows with one row for each row of x."""
+    """Expand a parameter of shape (groups, columns) to (rows, columns), or return it unchanged.
+
+    A vector is shared by all rows, and None is an absent parameter. Both are returned unchanged.
+    """
     if param is None or param.ndim == 1:
         return param
     return np.repeat(param, rows // len(param), axis=0)

@@ -22,7 +22,10 @@ def interpret(call: Call, *arrays: Any) -> list[jax.Array]:
 
 
 def interpreted(op: str) -> Any:
-    """Return the public function, differentiable, with its kernels running in the interpreter."""
+    """Return softmax or log_softmax with its kernels running in the interpreter.
+
+    Like the public function, it can be differentiated.
+    """
 
     def function(
         x: Any,

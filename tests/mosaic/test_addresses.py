@@ -89,7 +89,10 @@ def test_axes_that_are_not_counted():
 
 
 def test_threads_side_by_side_take_one_term():
-    """The address of adjacent vectors takes one term, ``thread % 128 * vector``, so it is cheap."""
+    """If all threads load adjacent vectors, the address is one term: ``thread % 128 * vector``.
+
+    The fewer terms an address has, the cheaper it is to compute.
+    """
     places = mgpu.places(warps_layout(8).to_mgpu(), (4, 256), (256, 1))
     assert places.terms == ((1, 128, 8),)
     assert places.registers == (0,)

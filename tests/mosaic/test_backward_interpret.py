@@ -40,7 +40,10 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _two(spec: Spec, schedule: Any) -> int:
-    """Return 2. All tests use this one function, so that they share compiled programs."""
+    """Return 2, the number of blocks.
+
+    All tests use this one function, because it is a part of the key of the cache of programs.
+    """
     return 2
 
 
@@ -146,7 +149,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# The two calls alternate over the schedules, so each kind of schedule runs both.
+# Schedules alternate between the two calls, so both run with each kind of schedule.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -156,7 +159,10 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     ],
 )
 def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
-    """dh is added to dx in x's dtype, which may be wider than saved and dy, with one rounding."""
+    """The kernel adds h's cotangent dh to dx and rounds once, to x's dtype.
+
+    x's dtype may be wider than the dtypes of the saved array and of dy.
+    """
     spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, adds_dh=True)
     check(spec, case.schedule_for(x, y), *make_operands(spec))
 
@@ -181,8 +187,8 @@ def test_dtypes_of_dh(
     check(spec, case.schedule_for(x, y), *make_operands(spec))
 
 
-#: Cases (schedule, groups, rows per group): rows that are not a multiple of the blocks or of the
-#: rows of a step, and groups of exactly one step.
+#: Schedule, groups, and rows per group. In some cases the blocks, or the rows of a step, do not
+#: divide the rows of a group. In others a group is exactly one step.
 GROUPED = [
     ("ring", 3, 5),
     ("ring_two_stages", 2, 3),
@@ -286,7 +292,10 @@ def test_float16_has_no_floor() -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("name", ["ring_two_warpgroups_tail", "rows_ring"])
 def test_float16_that_overflows(name: str, op: str) -> None:
-    """An infinite y whose cotangent is 0 (as before a tanh) does not affect the rest of its row."""
+    """An infinite y whose cotangent is 0 does not affect the rest of its row.
+
+    The cotangent is 0 if, for example, a tanh follows.
+    """
     case = BY_NAME[name]
     spec = make_spec(op, case.rows, case.cols, F32, F16)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -323,8 +332,9 @@ def no_races(spec: Spec, case: Case) -> bool:
     return not interpret_pallas_call.get_races().races_found
 
 
-# Both kinds of loop store both gradients if the residual is float32 and x is not. For other dtypes,
-# x's gradient is cast outside the kernel, and one kind of loop per combination is enough.
+# There are two kinds of loop over rows (`ring` and `rows_ring`). If the residual is float32 and x
+# is not, the kernel itself stores both gradients, so both kinds run. For other dtypes, x's gradient
+# is cast outside the kernel, so one kind suffices.
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [
@@ -337,7 +347,10 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, both gradients are dh: the residual's in h's dtype, x's in x's."""
+    """For h = x + residual, x and the residual have the same gradient, the gradient of h.
+
+    It is stored in h's dtype for the residual, and in x's dtype for x.
+    """
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
     spec = changed(plain, op="add_norm", x_dtype=x, residual_dtype=residual)

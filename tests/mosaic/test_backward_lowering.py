@@ -37,7 +37,10 @@ MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
 def mixed(cases: Sequence[Case]) -> list[Any]:
-    """Return each case with two combinations of dtypes; the first of a kind with all of them."""
+    """Return each case with two combinations of dtypes.
+
+    The first case of each type of schedule gets all combinations.
+    """
     kinds: set[type] = set()
     found = []
     for i, case in enumerate(cases):
@@ -260,7 +263,8 @@ class Device:
     shared_memory_per_block_optin: int = HOPPER.smem
 
 
-CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})  # size: count, of two GPUs
+# For each of two GPUs, a dict from a cluster size to the number of clusters that fit.
+CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})
 
 
 def test_clusters_are_those_that_all_gpus_of_the_process_run(monkeypatch) -> None:

@@ -42,7 +42,10 @@ from jaxnorm_kernels.specs import Spec
 
 
 def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.dtype) -> Spec:
-    """Return the spec of a call on ``(outer, cols, inner)``, with parameters per inner element."""
+    """Return the spec of a norm of an array ``(outer, cols, inner)`` over its middle axis.
+
+    Each inner element has its own parameters.
+    """
     spec = cases.make_spec(op, outer * inner, cols, dtype, dtype)
     return changed(spec, inner=inner, inner_params=True)
 
@@ -169,7 +172,10 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
-    """Yield a process for each GPU: a process keeps the architecture of its first compilation."""
+    """Yield a separate process for each GPU.
+
+    A process can compile for only one architecture: that of its first compilation.
+    """
     spawn = multiprocessing.get_context("spawn")
     pools = {capability: ProcessPoolExecutor(1, spawn) for capability in CONFIGS}
     yield pools
@@ -238,8 +244,8 @@ def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
-        # A block would need 256 KiB of each of two arrays. This takes clusters of 16 or more shared
-        # memory.
+        # A block without a cluster would need 256 KiB for each of two arrays. Such rows need
+        # clusters of at least 16 blocks, or more shared memory.
         assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
     if spec.direction == "bwd" and spec.is_norm and spec.cols == 1001:
@@ -294,7 +300,7 @@ def norm_backwards() -> Iterator[Spec]:
 
 @pytest.mark.parametrize("gpu", [B200, RTX_5090], ids=["B200", "RTX 50"])
 def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
-    """As many blocks per SM as scheduled fit into its shared memory."""
+    """The scheduled number of blocks per SM fits into the SM's shared memory."""
     for spec in norm_backwards():
         schedule = norm_backward.norm_schedule(spec, gpu)
         if not isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
@@ -323,7 +329,7 @@ def test_strips_fit_shared_memory_of_99_kib() -> None:
             held = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays if hasattr(a, "dtype"))
             assert held + 1024 <= RTX_5090.smem
             assert strips.cluster <= 8
-    assert refused < 1000  # of 1620 calls
+    assert refused < 1000  # The loop above has 1620 calls.
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,9 @@ ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COL
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 IMAGES, CHANNEL = ((32, 1024, 32, 8), "bfloat16"), ((32, 1, 8), "float32")
 
-# For each block: the function, its operands, the indices of its distinct gradients, and how many
-# fusions over arrays of x's size XLA may add (an addition that the code has before the norm).
+# Values: the function, its operands, the indices of its distinct gradients, and the number of
+# fusions over arrays of x's size that XLA may add. "unchanged code" has one such fusion, for its
+# own addition before the norm.
 BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, [ROW, ROW, COLUMN], [0, 2], 0),
     "add_layer_norm": (jaxnorm.add_layer_norm, [ROW, ROW, COLUMN, COLUMN], [0, 2, 3], 0),

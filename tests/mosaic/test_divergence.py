@@ -71,8 +71,8 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# Widths of full steps, with a partial last step, of unaligned rows, and of rows with less than 16
-# bytes per thread; and different dtypes of logits and teacher.
+# The widths give: full steps, a partial last step, unaligned rows, and rows with less than 16 bytes
+# per thread. Logits and teacher have equal or different dtypes.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
@@ -89,7 +89,7 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
 def test_values(cols, dtype, teacher_dtype, schedule, reverse):
     """Values and gradients are within their bounds.
 
-    There are more unaligned rows than offsets within a 16-byte word at which a row can start.
+    Unaligned rows may start at up to 8 offsets within a 16-byte word. The nine rows have them all.
     """
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
     d = jnp.linspace(-1, 2, len(x))

@@ -160,10 +160,10 @@ def check(spec: Spec, schedule: Any) -> None:
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Yield each schedule with one combination of options, and a fast schedule with all.
+    """Yield each schedule with one combination of options, and one fast schedule with all of them.
 
-    This is enough, because the loops over rows do not depend on the formula, and each kind of loop
-    has several schedules.
+    One combination per schedule suffices: the loops over rows do not depend on the formula, and
+    each kind of loop has several schedules.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:
@@ -173,8 +173,8 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # The first option's values alternate in pairs, because `cases` lists two schedules of each
-        # kind in a row.
+        # `cases` lists two schedules of each kind in a row. So the value of the first option
+        # changes after every second case.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)
@@ -204,7 +204,10 @@ RINGS = (
 
 
 def check_both(family: str, **given: Any) -> None:
-    """Check the forward with parameters loaded first and last, and the backward with both loops."""
+    """Check the forward and the backward with different loops over rows.
+
+    The forward loads parameters before or after x. The backward runs both kinds of loop.
+    """
     if "fwd" in FAMILIES[family].directions and "adds_dh" not in given:
         for row_tile in ROW_TILES if family == "scaled sum" else ROW_TILES[:1]:
             check(FAMILIES[family].spec("fwd", 16, 440, **given), row_tile)
@@ -268,7 +271,10 @@ def test_gates_of_all_sizes(activation: str) -> None:
     ids=str,
 )
 def test_two_norms_in_float16_that_overflow(rows: int, cols: int, schedule: Any) -> None:
-    """If its cotangent is 0 (as before a tanh), an infinite y acts like the largest number."""
+    """An infinite y whose cotangent is 0 acts like the largest finite number.
+
+    The cotangent is 0 if, for example, a tanh follows.
+    """
     spec = FAMILIES["two norms"].spec("bwd", rows, cols, mix=(F32, F32, F16))
     *_, (x, saved, *others, dy, dh) = norms.backward_operands(spec)
     dy = dy.at[1, 5].set(0)
@@ -311,7 +317,10 @@ def test_activations_of_groups_of_channels(
 
 
 def lowered_cases() -> Iterable[Any]:
-    """Yield each shape with alternating combinations of options (scaled sums: of dtypes)."""
+    """Yield each shape with alternating combinations of options.
+
+    For the family "scaled sum", combinations of dtypes alternate instead.
+    """
     for family, of in FAMILIES.items():
         times = {"activation": 1, "scaled sum": 3}.get(family, 2)
         for i, shape in enumerate([*of.shapes] * times):

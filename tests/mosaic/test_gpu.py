@@ -68,7 +68,10 @@ def relative_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
 
 
 def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 3) -> None:
-    """Assert that the results differ from XLA's by at most two roundings and the order of sums."""
+    """Assert that the results agree with XLA's.
+
+    They may differ because each side rounds once, and because sums are added in different orders.
+    """
     operands = workload.operands(0)
     expected = jax.tree.leaves(jax.jit(workload.function(xla))(*operands))
     function = jax.jit(workload.function(implementation))
@@ -94,7 +97,8 @@ def test_large_arrays(op, rows, cols, direction, dtype):
     assert_like_xla(KernelWorkload(op, direction, rows, cols, dtype, dtype), mosaic)
 
 
-# A block of each kind, with gradients. A plain norm next to an addition runs the same kernels.
+# Each kind of block, with its gradients. The block "x + norm(x)" is omitted: it runs the kernels of
+# a norm.
 BLOCKS = [
     pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
     for block in blocks.grid(
@@ -123,10 +127,10 @@ def test_large_blocks(workload):
 
 
 def test_no_copy_overtakes_a_read():
-    """An asynchronous copy overwrites a row in shared memory only after it has been read.
+    """An asynchronous copy overwrites a row in shared memory only after all threads have read it.
 
-    Such a copy is fastest when its source is in the L2 cache. With a barrier instead of a fence,
-    145 to 191 rows were wrong in each of 15 calls (H200).
+    This needs a fence. With a barrier in its place, 145 to 191 rows were wrong in each of 15 calls
+    on an H200. The test uses data in the L2 cache, from which such a copy is fastest.
     """
     workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
     schedule = dataclasses.replace(choose(workload.spec), slots=1, tiles=2, rereads=False)

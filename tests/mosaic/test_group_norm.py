@@ -1,9 +1,9 @@
 """Norms of arrays ``(outer, cols, inner)`` over cols and groups of neighbouring inner elements.
 
 GroupNorm with channels last is such a norm; its parameters belong to inner elements. A block of a
-kernel processes a *strip*: all columns of some inner elements. The references use the same array as
-rows. The interpreter models neither layouts nor clusters, so calls whose strips are shared by a
-cluster are only lowered, compiled, and run on a GPU.
+kernel processes a *strip*: all columns of some inner elements. The references normalise rows, so
+the tests transpose arrays for them. The interpreter models neither layouts nor clusters, so calls
+whose strips are shared by a cluster are only lowered, compiled, and run on a GPU.
 """
 
 import functools
@@ -150,8 +150,9 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
             within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
 
 
-#: Strips with overlapping columns or inner elements, with loops, and shared by warpgroups. Groups
-#: are a part of a thread's vector, one vector, or the vectors of several threads.
+#: The cases cover strips that overlap in columns or in inner elements, strips that are processed in
+#: a loop, and strips shared by warpgroups. A group is a part of a thread's vector, one vector, or
+#: the vectors of several threads.
 STRIPS = {
     "a_vector": Strips(1, 37, 32, 4, 8, group=4),
     "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
@@ -163,10 +164,11 @@ STRIPS = {
     "two_warpgroups": Strips(1, 72, 32, 4, 8, warpgroups=2),
     "wide": Strips(1, 9, 64, 4, 16),
     "narrow": Strips(1, 64, 16, 4, 4),
-    # Without overlap, for the race detector: overlapping strips store equal values twice.
+    # For the race detector, strips do not overlap. Overlapping strips store equal values twice,
+    # which the detector would report.
     "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
-    # Groups that are not a power of 2. Strips overlap: they have 32 inner elements, of which whole
-    # groups use 30 or 24.
+    # Groups whose size is not a power of 2. A strip has 32 inner elements, but only 30 or 24 of
+    # them form complete groups. So neighbouring strips overlap.
     "ten": Strips(2, 37, 80, 2, 16, group=10),
     "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
     "twenty": Strips(3, 21, 40, 4, 8, group=20),
@@ -285,7 +287,7 @@ def test_shared_memory(dtype: Any, direction: str) -> None:
             used = sum(
                 math.prod(s.shape) * s.dtype.itemsize
                 for s in scratch
-                if hasattr(s, "shape") and s.dtype != np.uint32  # cluster barriers: see below
+                if hasattr(s, "shape") and s.dtype != np.uint32  # not barriers
             )
             assert used + 1024 <= MOST_SHARED_BYTES  # 1024 bytes for barriers and for Mosaic itself
 
@@ -455,7 +457,10 @@ SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 
     "sizes", [*SIZES, *UNEVEN, *SINGLE, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str
 )
 def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
-    """Results and gradients agree with XLA's, up to two roundings each and the order of sums."""
+    """Results and gradients agree with XLA's.
+
+    They may differ because each side rounds once, and because sums are added in different orders.
+    """
     outer, cols, inner, groups = sizes
     keys = jax.random.split(jax.random.key(0), 4)
     shape, param = (outer, cols, groups, inner // groups), (groups, 1, inner // groups)

@@ -77,10 +77,11 @@ RESIDUAL_CALLS = [
 
 
 def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case]]:
-    """Return each case with every other call, so that each kind of schedule runs every call.
+    """Return each case with every second call, so that each kind of schedule runs every call.
 
-    `CASES` lists a schedule with rows that divide evenly next to one with overlapping rows. In
-    alternate pairs, the former takes the calls with even indices or with odd ones.
+    `CASES` has pairs of schedules of one kind: with rows that divide evenly, and with overlapping
+    rows. One of the pair runs the calls with even indices, and the other the rest. Which of them
+    runs the even ones alternates from pair to pair.
     """
     found = [
         (call, case)
@@ -95,7 +96,7 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     return found
 
 
-# Overlapping rows run all of these operations in `test_residual_variants`.
+# `test_residual_variants` runs all of these calls with overlapping rows.
 @pytest.mark.parametrize(
     ("op", "x", "residual", "y", "case"),
     [
@@ -141,7 +142,7 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
 def test_groups_of_rows(op: str, case: Case) -> None:
     """Values are correct if each group of rows has its own scale or bias.
 
-    Neither a tile nor the rows that a block processes may span two groups.
+    The schedule must ensure that no tile and no block processes rows of two groups.
     """
     schedule, groups = dataclasses.replace(case.schedule_for(F32), params_first=True), 3
     rows = 2 * schedule.rows * max(1, schedule.tiles)
@@ -229,9 +230,9 @@ def test_variance_of_large_means(case: Case) -> None:
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16, F32], ids=str)
 def test_scale_floor(y_dtype: np.dtype) -> None:
-    """A scale near 0 is replaced by a floor, so that x_hat can be recovered from y; not in float16.
+    """A scale near 0 is replaced by a floor, so that x_hat can be recovered from y.
 
-    float16's range is too small for this.
+    For a float16 y there is no floor, because float16's range is too small.
     """
     case = BY_NAME["warpgroup_row"]
     spec = make_spec("rms_norm", case.rows, case.cols, F32, y_dtype)

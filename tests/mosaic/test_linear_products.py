@@ -1,7 +1,7 @@
 """Functions of linear logits, compiled by XLA for an H100: matmuls and memory traffic.
 
-The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS; on a real GPU it may choose Triton's
-matmuls if they are faster. These fuse the same sum.
+The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS here. On a real GPU it may choose
+Triton's matmuls if they are faster, which can also add to their output (`test_products`).
 """
 
 import re
@@ -52,7 +52,10 @@ def compiled(
     ids=["mean", "none", "log_prob", "rows that chunks do not divide"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
-    """There are 3 matmuls (4 without a reduction); one accumulates into its output in place."""
+    """A loss with gradients runs 3 matmuls, or 4 if it has no reduction.
+
+    One of them, for the weight's gradient, adds its result to its output in place.
+    """
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
     products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
@@ -79,16 +82,16 @@ def test_products(compiler: Compiler, reduction, rows, options):
 
 
 def test_dlogits_take_the_logits_place(compiler: Compiler):
-    """The gradient of the logits overwrites the logits, and the weight's a donated weight."""
+    """Gradients overwrite arrays: the logits, and the weight if it is donated."""
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
-    workspace = 2**26  # for cuBLAS and for arrays with one number per row
+    workspace = 2**26  # bytes, for cuBLAS and for arrays with one number per row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
 
 
 def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
-    """A default chunk has as many rows as the weight; a smaller chunk takes as much memory."""
+    """A larger chunk needs no more memory, up to the default of as many rows as the weight has."""
     default, fewer = (
         compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
         for options in ({}, CHUNKS)

@@ -116,8 +116,8 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
     assert_within(dx[:, :classes], expected.gradient(*d), expected.gradient_bound(*d))
 
 
-# Widths of full steps, with a partial last step, of unaligned rows, and of rows with less than 16
-# bytes per thread.
+# The widths give: full steps, a partial last step, unaligned rows, and rows with less than 16 bytes
+# per thread.
 @pytest.mark.parametrize(
     ("op", "cols", "dtype", "schedule", "options"),
     [
@@ -145,7 +145,7 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
 def test_values(op, cols, dtype, schedule, options):
     """Values and gradients are within their bounds.
 
-    There are more unaligned rows than offsets within a 16-byte word at which a row can start.
+    Unaligned rows may start at up to 8 offsets within a 16-byte word. The nine rows have them all.
     """
     check(op, *operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
 
@@ -191,7 +191,7 @@ def test_labels(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_classes_that_are_masked_by_the_lowest_number(dtype):
-    """Classes may be masked by the dtype's lowest number, even if a thread loads nothing else."""
+    """Classes may be masked by the dtype's lowest number, even all classes that a thread loads."""
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
@@ -270,7 +270,8 @@ def test_units_cover_a_row(cols, vector):
         assert (row * cols + first) % units.vector == 0
         assert 0 <= first <= first + units.body <= cols
         assert units.body >= units.width
-        # The unaligned ends of a row have the elements that the aligned body does not have.
+        # A row has unaligned ends exactly if the aligned part (`body`) does not contain all
+        # elements.
         assert units.has_edges == (units.body < cols)
         assert first < 128
         assert cols - first - units.body < 128
@@ -390,9 +391,9 @@ def test_registers(cols, dtype, op, options, registers, compiler):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @each_loss
 def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
-    """On a GPU, the only new array of the logits' size is the gradient.
+    """On a GPU, the logits' gradient is the only array of their size that a program allocates.
 
-    By default the program is two kernels; XLA's code is fusions.
+    By default the program is two kernels. With implementation="xla" it consists of fusions.
     """
     options = SMOOTHED if op == CE else {}
     function = functools.partial(

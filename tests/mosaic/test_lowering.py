@@ -74,7 +74,10 @@ def test_residuals_lower(op: str, case: Case, dtypes: tuple[np.dtype, ...]) -> N
 
 
 def test_a_layout_that_does_not_fit_is_found() -> None:
-    """Lowering rejects a layout that does not fit, so the test above can fail."""
+    """Lowering rejects a layout that does not fit an operation.
+
+    So the test above would detect it.
+    """
     spec = make_spec("softmax", 4, 512, BF16, BF16)
     with pytest.raises(ValueError, match="holds rows of"):
         lower(spec, schedule=ForwardSchedule("warpgroup_row", 8))

@@ -19,13 +19,14 @@ from jax._src.lib.mlir import ir
 
 import jaxnorm
 
-# The maximum number of operations of forward and backward together. Measured with jax 0.12.0 on an
-# idle core of a server (`python -m benchmarks.run compile`): tracing and lowering take 0.07 to 0.09
-# ms per operation of these modules, for any function. Compiling both passes for an H100 takes
-# another 0.4 to 1 s. A GPU's host with a process on every other core takes up to twice as long. A
-# first call may take 4 s, which allows about 16000 operations. jax 0.11.2 takes 2 to 2.5 times as
-# long for unaligned rows, because its layout inference prints operations in order to sort
-# constraints.
+# The maximum number of operations of forward and backward together. A first call may take 4 s,
+# which allows about 16000 operations.
+#
+# Measured with jax 0.12.0 on an idle core of a server (`python -m benchmarks.run compile`): tracing
+# and lowering take 0.07 to 0.09 ms per operation of these modules, for any function. Compiling both
+# passes for an H100 takes another 0.4 to 1 s. If the other cores are busy, everything takes up to
+# twice as long. jax 0.11.2 takes 2 to 2.5 times as long for unaligned rows, because its layout
+# inference prints operations in order to sort constraints.
 MOST = 16_000
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
@@ -74,7 +75,7 @@ def of_groups(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> 
 
 
 def norm_add(x: jax.Array, residual: jax.Array, scale: jax.Array, **given: Any) -> jax.Array:
-    del given["dtype"]  # the residual's dtype
+    del given["dtype"]  # The result has the residual's dtype.
     return jaxnorm.rms_norm_add(x, residual, scale, **given)
 
 
@@ -87,7 +88,10 @@ def causal_log(x: jax.Array, **given: Any) -> jax.Array:
 
 
 def biased(x: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
-    """Return a causal softmax with a mask and a bias; the bias has one head and a gradient."""
+    """Return a causal softmax with a mask and a bias.
+
+    All heads share the bias, which is differentiated.
+    """
     where = jnp.ones((1, *x.shape[1:]), bool)
     return jaxnorm.softmax(x, where=where, bias=bias[:1], causal=True, **given)
 

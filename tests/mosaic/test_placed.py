@@ -23,9 +23,9 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
-# Each kind of tile, with each way in which a mask or a bias is broadcast: one row per tile or per
-# row of x, with all columns or one. Also numbers of rows that a tile of several rows does not
-# divide.
+# The cases cover each kind of tile, and each way to broadcast a mask or a bias to it. A mask or a
+# bias has one row per tile or one row per row of x, and all columns or only one. In some cases, the
+# number of rows is not divisible by the rows of a tile.
 VALUES = [
     Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
     Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),
@@ -67,7 +67,10 @@ EDGES = [
 @pytest.mark.parametrize("op", FUNCTIONS)
 @pytest.mark.parametrize("case", EDGES, ids=str)
 def test_what_takes_no_part_does_not_matter(case, op):
-    """Masked elements have no effect, even if they are NaN or all others in their row are -inf."""
+    """Masked elements have no effect, even if they are NaN.
+
+    This also holds if all unmasked elements of the row are -inf.
+    """
     rows = case.shape[0]
     mask = test_logits.mask_of(case.mask).at[0].set(False)
     kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, case.shape[-1]), bool))
@@ -77,7 +80,7 @@ def test_what_takes_no_part_does_not_matter(case, op):
     d = data(case.shape, "float32", seed=1)
     bias = [jnp.zeros(case.call(op, F32).view.logits_bias)] * (case.bias is not None)
     forward, backward = case.call(op, F32), case.backward(op, F32)
-    # XLA's code gets 0 in masked entries and the kernel NaN, which it must not read.
+    # The kernel's x has NaN in masked entries, which it must not use. XLA's x has 0 there.
     (expected,) = forward.xla(jnp.where(kept, x, 0), mask, *bias)
     (y,) = interpret(forward, jnp.where(kept, x, jnp.nan), mask, *bias)
     assert_computes(y, lambda *a: forward.xla(*a)[0], jnp.where(kept, x, 0), mask, *bias)
@@ -122,15 +125,16 @@ def test_what_is_masked_may_take_part(case):
     """With a finite `masked_logit`, as in Flax, a fully masked row is uniform with gradient 0."""
     mask = test_logits.mask_of(case.mask)
     mask = mask.at[0].set(False) if mask.ndim > 1 else mask
-    x = data(case.shape, "float32").at[1].set(FILL)  # the same as masked logits
+    x = data(case.shape, "float32").at[1].set(FILL)  # equal to the masked logits of the row
     d = data(case.shape, "float32", seed=1)
     bias = [data(case.call("softmax", F32).view.logits_bias, "float32")] if case.bias else []
     forward, backward = case.call("softmax", F32), case.backward("softmax", F32)
     mask = mask.reshape(forward.view.mask)
     (expected,) = forward.xla(x, mask, *bias)
     (y,) = interpret(forward, x, mask, *bias)
-    # In this row, float32 rounding loses the bias next to the huge logit, which the bound of
-    # `assert_computes` does not cover. So the row is compared with the uniform distribution.
+    # All logits of this row are huge, so float32 rounding loses the bias that is added to them. The
+    # bound of `assert_computes` does not cover this. So the row is compared with the uniform
+    # distribution.
     even = np.full(case.shape[-1], 1 / case.shape[-1])
     assert_within(y[1], np.broadcast_to(even, y[1].shape), SAFETY * rounding(even, "float32"))
     rows = np.arange(len(y)) != 1

@@ -112,9 +112,9 @@ def check(spec, schedule=None, params=None):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
-# Sizes with partial tiles of rows, of columns, of features and of all of them; with one step along
-# the columns, and with fewer steps than pipeline stages; and numbers of columns that no swizzle
-# divides, which need another kind of copy.
+# The sizes give: partial tiles along rows, columns, features, or all of them; one step along the
+# columns, or fewer steps than pipeline stages. Some numbers of columns are not divisible by the
+# width of any swizzle, so the kernel copies tiles differently.
 SIZES = [
     (128, 256, 128, None),
     (136, 64, 128, F32),
@@ -163,7 +163,8 @@ def special_rows(x):
     return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's matmul
+# The reference's NumPy code warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
     """Rows with NaN or infinities have the composition's result and do not affect other rows.
@@ -226,7 +227,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """`jax.vmap` over x adds rows to one call; over parameters it becomes a loop."""
+    """Under `jax.vmap` over x, the batch becomes rows of one call; over parameters, a loop."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -269,7 +270,10 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program is one kernel and a scaled weight; nothing else has the size of x."""
+    """The program is one kernel, and a multiplication of the weight by the scale.
+
+    No other operation works on an array of x's size.
+    """
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     if scale is not None:
@@ -315,8 +319,8 @@ def test_gpus_without_its_instructions(capability, monkeypatch):
 
 # ----------------------------------------------------------------------------- lowered, compiled
 
-# Both tile sizes, every operand, dtypes of 2 and 4 bytes, columns that need copies of another kind,
-# and a single row of tiles.
+# The specs cover both tile sizes, every operand, dtypes of 2 and 4 bytes, columns that no swizzle
+# divides, and a single row of tiles.
 COMPILED = [
     make_spec(8192, 2048, 3072, scale_dtype=F32),
     make_spec(8192, 4096, 6144),

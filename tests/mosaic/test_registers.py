@@ -45,7 +45,7 @@ def test_registers(rows, cols, dtype, op, direction, compiler):
     workload = KernelWorkload(op, direction, rows, cols, str(dtype), str(dtype))
     spec = workload.spec
     if (mosaic.why_unsupported(spec) or mosaic.why_not_default(spec)) is not None:
-        return  # By default, XLA's code runs this call.
+        return  # The default for this call is XLA's code.
     operands = jax.eval_shape(lambda: workload.operands(0))
     kernels = compiler.compile(workload.function(mosaic), operands)
     assert kernels

@@ -28,8 +28,9 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# How rows (heads) share rows of the rotary tables. All rows of a tile may share one position, or
-# they have several positions; each row may have its own; or all rows share one.
+# How rows of x (heads) share rows of the rotary tables. In a tile of x, all rows may belong to one
+# position, or to several positions. Each row of x may have its own row of the tables, or all share
+# one.
 SHARED = {
     "16 heads": Shared(((2, False), (3, True), (16, False)), has_columns=True),
     "3 heads": Shared(((8, True), (4, False), (3, False)), has_columns=True),
@@ -50,8 +51,8 @@ def make_spec(
 ) -> Spec:
     """Return the spec of a pass.
 
-    `size` has the columns of a head and the number of rotated columns. `mix` has the dtypes of x,
-    of the tables and of y.
+    `size` is a pair: the number of columns of a head, and how many of them are rotated. `mix` has
+    the dtypes of x, of the tables and of y.
     """
     (cols, rotated), rows = size, math.prod(n for n, _ in shared.segments)
     given |= {"rotated": rotated, "table_rows": shared}
@@ -104,17 +105,17 @@ def test_variants(change: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("two_blocks")
 def test_steps_that_overlap() -> None:
-    """If the last step overlaps the one before it, sums count the rows in both only once."""
+    """If the last step overlaps the previous one, sums count the common rows only once."""
     shared = Shared(((71, True),), has_columns=True)
     check(shared, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
 
 
 @pytest.mark.usefixtures("two_blocks")
 def test_a_scale_that_y_tells_nothing_of() -> None:
-    """A scale of 0 next to a nonzero one gives finite gradients, correct in other columns.
+    """Gradients are finite if the scale of one column of a rotated pair is 0.
 
-    y is rotated, so the two columns are mixed, and x cannot be recovered in the column with scale
-    0.
+    The rotation mixes the two columns in y, so x cannot be recovered in the column with scale 0.
+    Gradients of all other columns are correct.
     """
     spec = make_spec("fwd", SHARED["16 heads"])
     arrays = norms.make_operands(spec)
@@ -191,5 +192,5 @@ def test_registers(
         if direction == "bwd":
             schedule = heads.backward(spec)
             assert schedule is not None
-            registers = -(-kernel.registers // 8) * 8  # allocated in steps of 8 per thread
+            registers = -(-kernel.registers // 8) * 8  # The hardware allocates 8 at a time.
             assert registers * WARPGROUP_THREADS * schedule.blocks_per_sm <= REGISTERS

@@ -1,8 +1,9 @@
 """Slices of arrays as operands and results of kernels, compiled for an H100.
 
 XLA passes a contiguous slice to a kernel as an address inside the sliced array (a *dynamic-slice
-fusion*), and lets a kernel write into a part of an array. Kernels accept this only for arrays that
-a scan stacks for the backward pass, which are aligned. Any other slice is copied first.
+fusion*), and lets a kernel write into a part of an array. The library allows this only for the
+arrays in which a scan stacks each layer's residuals, because their slices are aligned. Any other
+slice is copied to a buffer first.
 """
 
 import collections
@@ -32,8 +33,8 @@ def compiled(compiler: Compiler, function, *operands) -> str:
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=compiler.sharding), operands
     )
-    # Wrap it in a new function: JAX would reuse an older trace, made before a test replaced
-    # `own_buffer`.
+    # Wrap `function`: for the same function, JAX would reuse a trace that was made before a test
+    # replaced `own_buffer`.
     return jax.jit(lambda *a: function(*a)).lower(*shapes).compile().as_text()
 
 
@@ -50,7 +51,7 @@ WITHOUT_KERNELS = ("log_prob_and_entropy several labels",)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_kernel_gets_an_unaligned_address(case, compiler):
-    """No kernel reads or writes a slice directly, for all functions.
+    """For all functions, no kernel reads or writes a slice directly.
 
     All operands and cotangents are slices here, and all results are written into larger arrays.
     """
@@ -74,7 +75,10 @@ def is_unaligned(address: parts.Address) -> bool:
 
 
 def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch):
-    """Without optimization barriers, XLA passes unaligned slices, so the tests above can fail."""
+    """Without optimization barriers, XLA passes unaligned slices to kernels.
+
+    So the tests above would detect a missing barrier.
+    """
     monkeypatch.setattr(launching, "own_buffer", lambda a: a)
     jax.clear_caches()
     text = compiled(compiler, parts.of_parts(norm), shape(256, 1024), shape(1024, dtype=F32))
@@ -96,7 +100,10 @@ LAYERS = shape(5, 1024, dtype=F32), shape(5, 1024, 1024)
 
 
 def test_residuals_in_a_loop_s_stacks_are_read_and_written_in_place(compiler: Compiler):
-    """In a scan, kernels read a layer's y and rstd from their stacks, and write rstd into its."""
+    """In a scan, kernels access a layer's residuals directly in the arrays that stack all layers.
+
+    They read y and rstd there, and write rstd.
+    """
     text = compiled(
         compiler,
         gradients(lambda x, *layers: jax.lax.scan(layer, x, layers)[0]),

@@ -12,13 +12,16 @@ from benchmarks.models import MODELS, cell
 
 # The version of cuDNN that h100.py describes. JAX would query this machine, which has none.
 CUDNN = 90800
-SCALARS = 4096  # bytes, for scalars, each of which takes 256
+SCALARS = 4096  # bytes: 16 scalars of 256 bytes each
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 @pytest.fixture(scope="module")
 def temp_bytes(compiler):
-    """Return a function that compiles a benchmark cell's step and returns its temporary bytes."""
+    """Return a function that compiles the training step of a benchmark cell.
+
+    It returns the number of bytes of temporary memory that the step needs.
+    """
 
     @functools.cache
     def of_cell(cell):
@@ -41,9 +44,9 @@ def test_temp_memory(bar, temp_bytes):
 @pytest.mark.compiles
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_without_logits(model, temp_bytes):
-    """A loss computed in chunks takes no more memory than one of all logits.
+    """A loss computed in chunks needs no more memory than a loss that computes all logits at once.
 
-    It computes its gradients earlier, in the forward pass.
+    The peak could be higher, because the chunked loss computes its gradients in the forward pass.
     """
     ours = cell(model, "none", "scan", VARIANT)
     whole = dataclasses.replace(ours, provider="jaxnorm-whole-logits")

@@ -18,8 +18,8 @@ from specs import changed
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 
-#: Function, rows, columns, dtype. A row is processed by a part of a warp, by a warpgroup or by
-#: several.
+#: Function, rows, columns, dtype. The widths are such that a row is processed by a part of a warp,
+#: by one warpgroup, or by several warpgroups.
 FORWARD = (
     ("softmax", 8, 1999, BF16),
     ("log_softmax", 4, 9001, F32),

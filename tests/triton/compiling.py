@@ -58,7 +58,7 @@ def compile_call(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", run)
         patch.setattr(schedule, "local_gpu", lambda: gpu)
-        with jax.enable_x64(True):  # for 64-bit labels
+        with jax.enable_x64(True):  # because labels may have 64 bits
             operands = norms.types_of(spec, label_dtype)
             jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *operands)
     return compiled

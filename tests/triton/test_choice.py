@@ -1,4 +1,7 @@
-"""The choice of Triton's kernels, and the messages if they are not available; no Triton needed."""
+"""The choice of Triton's kernels, and the messages if they are not available.
+
+These tests do not need Triton.
+"""
 
 import re
 import subprocess
@@ -172,7 +175,7 @@ def installed(monkeypatch):
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     """If Triton is missing or unsuitable, requesting it raises an error that names the fix.
 
-    The default gives this as a reason.
+    If Triton is not requested, another implementation runs, and its plan gives this reason.
     """
     monkeypatch.setattr(backends, "_failures", {})
     installed(**versions)

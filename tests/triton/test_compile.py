@@ -1,8 +1,8 @@
-"""The kernels compile for Ampere, Ada and Hopper without such a GPU, with the tables' schedules.
+"""Triton's kernels compile for Ampere, Ada and Hopper GPUs that need not be present.
 
-Triton's own compiler makes the machine code, so the numbers of registers and bytes of shared memory
-are those on the GPU. JAX's part is tested if its CUDA plugin is installed, which needs no GPU
-either.
+The schedules are those of the tables. Triton's own compiler generates the machine code, so the
+numbers of registers and bytes of shared memory are those on the GPU. JAX's part is tested if its
+CUDA plugin is installed, which needs no GPU either.
 """
 
 import functools
@@ -106,7 +106,8 @@ def test_elements_are_read_and_written_16_bytes_at_a_time(op, dtype, cols):
     for direction in ("fwd", "bwd"):
         spec = make_spec(op, direction, 32768, cols, dtype, dtype)
         for kernel in compile_call(spec, GPUS["sm_80"]):
-            # Numbers that are loaded once per row take 4 bytes.
+            # Vectors consist of 4-byte words. Numbers that are loaded once per row have 4 bytes,
+            # too.
             kinds = re.findall(r"(?:ld|st)\.global[\w.:]*", kernel.ptx)
             assert {kind.split(".")[-1] for kind in kinds} == {"b32"}
             assert any(".v4." in kind for kind in kinds)
@@ -174,7 +175,7 @@ def test_calls_lower_for_cuda(cols, backward):
 def test_a_dead_call_is_dropped():
     """A call whose result is unused is dropped from the program.
 
-    JAX's own rule for unused operations applies if it cannot call jax-triton's rule.
+    If JAX cannot call jax-triton's rule for unused operations, its own rule applies.
     """
     x = jax.ShapeDtypeStruct((6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")

@@ -44,7 +44,7 @@ def test_kinds_compile(kind, cols, dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bias"])
 def test_vectors_are_read_up_to_the_diagonal(kind, dtype):
-    """Loads up to a causal diagonal are 16 bytes wide, although some elements are not needed."""
+    """Loads near a causal diagonal are 16 bytes wide, even if this loads some masked elements."""
     for spec in specs(kind, 4096, dtype):
         for kernel in compile_call(spec, GPUS["sm_80"]):
             of_rows = re.findall(r"(?:ld|st)\.global[\w.:]*|cp\.async\.\w+\.shared", kernel.ptx)

@@ -22,8 +22,8 @@ from test_compile import (
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.triton import support
 
-# Widths at which rows share a tile, at which unaligned rows have no full block, and of
-# vocabularies.
+# At these widths, rows share a tile, or unaligned rows have no full block, or a row is as long as a
+# vocabulary.
 WIDTHS = [10, 1000, 3001, 32768, 50257, 128256, 262144]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
@@ -88,7 +88,7 @@ def test_labels_compile(label_dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [32768, 50257])
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
-    """Logits are loaded and stored 16 bytes at a time, in unaligned rows except at their ends.
+    """Logits are loaded and stored 16 bytes at a time, except at the ends of unaligned rows.
 
     The forward's loads are asynchronous copies.
     """
@@ -104,17 +104,18 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     for access in ("ld", "st"):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
         assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
-        # All other accesses load four numbers per row. In unaligned rows, the code for the ends has
-        # another four, and 16 single elements.
+        # All other accesses load four numbers per row. In unaligned rows, the code for the ends of
+        # a row has four more such loads, and 16 accesses to single elements.
         ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
         of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
         assert ones == of_rows + (0 if is_aligned else 16)
 
 
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
-    """Threads exchange values only at the end of a row, so long rows need no more exchanges.
+    """Threads exchange values only at the end of a row.
 
-    128256 columns take as many as 512 columns, which one warp processes in one step.
+    So long rows need no more exchanges: 128256 columns take about as many as 512 columns, which one
+    warp processes in one step.
     """
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)

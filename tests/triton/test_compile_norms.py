@@ -1,6 +1,7 @@
 """Norms with fused operations compile for all GPUs: residuals, gates, rotations, groups of rows.
 
-Schedules are those of the tables. dh, a second cotangent of the backward, is that of the sum h.
+Schedules are those of the tables. dh is the cotangent of the sum h, which the backward takes in
+addition to dy.
 """
 
 import functools
@@ -47,8 +48,8 @@ class Family(NamedTuple):
       options: values of options. Every pair of values is compiled together for some GPU.
       mixes: combinations of dtypes that are compiled for one GPU, each also with `changes`.
       second: True if the operation has a second array of rows.
-      columns: the widest rows for which at most half of a thread's values may spill; None for all
-        rows that are held in registers.
+      columns: the spills of rows up to this width are limited to half of a thread's values. If it
+        is None, they are limited for all rows that are held in registers.
     """
 
     op: Any

@@ -37,7 +37,10 @@ def test_values(case, name, scheduled):  # noqa: F811
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F811
-    """Masked elements have no effect, even if they are NaN or all others in their row are -inf."""
+    """Masked elements have no effect, even if they are NaN.
+
+    This also holds if all unmasked elements of the row are -inf.
+    """
     x, d = data((7, 100), "float32"), data((7, 100), "float32", seed=1)
     x = x.at[1, 2:].set(-jnp.inf).at[2, 0].set(jnp.inf).at[3].set(-jnp.inf).at[4, 0].set(jnp.nan)
     kept = test_logits.mask_of((7, 100)).at[0].set(False).at[1:, 0].set(True)
@@ -52,7 +55,8 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F
         y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x_, bias)
         return y, *vjp(d_)
 
-    # XLA's code gets 0 in masked entries and the kernel NaN, which it must not read.
+    # The kernel's arrays have NaN or infinity in masked entries, which it must not use. In XLA's
+    # arrays they are 0.
     expected = analyse(lambda: run("xla", 0, 0))
     assert_analysed(run(scheduled, jnp.nan, jnp.inf), expected)
 

@@ -18,8 +18,8 @@ from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = pytest.mark.triton
 
-# Dtypes and columns. There are more rows than offsets within a 16-byte word at which a row can
-# start.
+# Dtypes and columns. Unaligned rows may start at up to 8 offsets within a 16-byte word. The nine
+# rows of a test have them all.
 CASES = [("bfloat16", 101), ("float32", 101), ("float16", 104), ("float32", 100), ("bfloat16", 37)]
 
 
@@ -103,9 +103,9 @@ def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(("dtype", "cols"), CASES[:2])
 def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
-    """dx may overwrite x: every logit is read before its gradient is written, also with padding.
+    """The gradient dx may overwrite the logits x, because each logit is read before it is written.
 
-    Padding is not a class.
+    This also holds if padding, which is no class, follows the classes.
     """
     from jaxnorm_kernels import triton
 

@@ -124,7 +124,10 @@ FAMILIES = {
 
 @pytest.fixture
 def call(monkeypatch):
-    """Return ``call(spec, *operands)``, which runs a pass with the tables' or another schedule."""
+    """Return ``call(spec, *operands, schedule=None)``, which runs a pass.
+
+    None is the schedule that the tables choose.
+    """
     from jaxnorm_kernels import triton
 
     if INTERPRETED:
@@ -232,7 +235,10 @@ def test_gradients_of_groups_have_the_same_bits(scale_groups, schedule, call):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.usefixtures("call")
 def test_columns_beyond_a_row(activation):
-    """In rows of equal numbers, padding columns have a huge x_hat, which must have no effect."""
+    """Padding columns have no effect, even if their x_hat would be huge.
+
+    It would be huge here, because all numbers of a row are equal, so their variance is 0.
+    """
     x = jnp.full((9, 100), 2.0**60, jnp.float32)
     norm = functools.partial(jaxnorm.layer_norm, activation=activation, implementation="triton")
     y, vjp = jax.vjp(norm, x)
@@ -277,7 +283,10 @@ AS_USED = {
 )
 @pytest.mark.usefixtures("call")
 def test_as_users_call_it(name, batched):
-    """Under vmap, scales belong to groups of rows and tables get an axis; gradients are correct."""
+    """Gradients under `jax.vmap` are correct.
+
+    There, scales belong to groups of rows, and rotary tables have a batch axis.
+    """
     function, operands, _ = AS_USED[name]
     axes = [0 if n in batched.split() else None for n in operands]
     operands = [a if axis == 0 else a[0] for a, axis in zip(operands.values(), axes)]
@@ -325,7 +334,10 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 
 @pytest.fixture(params=[None, *OF_HEADS], ids=str)
 def rotate(request, call):
-    """Return ``rotate(spec, *operands)``, which runs a pass with a schedule (None: the tables')."""
+    """Return ``rotate(spec, *operands)``, which runs a pass of a norm with a rotation.
+
+    The fixture's parameter is a schedule, or None for the schedule that the tables choose.
+    """
     return functools.partial(call, schedule=of_heads(request.param))
 
 
@@ -339,7 +351,7 @@ def of_heads(name):
 
 
 def spec_of(shape, mix=OF_TABLES[1], **changes):
-    """Return the spec of a forward with an entry of SHAPES."""
+    """Return the spec of a forward for an entry of `SHAPES`."""
     (*lead, cols), rotated, table = SHAPES[shape]
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, tables, scale, y = mix
@@ -349,7 +361,10 @@ def spec_of(shape, mix=OF_TABLES[1], **changes):
 
 
 def check_rotated(rotate, spec, arrays=None):
-    """Check both passes, the backward with the forward's results. Return the gradients."""
+    """Check both passes and return the gradients.
+
+    The backward reads what the forward has saved.
+    """
     arrays, *made = norms.check_forward(rotate, spec, arrays)
     return norms.check_backward(
         rotate, changed(spec, direction="bwd", want_stats=False), arrays, made

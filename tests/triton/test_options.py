@@ -38,7 +38,10 @@ def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def options_read(kernel: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a compile-time parameter of a kernel and an attribute of it that is read."""
+    """Yield pairs of a compile-time parameter and an attribute.
+
+    The kernel reads the attribute of the parameter.
+    """
     parameters = {
         a.arg
         for a in (*kernel.args.args, *kernel.args.kwonlyargs)

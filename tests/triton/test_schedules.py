@@ -21,8 +21,8 @@ import jaxnorm
 
 pytestmark = pytest.mark.triton
 
-# block (columns), pieces (blocks per row), warps, rows of a tile, programs, stages, and whether
-# parameters are held in registers.
+# The fields of a schedule: block (columns), pieces (blocks per row), warps, rows of a tile,
+# programs, stages, and whether parameters are held in registers.
 SCHEDULES = {
     "a row in a tile": (128, 1, 1, 1, 3, 1, True),
     "rows share a tile": (128, 1, 2, 4, 2, 1, True),
@@ -87,16 +87,17 @@ def test_variance_of_large_means(scheduled):
     Computed as E[x^2] - E[x]^2 in float32, it would be wrong.
     """
     x = normal((5, 100), "float32", 0, shift=1e4)
-    # The first block of a row differs from the others.
+    # In one row, the first block of 16 columns has another mean than the others.
     x = x.at[1, :16].add(-100)
     check("layer_norm", x, save="input", implementation=scheduled)
 
 
 @pytest.mark.parametrize("y_dtype", ["bfloat16", "float16", "float32"])
 def test_scales_of_zero(y_dtype, scheduled):
-    """A scale of 0 is replaced by a floor, so that x_hat can be recovered from y; not in float16.
+    """A scale of 0 is replaced by a floor, so that x_hat can be recovered from y.
 
-    float16's range is too small for a floor, so the scale's gradient is 0.
+    For a float16 y there is no floor, because float16's range is too small. The scale's gradient is
+    then 0.
     """
     scale = normal((100,), "float32", 1, shift=1.0).at[::3].set(0).at[1::3].set(-1e-30)
     arguments = normal((7, 100), "float32", 0), scale, normal((7, 100), y_dtype, 2)
