@@ -1,1 +1,1 @@
-"""How blocks load rows, split them into ranges of columns, and exchange statistics between warps."""
+"""How blocks load rows, split them into column ranges, and exchange statistics between warps."""
