@@ -116,8 +116,8 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# Number of 16-bit columns in 32 bytes, the length of the rows that the narrowest swizzle
-# rearranges. Arrays are padded with zeros to a multiple of this number.
+# The narrowest swizzle rearranges rows of 32 bytes. This is the number of 16-bit columns in such a
+# row. Arrays are padded with zeros to a multiple of this number.
 _SWIZZLED = 16
 
 # Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
@@ -412,7 +412,7 @@ class _ProductKernel:
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """Return the rows of a step's tile of x that this warpgroup multiplies."""
+        """Return the rows that this warpgroup multiplies, from the tile of x of a step."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 

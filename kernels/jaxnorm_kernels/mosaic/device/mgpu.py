@@ -208,9 +208,10 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Load arrays of `shape` in a tiled layout: from each ref, one array for each of `starts`.
+    """From each ref, load one array for each of `starts`.
 
-    A start is a distance from the beginning of the ref, in elements.
+    The arrays have the given shape and tiled layout. A start is a distance from the beginning of
+    the ref, in elements.
     """
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:

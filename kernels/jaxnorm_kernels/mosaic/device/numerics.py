@@ -22,8 +22,9 @@ LOWEST = float(np.finfo(np.float32).min)
 def log1p(x: jax.Array) -> jax.Array:
     """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    With u = 1 + x, rounded, log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses
-    `jnp.log1p`, because XLA may simplify u - 1 to x.
+    Let u be the rounded value of 1 + x. The result is x * log(u) / (u - 1), which is accurate
+    because log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses `jnp.log1p`, because
+    XLA may simplify u - 1 to x.
     """
     if is_interpreted():
         return jnp.log1p(x)

@@ -259,9 +259,9 @@ class _StripFormula(NormFormula):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Compute dscale, dbias and the terms of c2 and c1 from the sums over the columns.
 
-        The caller adds the terms of c2 and c1 (the row sums of the backward pass) over the inner
-        elements of a group. dscale and dbias are left out if they are not needed. `params` are the
-        results of `columns`.
+        c2 and c1 are the row sums of the backward pass (see `norm.backward`). The caller adds their
+        terms over the inner elements of a group. dscale and dbias are left out if they are not
+        needed. `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:

@@ -117,7 +117,7 @@ class TransactionBarriers:
 
 
 def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
-    """Return the address of the barrier of an exchange, given the index of its memory (stage)."""
+    """Return the address of the barrier for the exchange that uses stage number `stage`."""
     return mgpu.address_of(barriers) + stage * 8
 
 

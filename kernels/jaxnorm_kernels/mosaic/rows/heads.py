@@ -9,8 +9,8 @@ columns are arranged in one of two ways::
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
 
 The tables of cos and sin have a row per position, which several heads share. They are not expanded
-in memory. If all rows of a tile have the same position, its table row is loaded once; otherwise a
-table row is loaded for each row of the tile.
+in memory. If all rows of a tile have the same position, the table row of this position is loaded
+once; otherwise a table row is loaded for each row of the tile.
 """
 
 import dataclasses

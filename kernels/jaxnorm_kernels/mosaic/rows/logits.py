@@ -83,8 +83,8 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows with at least this many columns have a schedule of their own. For shorter rows, only
-# the schedule of rows that are not causal was timed.
+# Causal rows with at least this many columns have a schedule of their own. Shorter causal rows have
+# the same schedule as other rows; no other schedule was timed for them.
 _LEAST_CAUSAL_COLS = 512
 # Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
@@ -217,7 +217,7 @@ class Place:
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
-        """Return True for elements on or below the diagonal.
+        """Return a mask of a fragment (column range): True on or below the diagonal.
 
         `query` is the index of the tile's first row in its matrix of queries and keys.
         """

@@ -188,8 +188,8 @@ def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
 def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
     """Store the elements in ``[span.first, span.end)``, rounded to the dtype of `ref`.
 
-    The value is ``(4, columns of a warp, width)``, and `ref` is ``(columns, width)`` in global
-    memory.
+    The shape of `value` is ``(4, columns of a warp, width)``. `ref` is ``(columns, width)``, in
+    global memory.
     """
     if is_interpreted():
         first, end = span.first - span.start, span.end - span.start

@@ -184,7 +184,7 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) of each copy that loads a column range."""
+    """Return (first column, number of columns) for each of the copies of a column range."""
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
@@ -200,7 +200,7 @@ Stat = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """A block's strip, and the columns of it that the current warpgroup processes.
+    """A block's strip, and which of its columns the current warpgroup processes.
 
     Attributes:
       strips: how the array is split into strips.
@@ -500,8 +500,8 @@ class Parts:
 
     Attributes:
       count: number of parts.
-      stats: one entry per statistic. An entry is a function from the index of a part to the part's
-        value, or a number if all parts have the same value.
+      stats: one entry per statistic. An entry is a function that maps the index of a part to the
+        part's value, or a number if all parts have the same value.
     """
 
     count: int
@@ -573,8 +573,8 @@ class StripExchange:
     ) -> list[Any]:
         """Merge the statistics of all warps that share the strip.
 
-        The statistics of a warpgroup are ``(4, width)``, the results ``(width,)`` and equal in all
-        warps.
+        The shape of a warpgroup's statistics is ``(4, width)``. The results are ``(width,)``, and
+        equal in all warps.
 
         Args:
           scratch: the shared memory that `scratch` describes.

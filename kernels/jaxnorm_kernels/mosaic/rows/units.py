@@ -157,7 +157,10 @@ class Units:
         return min(self.body, self.end - latest) // self.width
 
     def first(self, row: Any) -> Any:
-        """Return the column at which a row's body begins: the first at a multiple of 16 bytes."""
+        """Return the column at which a row's body begins.
+
+        It is the first column whose address is a multiple of 16 bytes.
+        """
         if not self.has_edges:
             return 0
         of_period = lax.rem(jnp.int32(row), self.vector)

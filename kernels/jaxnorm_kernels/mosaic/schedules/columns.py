@@ -39,7 +39,7 @@ def column_bytes(spec: Spec) -> int:
 
 
 def data_bytes(spec: Spec) -> int:
-    """Return the bytes per column, summed over all arrays that are loaded or stored by rows."""
+    """Return the bytes per column, summed over all arrays that are read or written row by row."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 

@@ -428,8 +428,8 @@ TABLE = (
     # two or three barriers.
     ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after the exponentials, which take as many registers as x. So x
-    # stays in shared memory. Few blocks with two warpgroups each share a row, because they wait
-    # less for each other than many blocks do.
+    # stays in shared memory. A row is shared by a few blocks of two warpgroups, because they wait
+    # less for each other than many blocks of one warpgroup do.
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
     # As in `warpgroup_row`, a thread has up to 64 columns. A block has only one or two warpgroups,
     # so that an SM runs several blocks: some load while others reduce.
