@@ -191,7 +191,7 @@ class RMSNormDense(nn.Module):
     @nn.compact
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
-        *_, cols = jnp.shape(x) or (1,)  # 1: rms_norm_linear rejects an x without axes
+        *_, cols = jnp.shape(x) or (1,)  # rms_norm_linear will reject an x without axes
         norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
         dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
         if self.use_bias:
@@ -402,7 +402,7 @@ def dot_product_attention(
     Args:
       query, key, value: arrays ``(batch..., length, heads, depth)``.
       bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
-        Logits are masked where mask is False.
+        Logits are masked where ``mask`` is False.
       broadcast_dropout, dropout_rng, dropout_rate, deterministic: options of the dropout of
         attention weights, as in Flax.
       dtype: dtype of the computation; inferred from the inputs by default.

@@ -62,7 +62,10 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a new primitive that evaluates its parameter `jaxpr`, and has these rules."""
+    """Return a new primitive that evaluates its parameter `jaxpr`.
+
+    `lower`, `jvp` and `transpose` are the rules of the primitive.
+    """
     primitive = Primitive(name)
 
     def batch(
@@ -176,10 +179,11 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# A primitive that computes a tangent, (true, true, *arrays, *tangents) -> tangent, or the transpose
-# of this, (true, true, *arrays, cotangent) -> cotangents. `awaits` is True for the transpose: a
-# barrier makes the bools wait for the cotangent. `groups` has one index (0 or 1) for each tangent:
-# the tangent's cotangent is computed with the bool of this index.
+# A primitive that computes one of two functions. If `awaits` is False, it computes a tangent:
+# (true, true, *arrays, *tangents) -> tangent. If `awaits` is True, it computes the transpose:
+# (true, true, *arrays, cotangent) -> cotangents. In the transpose, a barrier makes the two bools
+# wait for the cotangent. `groups` has a number (0 or 1) for each tangent. It selects the bool with
+# which the transpose computes the cotangent of this tangent.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 

@@ -30,8 +30,8 @@ class _Divergence(NamedTuple):
 
     Attributes:
       student, teacher: the two arrays of logits, before casts and constant factors.
-      inside: the arrays of the same size that are computed from the logits and used only by the
-        divergence.
+      inside: the arrays, as large as the logits, that are computed from the logits and used only by
+        the divergence.
       source: the user's line that computes the student's exponentials.
       options: text of the advice about ``logits_scale``; "" if no scale is needed.
     """
@@ -103,7 +103,7 @@ def _found(exponentials: Value) -> _Divergence | None:
 def _region(logits: Sequence[Value]) -> dict[int, Value]:
     """Return the logits and all arrays of their size that are computed elementwise from them.
 
-    The keys are identities (`id`).
+    The keys of the dict are the identities (`id`) of the arrays.
     """
     size = logits[0].size
     return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])

@@ -130,7 +130,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # rms_norm_linear, which has checked `name`
+        if first is None:  # this is rms_norm_linear, which has checked `name`
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 
