@@ -295,12 +295,12 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of groups of elements of x that share one value of a parameter, or None.
+    """Return the number of groups into which a parameter divides the elements of x, or None.
 
-    `sizes` are the sizes of some axes of x. `parameter` are the parameter's sizes along the same
-    axes: equal, or 1 where the parameter is broadcast. A group must consist of elements that are
-    consecutive in row-major order. This is not the case if the parameter is broadcast along one
-    axis and varies along a later one; the result is then None.
+    The elements of a group share one value of the parameter, and are consecutive in row-major
+    order. If the parameter is broadcast along one axis and varies along a later one, there are no
+    such groups, and the result is None. `sizes` are the sizes of some axes of x. `parameter` has
+    the parameter's sizes along the same axes: equal, or 1 where the parameter is broadcast.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

@@ -324,7 +324,7 @@ _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 def original(kind: type) -> type:
-    """Return the class from which `with_call` made `kind`, or `kind` if it did not make it."""
+    """Return the class from which `with_call` derived `kind`; if there is none, `kind` itself."""
     return _ORIGINAL.get(kind, kind)
 
 

@@ -55,7 +55,7 @@ def given_to(function: str, save: Save, implementation: Name | None) -> Added:
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the axes to normalise; None if the parameters have other axes."""
+    """Return the axes to normalise; None if the axes of the parameters differ from them."""
     reduced, features = (
         tuple(
             sorted(

@@ -290,9 +290,8 @@ def masks(
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
     One of them is None: `where` is a mask of classes if it has as many axes as the logits.
-    Otherwise, it is a boolean mask of positions, or weights of positions. Errors use `of` to
-    describe the expected shape: it is the name of the argument that has the shape of the positions,
-    in the possessive form ("labels'").
+    Otherwise, it is a boolean mask of positions, or weights of positions. `of` is used in errors.
+    It is the possessive form of an argument that has the shape of the positions, such as "labels'".
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

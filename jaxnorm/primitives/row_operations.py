@@ -106,7 +106,7 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Return True if a kernel supports a plain norm's backward pass only without its operand dh.
+    """Return True if a kernel supports this backward pass of a norm, but not its operand dh.
 
     dh is a cotangent that the pass adds to dx. The transpose rule passes it to avoid a separate
     addition; the user does not request this. If the implementation that the user requested does not

@@ -13,8 +13,8 @@ from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# For each dtype of y, two sizes of rounding errors: the relative error of y if it is a normal
-# number (half a unit roundoff, which is the measured mean), and the spacing of subnormal numbers.
+# For each dtype of y, two numbers: the mean relative rounding error of normal numbers (half a unit
+# roundoff, as measured), and the spacing of subnormal numbers.
 _ROUNDING = {
     "bfloat16": (2.0**-9, 2.0**-133),
     "float16": (2.0**-12, 2.0**-24),

@@ -65,7 +65,7 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence for which `exponentials` is exp of the student's logits, or None."""
+    """Return the divergence whose student's softmax has these `exponentials`, or None."""
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)

@@ -519,12 +519,12 @@ class Program:
         self.advised: set[int] = set()
 
     def saved_of(self, values: Iterable[Value]) -> list[Value]:
-        """Return the saved arrays among `values`, each once, except those that have advice."""
+        """Return the saved arrays among `values` that have no advice yet, each once."""
         found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
         return [v for v in found.values() if id(v) not in self.advised]
 
     def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved constant arrays of a value's shape, except those that have advice."""
+        """Return the saved constant arrays of a value's shape that have no advice yet."""
         zeros = [v for v in self.saved if is_zeros(origin(v), value)]
         return [v for v in zeros if id(v) not in self.advised]
 

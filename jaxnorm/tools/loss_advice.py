@@ -87,7 +87,7 @@ def losses(program: Program) -> Iterator[Advice]:
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
-    """Return advice to use jaxnorm's loss of logits, which saves only the uncast logits."""
+    """Return advice to use jaxnorm's loss of logits, which saves only the logits before a cast."""
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
     how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
@@ -125,7 +125,7 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the plain-JAX loss for which `value` is exp of the shifted logits, or None."""
+    """Return the loss in plain JAX that is computed from the exponentials `value`, or None."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])

@@ -386,7 +386,7 @@ def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Result
 
 
 def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the mean divergence of two linear layers' logits, and the gradients.
+    """Return the mean divergence between two linear layers' logits, and the gradients.
 
     The logits are not rounded.
     """

@@ -194,7 +194,7 @@ class Outcome:
     Attributes:
       case, dtype: the case, and the dtype of its operands.
       implementations: names of the implementations that ran the passes.
-      value, gradient: largest quotient of an error and its bound, of the results and of the
+      value, gradient: largest quotient of an error and its bound, for the results and for the
         gradients.
       failure: the error, if the case raised one; otherwise "".
     """
@@ -342,7 +342,10 @@ def check(
 
 
 def _is_differentiated(name: str, array: jax.Array) -> bool:
-    """Return True for float operands except rotary tables, whose gradients no kernel computes."""
+    """Return True for a float operand that is not a rotary table.
+
+    No kernel computes the gradients of rotary tables.
+    """
     return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 
