@@ -217,7 +217,7 @@ class Dropout(NamedTuple):
 def dropout(
     rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
 ) -> Dropout | None:
-    """Check Flax's four arguments of dropout, and return them; None if the call has no dropout."""
+    """Check Flax's four dropout arguments. Return a `Dropout`, or None for no dropout."""
     if deterministic or rate == 0.0:
         return None
     if not 0.0 < rate < 1.0:
