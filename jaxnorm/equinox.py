@@ -427,8 +427,8 @@ def _added(norm: Any) -> dict[str, Any]:
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:
     """Return True if a call must run equinox's code, because jaxnorm's functions do not support x.
 
-    If the norm then has a scale_offset, ValueError is raised, because equinox's code has no such
-    option.
+    If such a norm has a scale_offset, ValueError is raised instead, because equinox's code has no
+    such option.
     """
     if x.dtype.name in FLOAT_DTYPES and x.size and x.ndim:
         return False

@@ -191,7 +191,7 @@ class RMSNormDense(nn.Module):
     @nn.compact
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
-        *_, cols = jnp.shape(x) or (1,)  # 1: rms_norm_linear rejects an x without axes
+        *_, cols = jnp.shape(x) or (1,)  # rms_norm_linear will reject an x without axes
         norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
         dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
         if self.use_bias:
@@ -240,15 +240,15 @@ def converted(
     separately for calls inside and outside the context. So the context may be around calls of
     compiled functions, or inside these functions.
 
-    Some norms are left to Flax: calls with ``mask``, ``axis_name``,
+    Flax's code still runs in two cases. First, for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits, and norms of subclasses of Flax's classes, if the subclass
-    overrides code. (A subclass whose body is ``pass`` is converted.) When the context ends, the
-    logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in the context but left
-    to Flax, with the reasons. Another warning is logged if nothing was converted. Modules of
-    jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
-    Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
-    converted norms.
+    that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
+    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
+    context ends, the logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in
+    the context but left to Flax, with the reasons. Another warning is logged if nothing was
+    converted. Modules of jaxnorm's classes keep their own settings. In nested contexts, the
+    innermost one applies. Interceptors (``nn.intercept_methods``) that are entered inside the
+    context do not see calls of converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
@@ -283,7 +283,7 @@ def converted(
         a class, the function replaces ``__call__``. It may call the original ``__call__`` and, if
         that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to these
         modules. Modules of subclasses are not changed. The warning lists the modules that use such
-        a function, the modules of subclasses, and classes in ``calls`` of which no module was
+        a function, the modules of subclasses, and the classes in ``calls`` whose modules were not
         called. ``jax.jit`` retraces if a function is a new object, so define each function once.
 
     Raises:
@@ -402,7 +402,7 @@ def dot_product_attention(
     Args:
       query, key, value: arrays ``(batch..., length, heads, depth)``.
       bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
-        Logits are masked where mask is False.
+        Logits are masked where ``mask`` is False.
       broadcast_dropout, dropout_rng, dropout_rate, deterministic: options of the dropout of
         attention weights, as in Flax.
       dtype: dtype of the computation; inferred from the inputs by default.

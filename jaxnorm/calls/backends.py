@@ -35,7 +35,7 @@ _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
     "triton": lambda capability: capability >= 80 and capability not in (90, 100),
 }
 
-# The names of the three passes in error messages.
+# The words that error messages use for the three passes.
 _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 
 # `_failures` has the error text of each module that could not be imported. `_told` has the

@@ -78,8 +78,8 @@ class Call:
         implementation: Name | None,
     ) -> "Call":
         """Return the call of an operation's forward pass. `dtypes` are the dtypes of x and of y."""
-        # `op` is None for a variant (such as several labels) that the function does not have. The
-        # callers have checked that it exists.
+        # `op` would be None if the function did not have the requested variant, such as several
+        # labels. The callers have checked that it has this variant.
         assert op is not None
         results = (*OPERATIONS[op].results,)
         spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options)
@@ -133,8 +133,8 @@ class Call:
 
         `used` has a bool for each result. If a forward pass returns both y and the sum h, and only
         one of them is used, the new pass returns only that one. The gradients of rotary tables are
-        left out of a backward pass if they are unused, because no kernel computes them. Other
-        results stay.
+        left out of a backward pass if they are unused, because no kernel computes them. All other
+        results are computed even if they are unused.
         """
         spec = self.spec
         if spec.returns_tables:
@@ -147,12 +147,12 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the call of the first norm: the norm of x, to which the residual is added."""
+        """Return the call of the first norm, norm(x), whose result is added to the residual."""
         return self.replaced(spec=self.spec.first)
 
     @_once
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
-        """Return the tangent pass, given tangents of the operands in `wrt`.
+        """Return the tangent pass that takes tangents of the operands in `wrt`.
 
         The tangent pass of a forward pass returns the tangents of all results. The tangent pass of
         a backward pass is the transpose of that backward pass.
@@ -210,7 +210,7 @@ class Call:
     def on(self, view: RowView) -> "Call":
         """Return the call for an x with another shape, which is `view.shape`.
 
-        Such an x is a shard, or has a batch axis.
+        This method is used for a shard of x, and for an x with an additional batch axis.
         """
         changes: dict[str, Any] = {}
         if self.spec.is_norm:

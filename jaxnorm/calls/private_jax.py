@@ -16,8 +16,9 @@ from jax.extend.core import Primitive
 def needs_devices(primitive: Primitive) -> None:
     """Make JAX pass the list of devices to the lowering rule of `primitive`.
 
-    `custom_partitioning` needs it. Without this API, `auto_axes.can_partition` returns False, and
-    arrays that are sharded over Auto mesh axes are processed by plain JAX instead of kernels.
+    `custom_partitioning` needs this list. Without this API, `auto_axes.can_partition` returns
+    False, and arrays that are sharded over Auto mesh axes are processed by plain JAX instead of
+    kernels.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch

@@ -62,7 +62,7 @@ class RowView:
     @classmethod
     @_once
     def of(cls, shape: tuple[int, ...], axes: tuple[int, ...], **shapes: tuple[int, ...]) -> Self:
-        """Return the view for an x of this shape; `shapes` has the operands' shapes by kind."""
+        """Return the view for an x of this shape; `shapes` has the operands' shapes, by kind."""
         return cls(shape, axes, **shapes)
 
     @functools.cached_property
@@ -85,7 +85,10 @@ class RowView:
 
     @functools.cached_property
     def moved(self) -> bool:
-        """True if ``(rows, cols)`` needs a transpose: the normalised axes are not the last ones."""
+        """True if x must be transposed before it is reshaped to ``(rows, cols)``.
+
+        This is so if the normalised axes are not the last ones.
+        """
         order = [axis for axis in self._order if self.shape[axis] != 1]
         return order != sorted(order)
 
@@ -93,9 +96,10 @@ class RowView:
     def strided(self) -> tuple[int, int, int, int] | None:
         """The sizes ``(outer, cols, inner, inner_cols)`` of the strided view, or None.
 
-        The view exists if the normalised axes are adjacent but not the last ones. The last axes may
-        be normalised as well, as in GroupNorm. Each row then includes `inner_cols` consecutive
-        elements of the inner axis (the channels of a group). Otherwise `inner_cols` is 1.
+        The view exists in two cases. First, the normalised axes are adjacent, but not the last
+        ones; `inner_cols` is then 1. Second, as in GroupNorm, the normalised axes are a run of
+        adjacent axes and the last axes, with other axes between them. Each row then includes
+        `inner_cols` consecutive elements of the inner axis (the channels of a group).
         """
         match [math.prod(self._sizes(axes)) for axes in self._runs]:
             case [outer, cols, inner]:
@@ -107,7 +111,7 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """The axes of x in runs of adjacent axes that are either all normalised or all not.
+        """The axes of x, split into runs of adjacent axes that are all normalised or all not.
 
         The runs alternate. The first one has axes that are not normalised, and may be empty. Axes
         of size 1 are left out.
@@ -291,12 +295,12 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of groups of elements of x that share one value of a parameter, or None.
+    """Return the number of groups into which a parameter divides the elements of x, or None.
 
-    `sizes` are the sizes of some axes of x. `parameter` are the parameter's sizes along the same
-    axes: equal, or 1 where the parameter is broadcast. A group must consist of elements that are
-    consecutive in row-major order. This is not the case if the parameter is broadcast along one
-    axis and varies along a later one; the result is then None.
+    The elements of a group share one value of the parameter, and are consecutive in row-major
+    order. If the parameter is broadcast along one axis and varies along a later one, there are no
+    such groups, and the result is None. `sizes` are the sizes of some axes of x. `parameter` has
+    the parameter's sizes along the same axes: equal, or 1 where the parameter is broadcast.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

@@ -197,8 +197,8 @@ class Calls:
       functions: for each class, the function that replaces its ``__call__``.
       applied: for each module of these classes, by path, the name of its class.
       left: for each module of a subclass, by path, the reason why it is not changed.
-      others: for each module of another class that is named like a norm, by path, the name of its
-        class.
+      others: for each module whose class is defined by the user, is not in `functions`, and has a
+        name that ends in "norm", by path, the name of the class.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
@@ -324,7 +324,7 @@ _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 def original(kind: type) -> type:
-    """Return the class from which `with_call` made `kind`, or `kind` if it did not make it."""
+    """Return the class from which `with_call` derived `kind`; if there is none, `kind` itself."""
     return _ORIGINAL.get(kind, kind)
 
 

@@ -55,7 +55,7 @@ def given_to(function: str, save: Save, implementation: Name | None) -> Added:
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the axes to normalise; None if the parameters have other axes."""
+    """Return the axes to normalise; None if the axes of the parameters differ from them."""
     reduced, features = (
         tuple(
             sorted(
@@ -217,7 +217,7 @@ class Dropout(NamedTuple):
 def dropout(
     rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
 ) -> Dropout | None:
-    """Check Flax's four arguments of dropout, and return them; None if the call has no dropout."""
+    """Check Flax's four dropout arguments. Return a `Dropout`, or None for no dropout."""
     if deterministic or rate == 0.0:
         return None
     if not 0.0 < rate < 1.0:

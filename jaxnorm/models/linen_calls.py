@@ -228,7 +228,8 @@ class Seen:
     ) -> Save:
         """Return the `save` mode of a norm, and record the norm if it must save its input.
 
-        The mode depends on the values of the parameters or, if these are traced, on `stored`.
+        The mode depends on the values of the parameters. If the parameters are traced, it depends
+        on `stored`, which was computed from the values in the argument ``params``.
         """
         if "scale" not in parameters:
             return "output"
@@ -250,7 +251,8 @@ class Seen:
         context. `around` are the settings of the enclosing context; None if there is none.
         """
         if around is not None:
-            # The enclosing context had this one inside it, so it must not warn that it was empty.
+            # Calls in this context are also calls in the enclosing context, so the enclosing
+            # context must not warn that no norm was called.
             _seen_before.setdefault(around, set())
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)

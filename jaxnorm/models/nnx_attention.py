@@ -49,7 +49,7 @@ def dot_product_attention(
       query: array ``(batch..., q_length, heads, depth)``.
       key, value: arrays ``(batch..., kv_length, kv_heads, depth)``.
       bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
-        Logits are masked where mask is False.
+        Logits are masked where ``mask`` is False.
       broadcast_dropout, dropout_rng, dropout_rate, deterministic: options of the dropout of
         attention weights, as in Flax.
       dtype: dtype of the computation; inferred from the inputs by default.

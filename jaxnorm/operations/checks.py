@@ -199,7 +199,10 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
 def same_shape(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
 ) -> None:
-    """Raise ValueError unless an array has the shape `expected`, the shape of the array `of`."""
+    """Raise ValueError unless an array has the shape `expected`.
+
+    `of` is the name of the other array that has this shape. The error mentions it.
+    """
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "

@@ -2,11 +2,11 @@
 
 They compute an elementwise function and the linear layer after it::
 
-    h = activation(gate) * up       one fused pass, rounded once   saves gate and up
-    y = h weight + bias             `products.dot`                 saves weight
+    h = activation(gate) * up       one fused pass, rounded once   saves `gate` and `up`
+    y = h @ weight + bias           `products.dot`                 saves `weight`
 
 `recomputation.recomputed` treats both steps as one function, so h is not saved. The backward pass
-recomputes h in the same pass over memory that computes the gradients of gate and up.
+recomputes h in the same pass over memory that computes the gradients of `gate` and `up`.
 """
 
 import functools
@@ -56,17 +56,17 @@ def gated_linear(
     .. math::
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
 
-    It saves only gate, up and weight for the backward pass. The hidden activations,
-    activation(gate) times up, are recomputed in the pass that computes the gradients of gate and
-    up. The residuals of the activation's derivative are recomputed there as well. No matmul runs
-    twice.
+    Only ``gate``, ``up`` and ``weight`` are saved for the backward pass. The hidden activations, h
+    = ``activation(gate) * up``, are recomputed in the pass that computes the gradients of ``gate``
+    and ``up``. The residuals of the activation's derivative are recomputed there as well. No matmul
+    runs twice.
 
-    Elementwise arithmetic is float32 (float64 if gate or up is float64), and its result is rounded
-    once to the dtype to which gate and up promote. The matmul's dtype is the promotion of this
-    dtype and weight's dtype, or ``dtype`` if that has fewer bits. A wider ``dtype`` applies to the
-    result only. The matmul's sums are float32 (float64 if the matmul or the output is float64).
-    bias is added to the sums before they are rounded. The backward pass of a 16-bit matmul uses
-    16-bit matmuls.
+    Elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64), and its result is
+    rounded once, to the dtype to which ``gate`` and ``up`` promote. The dtype of the matmul is the
+    one to which this dtype and the dtype of ``weight`` promote, or ``dtype`` if that has fewer
+    bits. A wider ``dtype`` applies to the result only. The matmul's sums are float32 (float64 if
+    the matmul or the output is float64). bias is added to the sums before they are rounded. The
+    backward pass of a 16-bit matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
@@ -196,9 +196,10 @@ def _linear_of(
     rows, weights, biases = ([next(operands) for _ in a] for a in (rows, weights, biases))
     if product is None:
         weight_sharding, its_sharding = _shardings(function, rows[0], weights[0], out_sharding)
-        # If no bias is added, the matmul rounds its sums to y's dtype, which saves a pass. If f is
-        # sharded, each device has partial sums. They are rounded before the all-reduce, as in plain
-        # JAX: in float32, the devices would exchange twice the bytes.
+        # If no bias is added, the matmul itself rounds its sums to y's dtype. This avoids a
+        # separate pass over memory. If f is sharded, each device has partial sums. They are rounded
+        # before the all-reduce, as in plain JAX: in float32, the devices would exchange twice the
+        # bytes.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
         is_alone = is_split or (y_dtype == product_dtype and not biases)
         precision = jax.config.jax_default_matmul_precision
@@ -222,7 +223,7 @@ def _linear_of(
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
     """Return the function that is applied to the arrays before the matmul.
 
-    It computes activation(x), or activation(gate) * up, in the arithmetic dtype.
+    It computes ``activation(x)``, or ``activation(gate) * up``, in the arithmetic dtype.
     """
     is_name = isinstance(activation, str) and activation in products.ACTIVATIONS
     if not (is_name or callable(activation)):
@@ -255,7 +256,10 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
 def _by_function(
     function: Function, product: Product, dtype: np.dtype, h: jax.Array, weight: Any
 ) -> jax.Array:
-    """Return ``product(h, weight)``, after casting h and weight's float arrays to `dtype`."""
+    """Return ``product(h, weight)``.
+
+    Before the call, h and the float arrays in weight are cast to `dtype`.
+    """
     weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
     y = product(h.astype(dtype), weight)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):

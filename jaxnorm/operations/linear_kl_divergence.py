@@ -59,9 +59,9 @@ def linear_kl_divergence(
       where: a boolean mask of positions, or float weights of positions, which have no gradient. It
         has as many axes as x without the last one, and broadcasts to their shape. Where it is False
         or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
-      reduction: ``"mean"``: sum(where * divergence) / sum(where), or 0 if the denominator is 0;
-        ``"sum"``: sum(where * divergence); or ``"none"``: the divergence of each position, times
-        its weight.
+      reduction: ``"mean"``: ``sum(where * divergence) / sum(where)``, or 0 if the denominator is 0;
+        ``"sum"``: ``sum(where * divergence)``; or ``"none"``: the divergence of each position,
+        times its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
         None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, counting the float32

@@ -154,7 +154,7 @@ def of_rows(
     if where is not None:
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
-    if in_order != axes:  # Labels count classes in the order of the axes as given.
+    if in_order != axes:  # A label is a class index in row-major order of the axes as given.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")
@@ -290,8 +290,8 @@ def masks(
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
     One of them is None: `where` is a mask of classes if it has as many axes as the logits.
-    Otherwise, it is weights, or a boolean mask, of positions. `of` is the argument that has the
-    shape of positions, as errors name it, such as "labels'".
+    Otherwise, it is a boolean mask of positions, or weights of positions. `of` is used in errors.
+    It is the possessive form of an argument that has the shape of the positions, such as "labels'".
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

@@ -112,8 +112,8 @@ def normalise(
 ) -> list[jax.Array]:
     """Check the arguments of a norm, run it, and return its results.
 
-    `gate` is the factor of x in a residual sum, which the table of operations calls branch_scale.
-    `options` are further arguments of `norm_call`.
+    `gate` is the factor of x in a residual sum. The table of operations calls this operand
+    branch_scale. `options` are further arguments of `norm_call`.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
@@ -309,8 +309,8 @@ def rms_norm_gated(
     Gated delta nets use the first form, over the columns of each head (Yang, Kautz and Hatamizadeh,
     2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second form
     (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic is float32 (float64 if x,
-    gate or the output is float64), and the result is rounded once. The residuals are x, gate and a
-    number for each row. The backward pass recomputes the normalised x and the activated gate.
+    gate or the output is float64), and the result is rounded once. The residuals are x, gate, and
+    one number for each row. The backward pass recomputes the normalised x and the activated gate.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.

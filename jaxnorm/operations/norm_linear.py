@@ -4,7 +4,7 @@ The function is composed of three steps, of which only the norm is a primitive::
 
     step                    function                saved for the backward pass
     n = rms_norm(x, scale)  the norm's primitive    x and rstd
-    z = n weight + bias     `products.product`      weight; n is recomputed from x and rstd
+    z = n @ weight + bias   `products.product`      weight; n is recomputed from x and rstd
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
 
@@ -31,8 +31,8 @@ from jaxnorm_kernels.specs import LinearActivation, Name
 
 NAME = "rms_norm_linear"
 
-# There was a Triton kernel that fused the norm and the matmul. It was removed, because the two
-# steps by XLA were faster in every timing (docs/linear.md).
+# There was a Triton kernel that fused the norm and the matmul. It was removed, because XLA's code
+# for the two steps was faster in every timing (docs/linear.md).
 _NO_TRITON = (
     "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
     "was timed"
@@ -276,9 +276,10 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
-    # If no bias or activation follows, the matmul rounds its sums to y's dtype, which saves a pass.
-    # If x's columns are sharded, each device has partial sums. They are rounded before the
-    # all-reduce, as in plain JAX: in float32, the devices would exchange twice the bytes.
+    # If no bias or activation follows, the matmul itself rounds its sums to y's dtype. This avoids
+    # a separate pass over memory. If x's columns are sharded, each device has partial sums. They
+    # are rounded before the all-reduce, as in plain JAX: in float32, the devices would exchange
+    # twice the bytes.
     is_split = layout is not None and bool(layout.cols)
     is_alone = is_split or ("bias" not in operands and layer.activation is None)
     z = products.product(

@@ -3,8 +3,8 @@
 `dot`, `product` and `activated` are each a `jax.custom_jvp`. Their JVP rules determine which arrays
 are saved, and the dtype of cotangents::
 
-    z = h weight            `dot`           saves h and weight, like any matmul
-    z = f(x) weight         `product`       saves x, weight and the residuals of f; recomputes f(x)
+    z = h @ weight          `dot`           saves h and weight, like any matmul
+    z = f(x) @ weight       `product`       saves x, weight and the residuals of f; recomputes f(x)
     y = activation(z)       `activated`     saves z, rounded to y's dtype
 
 None of them is a primitive, so JAX handles forward mode, `jax.vmap`, meshes and rematerialisation
@@ -133,7 +133,7 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 def _product(
     static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    """Return z = h weight, where h = f(*arrays). The derivative does not save h.
+    """Return ``z = h @ weight``, where ``h = f(*arrays)``. The derivative does not save h.
 
     The caller computes h and z outside this function, so that rematerialisation policies see the
     matmul and the names of arrays in f. The JVP rule below computes z's tangent from the other
@@ -145,7 +145,7 @@ def _product(
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    """The JVP rule of `_product`: return z and dz = dh weight + h dweight.
+    """The JVP rule of `_product`: return z and ``dz = dh @ weight + h @ dweight``.
 
     dh is the tangent of h, which JAX has computed from the tangents of `arrays`. In the second
     term, h is recomputed from `arrays`. `linear` saves exactly the arrays that it is given, so

@@ -2,11 +2,11 @@
 
 `attention_weights`, which the Flax modules use, computes the weights from queries and keys::
 
-    weights = softmax(scale query key^T + bias, masked)
+    weights = softmax(scale * (query @ key^T) + bias)
 
-The logits of 16-bit queries and keys are float32. In the backward pass, the softmax's kernel writes
-the logits' cotangent in 16 bits, which halves its memory. The matmuls that follow would round it to
-16 bits anyway.
+A mask may exclude logits, or replace them by a number. The logits of 16-bit queries and keys are
+float32. In the backward pass, the softmax's kernel writes the logits' cotangent in 16 bits, which
+halves its memory. The matmuls that follow would round it to 16 bits anyway.
 """
 
 import functools
@@ -252,7 +252,7 @@ def attention_weights(
     causal: bool,
     precision: Any,
 ) -> jax.Array:
-    """Return attention weights: the softmax of scale query key^T + bias along the axis of the keys.
+    """Return attention weights: the softmax of ``scale * (query @ key^T) + bias`` over the keys.
 
     The result has the dtype of the query.
 
@@ -283,7 +283,7 @@ def attention_weights(
 def logits_of(
     precision: Any, query: jax.Array, key: jax.Array, dtype: np.dtype | None = None
 ) -> jax.Array:
-    """Return query key^T in `dtype`; by default, in float32 (float64 for float64 arrays)."""
+    """Return ``query @ key^T`` in `dtype`; by default, in float32 (float64 for float64 arrays)."""
     einsum = functools.partial(
         jnp.einsum,
         precision=precision,

@@ -1,4 +1,4 @@
-"""Compilation of calls outside `jax.jit`, to save time in Python.
+"""Compilation of calls outside `jax.jit`, so that they spend less time in Python.
 
 Checking a call's arguments in Python takes longer than normalising a small array. So each public
 function is compiled by `jax.jit`, including its checks, and the compiled function is cached. If an
@@ -45,9 +45,10 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return the compiled function, and getters for its array and its static arguments.
+            """Return three things: the compiled function, and two functions that get its arguments.
 
-            `others` are the names in `either` whose arguments are arrays in this call.
+            The first one gets the arrays, the second one the static arguments. `others` are the
+            names in `either` whose arguments are arrays in this call.
             """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]
@@ -85,10 +86,11 @@ def alone(
 ) -> Callable[..., Any]:
     """Return the function that evaluates a primitive outside `jax.jit`.
 
-    It compiles a program that consists of this primitive only. Under `jax.disable_jit`, which
-    exists to step through code, it runs `plain` instead. If JAX is configured to check for NaNs or
-    infinities, such a value in a result raises the same error as for JAX's own primitives. The
-    value -inf in the statistic ``log_sum`` is allowed, because a loss marks masked rows with it.
+    The returned function compiles a program that consists of this primitive only. Under
+    `jax.disable_jit`, which exists to step through code, it runs `plain` instead. If JAX is
+    configured to check for NaNs or infinities, such a value in a result raises the same error as
+    for JAX's own primitives. The value -inf in the statistic ``log_sum`` is allowed, because a loss
+    marks masked rows with it.
 
     Args:
       primitive: the primitive.
@@ -113,8 +115,8 @@ def alone(
         checks_nans, checks_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
         if not (checks_nans or checks_infs):
             return run(*arrays, **static)
-        # JAX's own check is disabled here: when it finds a NaN, jax.jit evaluates the primitive
-        # again without compiling it, which calls this function, in an infinite recursion.
+        # JAX's own check is disabled here. When it finds a NaN, jax.jit evaluates the primitive
+        # again without compiling it. This would call this function again, without end.
         with jax.debug_nans(False), jax.debug_infs(False):
             results = run(*arrays, **static)
             named = zip(names(**static), results, strict=True)
@@ -133,7 +135,10 @@ def alone(
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for an array of numbers; a NumPy array without axes counts as a number."""
+    """Return True for an array of numbers.
+
+    The result is False for a NumPy array without axes, which counts as a number.
+    """
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
     return is_array and a.dtype.kind != "b"
 

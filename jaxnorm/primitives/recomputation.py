@@ -62,7 +62,10 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 def _of_program(
     name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> Primitive:
-    """Return a new primitive that evaluates its parameter `jaxpr`, and has these rules."""
+    """Return a new primitive that evaluates its parameter `jaxpr`.
+
+    `lower`, `jvp` and `transpose` are the rules of the primitive.
+    """
     primitive = Primitive(name)
 
     def batch(
@@ -107,7 +110,7 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
 
     def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
-        # The select comes before `_jvp_along`, because it must not be differentiated.
+        # Apply the select outside `_jvp_along`, because it must not be differentiated.
         x = lax.select(true, x, jnp.zeros_like(x))
         return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
@@ -176,10 +179,11 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# A primitive that computes a tangent, (true, true, *arrays, *tangents) -> tangent, or the transpose
-# of this, (true, true, *arrays, cotangent) -> cotangents. `awaits` is True for the transpose: a
-# barrier makes the bools wait for the cotangent. `groups` has one index (0 or 1) for each tangent:
-# the tangent's cotangent is computed with the bool of this index.
+# A primitive that computes one of two functions. If `awaits` is False, it computes a tangent:
+# (true, true, *arrays, *tangents) -> tangent. If `awaits` is True, it computes the transpose:
+# (true, true, *arrays, cotangent) -> cotangents. In the transpose, a barrier makes the two bools
+# wait for the cotangent. `groups` has a number (0 or 1) for each tangent. It selects the bool with
+# which the transpose computes the cotangent of this tangent.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 

@@ -61,10 +61,10 @@ def names(call: Call) -> list[str | None]:
     """Return, for each result of a call, its name for policies, or None if it has no name.
 
     Two kinds of results have names: outputs of norms and softmaxes, and results with one number per
-    row. Derivatives may need such results per row, and they are as cheap to save as statistics. The
-    sum h has a name only if the backward pass reads h; otherwise, recomputing h is cheaper than
-    saving it. If a norm is a step of another function, such as rms_norm_linear, only its statistics
-    have names, because the norm's output is not a result of that function.
+    row. Derivatives may need the results of the second kind, which are as cheap to save as
+    statistics. The sum h has a name only if the backward pass reads h; otherwise, recomputing h is
+    cheaper than saving it. If a norm is a step of another function, such as rms_norm_linear, only
+    its statistics have names, because the norm's output is not a result of that function.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -80,9 +80,9 @@ def named(
     arrays: Sequence[jax.Array],
     name: Callable[[jax.Array, str], jax.Array] = checkpoint_name,
 ) -> list[jax.Array]:
-    """Return the arrays, named for `jax.checkpoint` policies, except where the name is None.
+    """Return the arrays with names that `jax.checkpoint` policies see.
 
-    `name` is the function that names an array.
+    An array whose name is None is returned unchanged. `name` is the function that names an array.
     """
     return [a if n is None else name(a, n) for n, a in zip(names, arrays, strict=True)]
 
@@ -146,7 +146,8 @@ def _restored(
 ) -> list[jax.Array]:
     """Return the results of a call, given its `outputs` (results and residuals).
 
-    It has the derivative of the call, which is computed from `outputs` without a new forward pass.
+    The derivative of this function is the derivative of the call. It is computed from `outputs`,
+    without a new forward pass.
     """
     del primals
     return rules.results(call, outputs)

@@ -106,10 +106,10 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Return True if a kernel supports a plain norm's backward pass only without its operand dh.
+    """Return True if a kernel supports this backward pass of a norm, but not its operand dh.
 
-    dh is a cotangent that the pass adds to dx. The transpose rule passes it to save a separate
-    addition, without the user's knowledge. If the user requested an implementation that does not
+    dh is a cotangent that the pass adds to dx. The transpose rule passes it to avoid a separate
+    addition; the user does not request this. If the implementation that the user requested does not
     support dh, the call must not fail, so the addition is then done outside the kernel.
     """
     spec = call.spec
@@ -248,9 +248,9 @@ class _RowRules(Rules[Call]):
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Return the result of `transposed_tangent` if only h has a nonzero cotangent, `dh`.
+        """Transpose a tangent pass like `transposed_tangent`, but only with h's cotangent, `dh`.
 
-        If `dh` is None, the cotangents of all results are zero.
+        The cotangents of all other results are zero. If `dh` is None, h's cotangent is zero too.
         """
         by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
         operation = call.spec.operation
@@ -278,7 +278,7 @@ class _RowRules(Rules[Call]):
 
         In ``h = x + r; y = norm(h)``, the norm's operand is h. When the norm is transposed, h's
         accumulator already has the cotangent of the residual branch. The backward kernel takes that
-        cotangent as its operand dh and writes the sum. This saves a separate addition, which would
+        cotangent as its operand dh and writes the sum. This avoids a separate addition, which would
         read two arrays of h's size and write one.
         """
         residuals, accumulators = operands[: call.residuals], operands[call.residuals :]

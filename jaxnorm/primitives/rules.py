@@ -156,7 +156,7 @@ class Rules[P: Pass](abc.ABC):
         return self.anywhere(self.on_shard, call, *arrays)
 
     def lowered(self, call: P, ctx: Any) -> Run:
-        """Return the function to which a pass is lowered if the mesh has no Explicit axes."""
+        """Return the function to which a pass is lowered on a mesh without Explicit axes."""
         axes = ctx.module_context.axis_context
         if auto_axes.can_partition(axes) and not auto_axes.are_whole(axes):
             return self.partitioned(call)
@@ -183,9 +183,9 @@ class Rules[P: Pass](abc.ABC):
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
         """Return True if XLA's partitioner may need our partitioning rule for this call.
 
-        The rule requires that JAX knows the devices when it lowers the program. Programs for an
-        `AbstractMesh` or with several meshes would therefore fail, so the rule is requested only if
-        it may be needed.
+        The rule can be used only if the devices are known when the program is lowered. With the
+        rule, programs for an `AbstractMesh` or with several meshes would fail. So the rule is used
+        only if it may be needed.
         """
         return (
             jax.device_count() > 1
@@ -204,9 +204,9 @@ class Rules[P: Pass](abc.ABC):
         return self.bind(call, *primals), self.bind(call, *primals[:count], *linear)
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """The JVP rule of a tangent or backward pass if a residual has a nonzero tangent.
+        """The JVP rule of a tangent or backward pass, for second-order derivatives.
 
-        Plain JAX computes the tangents.
+        It is used if a residual has a nonzero tangent. Plain JAX computes the tangents.
         """
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
@@ -356,7 +356,7 @@ def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return `jax.jvp` of f. Primals whose tangents are symbolic zeros are constants of f."""
+    """Return `jax.jvp` of f, in which primals with symbolic zero tangents are constants."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
 
     def function(*arrays: jax.Array) -> Any:

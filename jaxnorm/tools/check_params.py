@@ -13,8 +13,8 @@ from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# For each dtype of y, two sizes of rounding errors: the relative error of y if it is a normal
-# number (half a unit roundoff, which is the measured mean), and the spacing of subnormal numbers.
+# For each dtype of y, two numbers: the mean relative rounding error of normal numbers (half a unit
+# roundoff, as measured), and the spacing of subnormal numbers.
 _ROUNDING = {
     "bfloat16": (2.0**-9, 2.0**-133),
     "float16": (2.0**-12, 2.0**-24),
@@ -48,8 +48,8 @@ class NormReport:
       columns: number of elements of scale, in all layers if layers are stacked.
       under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
         ``dtype``. In float16, the limit is 2**-14, below which accuracy degrades. In the other
-        dtypes, the limit is 2**-60 (2**-500 in float64), and the forward pass uses the limit
-        instead of a smaller value.
+        dtypes, the limit is 2**-60 (2**-500 in float64), and the forward pass replaces smaller
+        values by the limit.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
@@ -156,9 +156,9 @@ def check_params(
 
     Here, u is the mean relative rounding error of normal numbers of ``dtype``, and q the spacing of
     its subnormal numbers. If y is rotated in pairs of columns (:func:`jaxnorm.rms_norm_rope`), the
-    rounding error of the pair's other column is added: the first term is ``(0.83 u)^2 (1 +
-    (partner_j / scale_j)^2) / 2`` instead, where partner_j is the scale of the other column. The
-    function runs on the host, and copies the parameters there.
+    rounding errors of both columns of a pair contribute. The first term under the root is then
+    ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2``. Here, partner_j is the scale of the other
+    column of the pair. The function runs on the host, and copies the parameters there.
 
     Args:
       params: a tree of parameters with the names of Flax (linen or nnx), equinox or PyTorch. Names
@@ -176,9 +176,9 @@ def check_params(
 
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the norm functions.
-      rotated: name or names of the norms whose output is rotated, such as ``("q_norm",
-        "k_norm")``. A name is the last part of a norm's path, or several of the last parts. The
-        last axis of the scales must have the columns of a head.
+      rotated: name or names of the norms whose output is rotated, such as ``("q_norm", "k_norm")``.
+        A name is the last part of a norm's path, or several of the last parts. The last axis of
+        such a norm's scale must have one element for each column of a head.
       rotated_columns: number of rotated columns in these norms: twice the last axis of the tables;
         None for all columns.
       interleaved: how columns form pairs in these norms, as in :func:`jaxnorm.rms_norm_rope`.
@@ -333,14 +333,14 @@ def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -
     of_partner = carried[..., partners]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # If both scales are 0, y is 0 in both columns, and the ratio does not matter. (Both can be
-        # 0 only in a dtype without a floor.)
+        # 0 only in float16, which has no lower limit of |scale|.)
         return np.where(of_partner == carried, 1.0, of_partner / carried)
 
 
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
     """Return the predicted relative error of scale's gradient, for each column.
 
-    `spread` is the root mean square of y, divided by the root mean square of x_hat times scale.
+    `spread` is, for each column, the root mean square of y divided by |scale|.
     """
     u, quantum = _ROUNDING[y_dtype.name]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

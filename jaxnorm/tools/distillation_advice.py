@@ -30,8 +30,8 @@ class _Divergence(NamedTuple):
 
     Attributes:
       student, teacher: the two arrays of logits, before casts and constant factors.
-      inside: the arrays of the same size that are computed from the logits and used only by the
-        divergence.
+      inside: the arrays, as large as the logits, that are computed from the logits and used only by
+        the divergence.
       source: the user's line that computes the student's exponentials.
       options: text of the advice about ``logits_scale``; "" if no scale is needed.
     """
@@ -65,7 +65,7 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence for which `exponentials` is exp of the student's logits, or None."""
+    """Return the divergence whose student's softmax has these `exponentials`, or None."""
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)
@@ -103,7 +103,7 @@ def _found(exponentials: Value) -> _Divergence | None:
 def _region(logits: Sequence[Value]) -> dict[int, Value]:
     """Return the logits and all arrays of their size that are computed elementwise from them.
 
-    The keys are identities (`id`).
+    The keys of the dict are the identities (`id`) of the arrays.
     """
     size = logits[0].size
     return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])

@@ -103,7 +103,7 @@ class Graph:
     """The graph of a traced program whose first results are the arrays that a derivative saves.
 
     Attributes:
-      values: all arrays that equations compute, in that order.
+      values: all arrays that equations compute, in the order of the equations.
       saved: the saved arrays, each once, without arguments, constants and empty arrays.
       outputs: the first results of the program, in order; arrays may occur several times.
     """
@@ -233,7 +233,8 @@ def reached(
 ) -> dict[int, Value]:
     """Return all values that can be reached from `start`, in breadth-first order.
 
-    The keys are identities (`id`). `following` returns the next values after a value.
+    The keys of the dict are the identities (`id`) of the values. `following` returns the next
+    values after a value.
     """
     seen = {id(v): v for v in start}
     queue = [*seen.values()]
@@ -452,7 +453,8 @@ def is_reduced(value: Value, limit: int) -> bool:
 def ancestors(value: Value, limit: int) -> Iterable[Value]:
     """Return a value and the values that it is computed from.
 
-    The search ends at arrays of `limit` elements or more, except casts and broadcasts.
+    The search ends at arrays of `limit` elements or more. Casts, copies and broadcasts of any size
+    do not end it.
     """
 
     def made_of(v: Value) -> Sequence[Value]:
@@ -473,7 +475,7 @@ class Advice(NamedTuple):
       line: the line to change: ``"file.py:12 (function)"``.
       template: the instruction, with ``{at}`` in place of "at file.py:12".
       members: the arrays that are no longer saved if the user follows the advice.
-      instead: number of bytes that are then saved instead, in other arrays.
+      instead: number of bytes of the other arrays that are then saved instead.
       runs: number of times that the line runs.
       label: the first words of `sentence`; "" if `sentence` starts with `function`.
     """
@@ -502,10 +504,10 @@ class Advice(NamedTuple):
 
 
 class Program:
-    """A graph with lookup tables, which the recognisers of code patterns take.
+    """The argument of the recognisers of code patterns: a graph with lookup tables.
 
     Attributes:
-      values: all arrays that equations compute, in that order.
+      values: all arrays that equations compute, in the order of the equations.
       saved: the arrays that the forward pass saves for the backward pass.
       by_origin: the saved arrays. A key is the identity of the saved array's `origin`.
       advised: identities of the saved arrays for which advice has been found.
@@ -517,12 +519,12 @@ class Program:
         self.advised: set[int] = set()
 
     def saved_of(self, values: Iterable[Value]) -> list[Value]:
-        """Return the saved arrays among `values`, each once, except those that have advice."""
+        """Return the saved arrays among `values` that have no advice yet, each once."""
         found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
         return [v for v in found.values() if id(v) not in self.advised]
 
     def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved constant arrays of a value's shape, except those that have advice."""
+        """Return the saved constant arrays of a value's shape that have no advice yet."""
         zeros = [v for v in self.saved if is_zeros(origin(v), value)]
         return [v for v in zeros if id(v) not in self.advised]
 

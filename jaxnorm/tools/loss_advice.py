@@ -31,9 +31,9 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Primitives that may use arrays of the logits' size without being part of the loss, because their
-# derivatives save no such array. Advice that keeps the logits (`_OF_LOGITS`) also allows an argmax,
-# which needs the logits.
+# Primitives that may use the arrays of a loss without being part of the loss: their derivatives
+# save no array of the logits' size. If the logits are still computed after the advice is followed,
+# an argmax may use them as well (`_OF_LOGITS`).
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
@@ -87,7 +87,7 @@ def losses(program: Program) -> Iterator[Advice]:
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
-    """Return advice to use jaxnorm's loss of logits, which saves only the uncast logits."""
+    """Return advice to use jaxnorm's loss of logits, which saves only the logits before a cast."""
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
     how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
@@ -125,7 +125,7 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the plain-JAX loss for which `value` is exp of the shifted logits, or None."""
+    """Return the loss in plain JAX that is computed from the exponentials `value`, or None."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
@@ -281,9 +281,10 @@ def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str,
 def _of_linear(loss: Loss, program: Program) -> Advice | None:
     """Return advice to use a linear loss, or None if it does not apply.
 
-    It applies if a linear layer computes the logits, and only the loss uses them. The linear
-    cross-entropy saves the gradients of those operands of the matmul that are differentiated, and
-    not the operands. The linear log-probabilities save the operands.
+    It applies if a linear layer computes the logits, and only the loss uses them.
+    linear_softmax_cross_entropy does not save the operands of the matmul. Instead, it saves the
+    gradients of the operands that are differentiated. linear_log_prob_and_entropy saves the
+    operands.
     """
     path = from_matmul(loss.logits)
     if path is None:

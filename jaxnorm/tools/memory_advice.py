@@ -84,9 +84,10 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return, for each saved array that has advice, the advice and the number of bytes it saves.
+    """Return, for each saved array that has advice, the advice and the number of bytes it frees.
 
-    The keys are identities of arrays. The bytes are at most the size of the array.
+    The keys of the dict are the identities (`id`) of the arrays. The number of bytes is at most the
+    size of the array.
     """
     program = Program(graph)
     found: dict[int, tuple[Advice, int]] = {}
@@ -102,10 +103,10 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return, for each array that is no longer saved, the advice and the number of bytes it saves.
+    """Return, for each array that the advice frees, the advice and the number of bytes it frees.
 
-    If the advice makes the program save other bytes instead, these are subtracted from the largest
-    arrays first.
+    The number of bytes is the size of the array. If the program then saves other arrays instead,
+    their total size is subtracted, first from the largest freed array.
     """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)

@@ -21,8 +21,8 @@ from jaxnorm.tools.text import table
 # Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
 # of the total bytes below which a row is not shown.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
-# The fields of `KeptArray` that are equal for all arrays of a row: shape, dtype, source, made_by,
-# layers and advice.
+# Arrays with equal values of these fields of `KeptArray` are shown as one row of the report: shape,
+# dtype, source, made_by, layers and advice.
 type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
 _HEADER = ("MiB", "array", "count", "made by", "source", "advice")
 # Maximum widths of some columns, in characters. The column "source" gets the remaining width.
@@ -42,7 +42,7 @@ class KeptArray:
       made_by: JAX's name of the operation that computes the array.
       layers: number of layers that scans stack in the array; 1 outside of scans.
       advice: a change to the code after which these arrays are not saved; None if there is none.
-      saves: number of bytes of these arrays that the advice saves.
+      saves: number of bytes by which the total falls if the advice on these arrays is followed.
       count: number of arrays, times their layers.
     """
 
@@ -67,8 +67,8 @@ class MemoryReport:
         and ``dtype`` (of one array, including the axes that scans stack), ``source`` (the user's
         line, ``"file.py:12 (function)"``), ``made_by`` (JAX's name of the operation), ``layers``
         (number of layers that scans stack in the array), ``advice`` (a change to the code after
-        which these arrays are not saved, or None), ``saves`` (number of bytes that the change
-        saves) and ``count`` (number of arrays, times their layers).
+        which these arrays are not saved, or None), ``saves`` (number of bytes by which this change
+        reduces the total) and ``count`` (number of arrays, times their layers).
     """
 
     total: int
@@ -130,7 +130,7 @@ class MemoryReport:
     def _after_rows(self) -> str:
         """Return the text below the table: the advice for each function, and the totals.
 
-        The function that saves most comes first.
+        The function that reduces the total most comes first.
         """
         saves: dict[str, int] = {}
         pieces: dict[str, list[Advice]] = {}
@@ -264,7 +264,7 @@ def memory_report(
     parts = _parts(residuals, arrays, graph)
     pieces = memory_advice.advice(graph)
     told: dict[str, Advice] = {}
-    groups: dict[_Key, list[int]] = {}  # For equal arrays: [bytes, bytes that advice saves, count].
+    groups: dict[_Key, list[int]] = {}  # For equal arrays: [bytes, `KeptArray.saves`, count].
     for value in graph.saved:
         advice, saves = pieces.get(id(value), (None, 0))
         made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)
@@ -293,8 +293,9 @@ def _parts(
 ) -> dict[int, tuple[int, ...]]:
     """Return, for each saved array whose sharding XLA chooses, the shape of one device's shard.
 
-    The keys are identities of arrays. XLA chooses shardings if arguments, or arrays in the
-    function, are sharded over Auto axes of a mesh; otherwise, the result is empty.
+    The keys of the dict are the identities (`id`) of the arrays. XLA chooses shardings if
+    arguments, or arrays in the function, are sharded over Auto axes of a mesh; otherwise, the
+    result is empty.
     """
     shardings = [getattr(a, "sharding", None) for a in arrays.values()]
     constraints = [v for v in graph.values if v.made_by == "sharding_constraint"]

@@ -151,15 +151,15 @@ def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Return the array at the start of the chain of elementwise operations that computes a value.
+    """Follow elementwise operations back from a value; return the array before the first of them.
 
-    The chain ends at an operation with several operands of the value's size.
+    An operation with several operands of the value's size is not followed.
     """
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # Also skip a cast of a matmul's result to more bits, because each user may have such a
-        # cast.
+        # Also skip a cast of a matmul's result to more bits: each use of the result may have its
+        # own cast.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -175,18 +175,19 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return the name of an activation that jaxnorm's norms support, or None.
+    """Return the name of the activation that computes `results`, or None.
 
-    `region` are the arrays that are computed elementwise from some array. `results` are the arrays
-    in `region` that have users outside of it. The activation must compute all of these: if the norm
-    before the activation has other users, the result is None.
+    `region` are the arrays that are computed elementwise from one array. `results` are the arrays
+    in `region` that are used outside of it. The result is None if jaxnorm's norms do not support
+    the activation. It is also None if another array than the activation's result is used outside,
+    such as the norm before the activation.
     """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(
         o.size < v.size or kept_arrays.is_spread(o) for v in ends for o in v.operands
     ):
-        return None  # The result is an activation times something else.
+        return None  # The result is an activation, multiplied by another array.
     if _in_a_row(region):
         return None
     for name, (nonlinear, other, result) in _ACTIVATIONS.items():
@@ -229,7 +230,10 @@ def _region(root: Value) -> list[Value]:
 
 
 def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
-    """Return the arrays in `region` that have users outside of it, apart from sums."""
+    """Return the arrays in `region` that are used outside of it.
+
+    Uses by sums and by scans do not count.
+    """
     inside = {id(root), *map(id, region)}
 
     def leaves(value: Value) -> bool:
@@ -248,7 +252,7 @@ def _is_for_sums(reshaped: Value) -> bool:
 
 
 def _is_by_a_root(value: Value) -> bool:
-    """Return True for a multiplication by the reciprocal root of a sum over rows, as in a norm."""
+    """Return True for a division of each row by the root of a sum over the row, as in a norm."""
     for operand in value.operands:
         operand = origin(operand)
         if operand.size == value.size and not kept_arrays.is_spread(operand):
@@ -276,8 +280,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # Operands from outside the region may be as large as x: an array with one number per row,
-    # multiplied by an array with one number per column.
+    # An operand from outside the region may be as large as x. It is then the product of an array
+    # with one number per row and an array with one number per column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -339,7 +343,7 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.users)
     saved = [program.by_origin[id(v)] for v in region if id(v) in program.by_origin]
     if any(id(v) in program.advised for v in saved):
-        return None  # the advice on a linear layer saves more
+        return None  # the advice found earlier, for a linear layer, frees more memory
     freed = [v for v in region if v not in out] + (way if is_free else [])
     members = program.saved_of(freed)
     members += program.zeros_like(out[0])[: activation == "relu"]
@@ -419,7 +423,7 @@ def _is_saved_rotated(result: Value, program: Program) -> bool:
 def _made_of(result: Value) -> dict[int, Value]:
     """Return a norm's result, and the arrays computed from it by primitives of a rotation.
 
-    The keys are identities (`id`).
+    The keys of the dict are the identities (`id`) of the arrays.
     """
 
     def steps(value: Value) -> list[Value]:

@@ -130,7 +130,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # rms_norm_linear, which has checked `name`
+        if first is None:  # this is rms_norm_linear, which has checked `name`
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 
@@ -147,8 +147,8 @@ def _of_linear_logits(
 ) -> Plan:
     """Return the plan of a linear loss: how the loss of one chunk's logits is computed.
 
-    The logits are float32 (float64 for float64 operands). For the cross-entropy, their dtype is the
-    argument ``dtype`` or, by default, x's dtype.
+    For the cross-entropy, the dtype of the logits is the argument ``dtype`` or, by default, x's
+    dtype. For the other losses, the logits are float32 (float64 for float64 operands).
     """
     weight = arguments["weight"]
     of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)

@@ -33,7 +33,7 @@ def softmax(
     scale: float = 1.0,
     causal: bool = False,
 ) -> Results:
-    """Return the softmax of ``z = scale x + bias``, or its logarithm, and the gradients.
+    """Return the softmax of ``z = scale * x + bias``, or its logarithm, and the gradients.
 
     `given` has the operands x, bias and where. If `log` is True, the result is the logarithm.
     """
@@ -67,7 +67,7 @@ def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = Fals
 
 
 def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
-    """Return the gradient of the logits.
+    """Return the gradient with respect to the logits.
 
     `y` is the softmax or, if `log` is True, its logarithm. `d` is the cotangent of y.
     """
@@ -80,7 +80,7 @@ def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options:
 
 
 class Norm:
-    """LayerNorm or RMSNorm of x: ``y = x_hat scale + bias``, and its gradients.
+    """LayerNorm or RMSNorm of x, ``y = x_hat * scale + bias``, and its gradients.
 
     Attributes:
       mean: the mean of each row; 0 for RMSNorm.
@@ -110,9 +110,9 @@ class Norm:
             self.y = self.y + bias
 
     def means(self, dg: Any, x_hat: Any) -> tuple[Any, Any]:
-        """Return the two row means in the formula of dx: mean(dg) and mean(dg x_hat).
+        """Return the two row means in the formula of dx: ``mean(dg)`` and ``mean(dg * x_hat)``.
 
-        dg is dy times scale. The first mean is 0 for RMSNorm.
+        Here, ``dg = dy * scale``. The first mean is 0 for RMSNorm.
         """
         return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
 
@@ -155,7 +155,7 @@ def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``y = norm(h)`` and ``h = residual + gate x``, and the gradients.
+    """Return ``y = norm(h)`` and ``h = residual + gate * x``, and the gradients.
 
     y is the norm of the rounded h.
     """
@@ -196,7 +196,7 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 class Rotation:
-    """The rotation of pairs of columns: ``v cos + partner(v) sin``.
+    """The rotation of pairs of columns: ``v * cos + partner(v) * sin``.
 
     partner(v) swaps the two columns of each pair, and sin includes the signs.
     """
@@ -245,7 +245,7 @@ def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool 
 def norm_gated(
     given: Arrays, d: list[Bounded], dtype: str, *, norm_before_gate: bool = True
 ) -> Results:
-    """Return ``norm(x) silu(gate)`` or ``norm(x silu(gate))``, and the gradients.
+    """Return ``norm(x) * silu(gate)`` or ``norm(x * silu(gate))``, and the gradients.
 
     The gradients are computed from x and gate, not from y.
     """
@@ -281,7 +281,7 @@ def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``h @ weight`` with ``h = silu(gate) up``, and the gradients.
+    """Return ``h @ weight`` with ``h = silu(gate) * up``, and the gradients.
 
     h and its gradient are rounded to `dtype`.
     """
@@ -305,20 +305,20 @@ def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation
 
 
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the loss ``log sum exp(x) - x[label]`` of each row, and the gradients."""
+    """Return the loss ``log(sum(exp(x))) - x[label]`` of each row, and the gradients."""
     loss, slope = _losses(given["logits"], given["labels"])
     of_rows = d[0].reshape(loss.value.shape)
     return [loss], {"logits": (of_rows * slope).stored(dtype)}
 
 
 def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` and ``-sum p log p`` of each row, and the gradients."""
+    """Return ``log(p[label])`` and ``-sum(p * log(p))`` of each row, and the gradients."""
     results, gradient = _log_probs(given["logits"], given["labels"], d)
     return results, {"logits": gradient.stored(dtype)}
 
 
 def kl_divergence(given: Arrays, d: list[Bounded], dtype: str, *, reverse: bool = False) -> Results:
-    """Return ``sum p log(p / q)`` of each row, and the gradients.
+    """Return ``sum(p * log(p / q))`` of each row, and the gradients.
 
     p is the teacher's softmax, and q the student's; `reverse` swaps them.
     """
@@ -365,7 +365,7 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
 
 
 def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` for several labels of each row, ``-sum p log p``, and the gradients.
+    """Return the log-probabilities of each row's k labels, the entropy, and the gradients.
 
     The last axis of labels has the labels of a row.
     """
@@ -386,7 +386,7 @@ def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Result
 
 
 def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return the mean divergence of two linear layers' logits, and the gradients.
+    """Return the mean divergence between two linear layers' logits, and the gradients.
 
     The logits are not rounded.
     """
@@ -408,7 +408,7 @@ def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, and the gradients.
+    """Return log-probabilities and entropies of the logits ``x @ weight + bias``, and gradients.
 
     The logits are not rounded.
     """

@@ -23,8 +23,8 @@ Operand = Union["Bounded", np.ndarray, float]
 # For each dtype, its unit roundoff, and half the spacing of its subnormal numbers.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
-#: Factor by which a bound exceeds the expected error, so that no element of a large array exceeds
-#: it by chance.
+#: A bound is the expected error times this factor, so that no error in a large array exceeds its
+#: bound by chance.
 _SAFETY = 4.0
 
 
@@ -142,7 +142,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def stored(self, dtype: str) -> "Bounded":
-        """Return the array with larger bounds, which include an error of rounding to `dtype`."""
+        """Return the array with its bounds widened by the error of rounding to `dtype`."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
         return dataclasses.replace(self, error=self.error + rounding)

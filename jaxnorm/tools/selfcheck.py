@@ -88,7 +88,7 @@ def _norm(function: str) -> tuple[Case, ...]:
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
-    """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
+    """Return two cases of a norm with a rotation. One rotates all columns, one half of them."""
     _, length, _, cols = _HEADS
 
     def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
@@ -194,7 +194,8 @@ class Outcome:
     Attributes:
       case, dtype: the case, and the dtype of its operands.
       implementations: names of the implementations that ran the passes.
-      value, gradient: largest error of the results, and of the gradients, divided by its bound.
+      value, gradient: largest quotient of an error and its bound, for the results and for the
+        gradients.
       failure: the error, if the case raised one; otherwise "".
     """
 
@@ -313,9 +314,10 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: function that wraps the function that runs both passes, for tests under `jax.vmap` or on
-        a mesh.
-      read: function that extracts the original result from a result of the wrapped function.
+      form: function that takes and returns a function that runs both passes. Tests use it to run
+        the case under `jax.vmap` or on a mesh.
+      read: function that extracts the result of the case from a result of the function that `form`
+        returned.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -340,12 +342,15 @@ def check(
 
 
 def _is_differentiated(name: str, array: jax.Array) -> bool:
-    """Return True for float operands except rotary tables, whose gradients no kernel computes."""
+    """Return True for a float operand that is not a rotary table.
+
+    No kernel computes the gradients of rotary tables.
+    """
     return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the names of the implementations that run the calls in a jaxpr here, in order."""
+    """Return the implementations that run the calls of a jaxpr on this machine, in order."""
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 

@@ -82,9 +82,10 @@ def _quotient(exponential: Value) -> Value | None:
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
     """Return the arrays from a softmax's result to the copy of it that is saved, or None.
 
-    A copy is a cast, a reshape or a transpose. The advice is to apply the same copies to the logits
-    instead, so that the softmax returns the saved array. This is not possible, and the result is
-    None, if one of these arrays has other users, or if a reshape changes the softmax's axis.
+    A copy is a cast, a reshape or a transpose. The advice is to cast, reshape or transpose the
+    logits instead, so that the softmax returns the saved array. This is not possible, and the
+    result is None, if one of these arrays has other users, or if a reshape changes the softmax's
+    axis.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:

@@ -1,8 +1,8 @@
 """Wall times of a few calls, compared with plain JAX, for ``python -m jaxnorm --check`` on a GPU.
 
 A time is measured for a jitted program that runs many times in a row, and includes the launch by
-the host. Such times are less accurate than the kernel times of the repository's benchmarks. For
-programs that take less than 50 us, they are too long.
+the host. Such times are less accurate than the kernel times of the repository's benchmarks. They
+are too long for programs that run for less than 50 us.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Timed:
     Attributes:
       function: name of the public function.
       shapes: shapes of the operands, which have random values.
-      dtype: dtype of the operands, except for labels (int32), cos and sin (float32).
+      dtype: dtype of the operands. Labels are always int32, and cos and sin are always float32.
       options: the other arguments of the function.
     """
 

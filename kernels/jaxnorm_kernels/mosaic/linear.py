@@ -2,14 +2,14 @@
 
 With G = scale + scale_offset, row by row::
 
-    w = G weight                         rounded to the matmul's dtype, before the kernel
+    w = G * weight                       rounded to the matmul's dtype, before the kernel
     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
 The kernel computes the sum of squares from the tiles of x that it multiplies, so rstd is available
-when the matmul is finished. The normalised array is never stored. In float16, w is c G weight,
-where the factor c is a power of 2 with c |G| <= 1, which prevents an overflow; the result is
-multiplied by 1 / c.
+when the matmul is finished. The normalised array is never stored. In float16, G * weight might
+overflow, so w is c * G * weight. The factor c is a power of 2 with c |G| <= 1, and the result of
+the matmul is multiplied by 1 / c.
 
 Each block computes several tiles of y, one after the other. Its third warpgroup copies tiles of x
 and weight to a ring of buffers in shared memory. The first two warpgroups multiply half of a tile's
@@ -20,7 +20,7 @@ Multiplying x by G inside the kernel takes more time than a separate pass over w
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
-    with a pass that computes G weight       1.12           1.13           1.16
+    with a pass that computes G * weight     1.12           1.13           1.16
     x multiplied by G in registers           1.16           1.17           1.27
     x multiplied by G in shared memory       1.30           1.32           1.39
     XLA's norm, then cuBLAS                  1.18           1.09           1.05
@@ -59,8 +59,8 @@ from jaxnorm_kernels.specs import LinearActivation
 # -------------------------------------------------------------------------------------------------
 # The schedule: sizes of the tiles of y, and of the buffers of a block.
 #
-# Measured on an H100 with the sweep `benchmarks/sweeps/linear.py` (tiles, stages and groups of ten
-# matmuls).
+# The sizes were measured on an H100 with the sweep `benchmarks/sweeps/linear.py`, which times ten
+# matmuls with different tiles, stages and groups.
 
 
 #: Number of warpgroups per block that multiply. One more warpgroup copies.
@@ -70,8 +70,8 @@ ROWS = 64
 #: Number of columns of a tile of x. With 16 bits each, they fill a row of the widest swizzle, 128
 #: bytes.
 DEPTH = 64
-#: Number of bytes in a row of y that each store writes, and number of stores that a warpgroup may
-#: have in flight.
+#: `STORED_BYTES`: number of neighbouring bytes that a store writes in each row of y.
+#: `STORES`: number of stores that a warpgroup may have in flight.
 STORED_BYTES, STORES = 64, 2
 
 
@@ -82,9 +82,9 @@ class ProductSchedule:
     Attributes:
       features: number of columns of a tile of y. A tile has 128 rows.
       stages: number of buffers for tiles of x and weight in shared memory.
-      group: number of neighbouring tiles along a row of y that are computed before the tiles below
-        them. Tiles next to each other read the same rows of x. Tiles below each other read the same
-        columns of weight, which are then still in the L2 cache.
+      group: number of tiles side by side in y that are computed before the tiles below them. Tiles
+        side by side read the same rows of x. Tiles below each other read the same columns of
+        weight, which are still in the L2 cache when the lower tiles are computed.
     """
 
     features: int
@@ -97,13 +97,13 @@ class ProductSchedule:
         return MULTIPLY * ROWS
 
     def tiles(self, rows: int, features: int) -> tuple[int, int]:
-        """Return the number of tiles of y along its rows and along its columns."""
+        """Return how many tiles y has along its first axis (rows) and along its second axis."""
         return -(-rows // self.rows), -(-features // self.features)
 
 
-# Larger tiles load less per matmul. A wgmma instruction has at most 256 columns; with 192, the
-# kernel takes 1.09 times as long. With groups of 4, 16 or 32 tiles, it takes up to 1.11 times as
-# long if weight exceeds the L2 cache.
+# The larger the tiles are, the fewer bytes a matmul loads in total. A wgmma instruction has at most
+# 256 columns; with 192, the kernel takes 1.09 times as long. With groups of 4, 16 or 32 tiles
+# instead of 8, it takes up to 1.11 times as long if weight does not fit in the L2 cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
 # A narrow tile has half the size. It is used if y has fewer wide tiles than the GPU has SMs.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
@@ -116,16 +116,16 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# The narrowest swizzle rearranges rows of 32 bytes, which are this many 16-bit columns. Arrays are
-# padded with zeros to a multiple of this number.
+# The narrowest swizzle rearranges rows of 32 bytes. This is the number of 16-bit columns in such a
+# row. Arrays are padded with zeros to a multiple of this number.
 _SWIZZLED = 16
 
-# Number of registers per thread: as many as possible for the warpgroups that multiply, few for the
-# warpgroup that copies. The three warpgroups share 65536 registers.
+# Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
+# The three warpgroups share 65536 registers. Copying needs few, so the two others get the rest.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
-# Asynchronous copies of tiles need numbers of rows and columns that are multiples of 8.
+# The numbers of rows and of columns of a tile must be multiples of 8 for asynchronous copies.
 _MULTIPLE = 8
 # Row indices are int32. The last tile may start up to one tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
@@ -192,7 +192,7 @@ def rms_norm_linear_fwd(
     activation: LinearActivation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
-    """Return activation(rms_norm(x) @ weight + bias) in `dtype`.
+    """Return ``activation(rms_norm(x) @ weight + bias)`` in `dtype`.
 
     x is ``(rows, cols)`` in the dtype of the matmul, weight is ``(cols, features)``, scale
     ``(cols,)`` and bias ``(features,)``. `schedule` replaces the default schedule.
@@ -229,9 +229,9 @@ def rms_norm_linear_fwd(
 def _scaled_weight(
     weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return c G weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
+    """Return c * G * weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
 
-    In float16, G weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
+    In float16, G * weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
     bfloat16, c is 1.
     """
     if scale is None:
@@ -257,7 +257,7 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 def _shared(
     schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return the shared memory and the barriers of a block, by name."""
+    """Return a dict from names to the shared memory and the barriers of a block."""
     stages = schedule.stages
     shared = {
         # The matrix instructions require the same swizzle for x and weight.
@@ -277,8 +277,8 @@ def _shared(
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
-    The layout has the widest swizzle (at most 128 bytes) that divides a row of the tile and a row
-    of each of `arrays`, in bytes.
+    The layout has the widest swizzle that fits: its number of bytes, at most 128, divides the size
+    of a row of the tile and the size of a row of each of `arrays`.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
@@ -291,14 +291,14 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """The program of a block.
+    """The program that each block runs.
 
     Attributes:
       sizes: number of rows of x, columns of x, and columns of weight.
       epsilon, activation: as in `rms_norm_linear_fwd`.
       schedule: the schedule.
-      arrays: refs of the operands and of y in global memory, by name.
-      shared: shared memory and barriers, by name.
+      arrays: maps names to the refs of the operands and of y, in global memory.
+      shared: maps names to shared memory and barriers.
     """
 
     sizes: tuple[int, int, int]
@@ -366,7 +366,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
-        """Compute this warpgroup's half of the rows of each of the block's tiles of y."""
+        """Compute the block's tiles of y: this warpgroup computes half of the rows of each."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -402,7 +402,7 @@ class _ProductKernel:
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
 
     def _squares(self, step: Any) -> jax.Array:
-        """Return partial sums of squares of this warpgroup's rows of a tile of x: ``(64, 8)``.
+        """Return partial sums of x^2 for this warpgroup's rows in a tile of x: ``(64, 8)``.
 
         Each of the 8 sums per row covers 8 of the 64 columns. The caller adds the 8 sums only once,
         after the last step of the tile of y.
@@ -412,12 +412,12 @@ class _ProductKernel:
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """Return the rows of a step's tile of x that this warpgroup multiplies."""
+        """Return the rows that this warpgroup multiplies, from the tile of x of a step."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the buffers of x and weight of a step whose matmul is finished."""
+        """Release the buffers of x and weight that `step` used. Its matmul is finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
@@ -440,8 +440,8 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # At most one store may still be reading its buffer: the previous one, which uses the
-            # other buffer.
+            # There are two buffers, and stores use them in turn. Wait until this buffer is free:
+            # only the previous store, from the other buffer, may still be reading.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

@@ -93,11 +93,11 @@ _CANNOT: Table = (
 )
 
 # Compute capabilities for which these kernels are the default although they were never timed there;
-# 100 stands for 10.0, the B200. All kernels compile for it with little register spilling
+# 100 stands for 10.0, the B200. All kernels compile for the B200 with little register spilling
 # (`tests/mosaic/test_blackwell.py`).
 _NOT_TIMED = (100,)
 
-# Calls for which XLA's code is faster than the kernels, or for which nothing was timed. The times
+# Calls for which XLA's code is faster than the kernels, or for which neither was timed. The times
 # were measured on one H200 with jax 0.11.2 (`python -m benchmarks.run`; results in
 # benchmarks/results/nvidia_h200). Forward kernels were never slower than XLA.
 _LEFT_TO_XLA: Table = (
@@ -156,7 +156,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence about what was not tested with these kernels on the local GPU, or None."""
+    """Return a sentence about it if the kernels were not timed on the local GPU, else None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -172,17 +172,17 @@ def _is_held(spec: Spec) -> bool:
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
-        return True  # If rows are too long for the fused kernel, each norm has its own kernel.
+        return True  # If rows are too long for the fused kernel, a separate kernel runs each norm.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Return True for a backward pass of a norm to which the limits of `norm_schedule` apply.
+    """Return True if the call is a backward pass to which the limits of `norm_schedule` apply.
 
-    These are the backward passes of single norms and of scaled sums. A norm with an unscaled
-    residual addition is excluded, because each of its norms is checked separately. A norm with a
-    rotation is excluded, because it has other kernels.
+    These are the backward passes of single norms and of scaled sums. Calls that add a residual
+    without a branch scale are excluded, because each of their norms is checked separately. Norms
+    with a rotation are excluded, because they have other kernels.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

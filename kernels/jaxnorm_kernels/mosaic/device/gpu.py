@@ -54,11 +54,14 @@ class Gpu:
 
     @property
     def portable_cluster(self) -> int:
-        """This GPU's largest cluster size (in blocks) that every GPU with clusters supports."""
+        """Maximum number of blocks in a cluster on this GPU, but at most 8.
+
+        Every GPU with clusters supports sizes up to 8.
+        """
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
     def at_a_time(self, cluster: int) -> int:
-        """Return the maximum number of clusters that run at the same time, one block per SM.
+        """Return the maximum number of clusters that run at once, if each SM runs one block.
 
         `cluster` is the number of blocks in a cluster; 1 means blocks without clusters.
         """
@@ -85,15 +88,16 @@ RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )
 
-#: Default properties by compute capability, written as an integer: 90 is 9.0.
+#: Maps a compute capability to default properties. The capability is an integer: 90 is 9.0.
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
 def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
-    """Cache `choose`, a function from a call's spec and a GPU to a schedule.
+    """Return `choose` with a cache for its results.
 
-    The returned function uses the local GPU by default. The cache saves time because each schedule
-    is needed at least twice: to check that the call is supported, and to run it.
+    `choose` maps the spec of a call and a GPU to a schedule. For the returned function, the GPU is
+    optional: the default is the local GPU. The cache saves time because each schedule is needed at
+    least twice: to check that the call is supported, and to run it.
     """
     once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
 
@@ -105,10 +109,10 @@ def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
 
 
 def local_gpu() -> Gpu:
-    """Return properties that all local GPUs have, or `HOPPER` without a GPU.
+    """Return the properties of the local GPU, or `HOPPER` if there is none.
 
-    These are the minima over the local GPUs, because a program may run on any of them. The
-    interpreter is treated as a GPU without clusters.
+    If there are several local GPUs, each property is the minimum over them, because a program may
+    run on any of them. The interpreter is treated as a GPU without clusters.
     """
     return INTERPRETER if is_interpreted() else _local_gpu()
 
@@ -131,9 +135,9 @@ def _local_gpu() -> Gpu:
 
 
 def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
-    """Ask the CUDA driver for `Gpu.clusters` of a device, given the blocks' shared memory in bytes.
+    """Return the value of `Gpu.clusters` for a device, as the CUDA driver reports it.
 
-    `ordinal` is the index of the CUDA device.
+    `ordinal` is the index of the CUDA device, and `smem` the shared memory of a block in bytes.
 
     Raises:
       OSError: the CUDA driver is not installed.
@@ -175,7 +179,7 @@ _EMPTY_KERNEL = b"""
 
 
 class _Driver:
-    """Access to the functions of the CUDA driver, as methods.
+    """The CUDA driver. Each of its functions can be called as a method.
 
     A method raises RuntimeError if the driver's function is missing or returns an error.
     """
@@ -195,7 +199,7 @@ class _Driver:
 
 
 def _launch(cluster: int, shared_bytes: int) -> tuple[Any, Any]:
-    """Return a CUlaunchConfig for clusters of `cluster` blocks, and its CUlaunchAttribute.
+    """Return a CUlaunchConfig for a cluster of `cluster` blocks, and its CUlaunchAttribute.
 
     Both are packed C structs. The config contains a pointer to the attribute, so the caller must
     keep a reference to the attribute while it uses the config.

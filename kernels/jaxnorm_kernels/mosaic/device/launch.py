@@ -111,7 +111,7 @@ def launch(
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
-    """Split `refs` into consecutive groups of these sizes, and a group of the remaining refs."""
+    """Split `refs` into consecutive groups of these sizes; the last group has the other refs."""
     parts = []
     for size in sizes:
         parts.append(refs[:size])
@@ -152,8 +152,8 @@ def release_used() -> None:
     """Wait until every warp has stored the results that it computed from a pipeline stage.
 
     A pipeline stage is a buffer in shared memory. Once the results are stored, no loads from the
-    buffer are in flight, so a barrier is enough on a GPU. The interpreter also requires a fence
-    before an asynchronous copy overwrites the buffer.
+    buffer are in flight, so a GPU needs only a barrier before an asynchronous copy overwrites the
+    buffer. The interpreter requires a fence, too.
     """
     if is_interpreted():
         plgpu.commit_smem()

@@ -19,9 +19,9 @@ from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
 
 WARPGROUP_THREADS = WARP * WARPS
-VECTOR_BYTES = 16  # maximum size of one thread's load or store
-COPY_BYTES = 16  # start and size of an asynchronous copy must be multiples of this
-LEAST_VECTOR = 4  # for 16-bit elements, a thread loads vectors of 4 or of 8 elements
+VECTOR_BYTES = 16  # maximum size of one load or store of a thread
+COPY_BYTES = 16  # the start and the size of an asynchronous copy are multiples of this
+LEAST_VECTOR = 4  # a thread loads 16-bit elements in vectors of 4 or of 8
 
 # Pallas has no public types for register layouts and refs.
 Layout = Any
@@ -36,9 +36,9 @@ def power_of_2(n: int) -> int:
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
     """Return the number of elements that one thread loads at once.
 
-    The elements take at most `VECTOR_BYTES` in each dtype. Their number divides `cols`, because
-    otherwise rows would not start at aligned addresses. It is less than `cols`, because Mosaic has
-    no canonical form for a layout with one thread per row.
+    The elements take at most `VECTOR_BYTES` in each of `dtypes`. Their number divides `cols`,
+    because otherwise rows would not start at aligned addresses. It is less than `cols`, because
+    Mosaic has no canonical form for a layout with one thread per row.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
     while cols % width or cols == width:
@@ -49,11 +49,15 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
 def fitting_vector(cols: int, vector: int, threads: int) -> int:
     """Return `vector`, or half of it if a shorter vector fits the row better.
 
-    `vector` is the number of elements that a thread loads at once, and `threads` the number of
-    threads per row. Half of `vector` is better if the row has fewer than ``threads * vector``
-    columns, or if it reduces the number of columns that are read twice by more than a tenth of the
-    row. For softmax over 1152 columns of bfloat16, half of `vector` raises the bandwidth from 0.94
-    to 1.00 of a copy's (H100).
+    `vector` is the number of elements that a thread loads at once. A row has `threads` threads, so
+    they load ``threads * vector`` columns at once. If this number does not divide the row, some
+    columns are read twice, because the last load overlaps an earlier one. Half of `vector` is
+    returned in two cases:
+
+    * The row has fewer than ``threads * vector`` columns.
+    * With half of `vector`, fewer columns are read twice, and the difference is more than a tenth
+      of the row. For softmax over 1152 columns of bfloat16, half of `vector` raises the bandwidth
+      from 0.94 to 1.00 of a copy's (H100).
     """
     if vector <= LEAST_VECTOR:
         return vector
@@ -110,8 +114,8 @@ def columns_layout(vector: int, threads: int) -> Layout:
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
     """Return an int32 array whose elements are 0, 1, 2 ... in row-major order.
 
-    If `axes` is given, only the first `axes` axes are numbered, and the numbers are repeated along
-    the other axes.
+    If `axes` is given, only the first `axes` axes are counted: elements that differ only in their
+    indices along the other axes have the same number.
     """
     counted = shape if axes is None else shape[:axes]
     if is_interpreted():
@@ -264,7 +268,7 @@ def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = N
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """Wrap one register per thread, `register`, as a Mosaic array of floats."""
+    """Return a Mosaic array of floats that has `register` as its only register in each thread."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     registers.flat[0] = register
     return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -1,7 +1,7 @@
 """The only module of the kernels that imports JAX's private API: MLIR operations and helpers.
 
 Pallas has no operations for single registers, for PTX instructions or for the shared memory of
-another block. Functions here, in `registers` and in `rows` therefore emit MLIR inside
+another block. So this module, the module `registers` and the package `rows` emit MLIR inside
 ``plgpu.inline_mgpu``. Pallas' exp2 takes four instructions; `numerics` registers a lowering rule
 for a faster one. All these modules import MLIR from here.
 
@@ -93,7 +93,7 @@ def load_floats(address: Word, count: int) -> list[Any]:
 
 
 def is_signed(kind: Any) -> bool | None:
-    """Return the `is_signed` argument of `FragmentedArray`: True for integers, None for floats."""
+    """Return the argument `is_signed` for an array of type `kind`: None for floats, else True."""
     return None if isinstance(kind, ir.FloatType) else True
 
 
@@ -137,7 +137,7 @@ class Places(NamedTuple):
 
     Attributes:
       terms: tuples ``(divisor, size, stride)``. The position of a thread's first element is the sum
-        over ``thread // divisor % size * stride``.
+        of ``thread // divisor % size * stride`` over all tuples.
       registers: for each register of a thread, the distance from the thread's first element to the
         register's first element.
       step: distance between neighbouring elements of a register.
@@ -161,7 +161,11 @@ class Places(NamedTuple):
 
 @functools.cache
 def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
-    """Return the `Places` of an array of `shape` with these strides, in a tiled Mosaic layout."""
+    """Return the positions in memory of the elements that each thread has in its registers.
+
+    `layout` is the tiled Mosaic layout of the array's registers. `strides` are the strides of the
+    array in memory, in elements, along each axis of `shape`.
+    """
     dims = list(zip(shape, strides))
     for tile in layout.tiling.tiles:
         split = len(dims) - len(tile)
@@ -188,7 +192,10 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
 
 
 def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return the address in `ref` (global memory) of each register of an array of `shape`."""
+    """Return an address for each register of an array: where its elements begin in `ref`.
+
+    `ref` is in global memory. The array in registers has the given tiled layout and shape.
+    """
     where = places(layout, shape, _strides(ref))
     return _from(in_global(utils.memref_ptr(ref)), where.of_thread(), where.registers, ref)
 
@@ -201,9 +208,10 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Load arrays of `shape` in a tiled layout: from each ref, one array for each of `starts`.
+    """From each ref, load one array for each of `starts`.
 
-    A start is a distance from the beginning of the ref, in elements.
+    The arrays have the given shape and tiled layout. A start is a distance from the beginning of
+    the ref, in elements.
     """
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:
@@ -222,7 +230,8 @@ def load_arrays(
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """Return an int32 array in which the value of each element is the element's position.
 
-    A position is the sum of the element's indices times `strides`.
+    A position is the sum of ``index * stride`` over all axes: `index` is the element's index along
+    an axis, and `stride` the axis's entry in `strides`.
     """
     where = places(layout, shape, strides)
     register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))

@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-# Lower limit of the maxima that are computed for parts of a row. If a part contains only -inf, its
-# exponentials relative to this limit are 0; relative to a maximum of -inf they would be NaN. If the
+# Lower limit of the maxima m that are computed for parts of a row. If a part contains only -inf,
+# m would be -inf, and exp(x - m) would be NaN. With this finite limit, exp(x - m) is 0. If the
 # entire row is -inf, the softmax is still NaN, from 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -22,8 +22,9 @@ LOWEST = float(np.finfo(np.float32).min)
 def log1p(x: jax.Array) -> jax.Array:
     """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    With u = 1 + x, rounded, log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses
-    `jnp.log1p`, because XLA may simplify u - 1 to x.
+    Let u be the rounded value of 1 + x. The result is x * log(u) / (u - 1), which is accurate
+    because log(u) / (u - 1) is close to log(1 + x) / x. The interpreter uses `jnp.log1p`, because
+    XLA may simplify u - 1 to x.
     """
     if is_interpreted():
         return jnp.log1p(x)
@@ -32,12 +33,13 @@ def log1p(x: jax.Array) -> jax.Array:
 
 
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
-    """Return an exp function for arguments <= 0: accurate to 2 ulp if `is_wide`, else cheaper.
+    """Return an exp function for arguments x <= 0.
 
-    The cheaper function is for results that are rounded to 16 bits. It computes exp2(x log2(e)): a
-    multiplication and one more instruction. The rounding of x log2(e) causes a relative error that
-    grows with |x|, up to 2^-17 at x = -88, where float32 results underflow. In 16 bits this error
-    is negligible, but in float32 it is about 60 ulp.
+    If `is_wide`, the function is accurate to 2 ulp of float32. Otherwise its results are to be
+    rounded to 16 bits, and it is cheaper: it computes exp2(x * log2(e)), with a multiplication and
+    one more instruction. The rounding of x * log2(e) causes a relative error that grows with |x|,
+    up to 2^-17 at x = -88, where float32 results underflow. In 16 bits this error is negligible,
+    but in float32 it is about 60 ulp.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
 
@@ -51,10 +53,10 @@ def exp2(x: jax.Array) -> jax.Array:
 
 
 def exp_of_term(x: jax.Array, times: float = 1.0) -> jax.Array:
-    """Return exp(`times` * x) for exponents <= 0, by one multiplication and one `exp2`.
+    """Return exp(`times` * x), in one multiplication and one more instruction.
 
-    Use it only for the terms of a sum whose largest term is 1. The relative error is larger for
-    small terms, which matter less in that sum.
+    `times` * x must not be positive. Use this function only for the terms of a sum whose largest
+    term is 1. The relative error is larger for small terms, which matter less in that sum.
     """
     return exp2(x * (times * math.log2(math.e)))
 

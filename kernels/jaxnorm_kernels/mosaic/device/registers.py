@@ -1,8 +1,12 @@
 """Loads, stores and conversions that are written register by register in MLIR.
 
-They replace Mosaic operations that are slow or do not exist: loads of columns, masks and table
-rows, stores to global memory and at the unaligned ends of rows, and splitting and joining of pairs
-of columns. In the interpreter, which has no registers, JAX operations take their place.
+They replace Mosaic operations that are slow or do not exist:
+
+* loads of a range of columns, of masks, and of one table row for each row of x;
+* stores to global memory, also of rows that start or end at an unaligned address;
+* splitting an array into its even and its odd columns, and joining them again.
+
+In the interpreter, which has no registers, these functions use JAX operations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -100,17 +104,18 @@ def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
 def opaque(value: jax.Array) -> jax.Array:
     """Return an int32 scalar unchanged, but hide its value from the compiler.
 
-    The compiler then keeps conditions on it as branches, and does not move instructions across
-    these branches.
+    If a condition depends on the result, the compiler must emit a branch for it. It does not move
+    instructions across this branch.
     """
     return _through(value, "mov.b32 $0, $1;")
 
 
 def renewed(value: jax.Array) -> jax.Array:
-    """Return an int32 scalar unchanged, as a value that even the assembler (ptxas) treats as new.
+    """Return an int32 scalar unchanged, but as a new value for the compiler.
 
-    The scalar passes through a warp shuffle. Values computed from the result cannot be reused from
-    earlier code, so they are recomputed and occupy no registers in the meantime.
+    The scalar passes through a warp shuffle, so even the assembler (ptxas) does not recognise it.
+    Whatever earlier code computed from the scalar is computed again from the result, instead of
+    occupying registers in the meantime.
     """
     return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
@@ -155,9 +160,10 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each register position, the registers of all `values` and the address in `ref`.
+    """Yield a tuple for each register of an array: that register of each value, and its address.
 
-    The values have equal layouts, and `ref` is in global memory.
+    All `values` have the same shape and layout. The address is where the elements of the register
+    begin in `ref`, which is in global memory.
     """
     first, *_ = values
     at = mgpu.addresses(ref, first.layout, first.shape)
@@ -175,7 +181,8 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
     """Load elements ``first + places`` of an ``(n,)`` ref in global memory, one element at a time.
 
-    Indices outside the ref are clamped, so the elements at these indices have arbitrary values.
+    `places` is an int32 array with the offset of each element from the index `first`. An element
+    whose index is outside the ref has an arbitrary value, because such indices are clamped.
     """
     (size,) = ref.shape
     index = jnp.clip(first + places, 0, size - 1)
@@ -203,9 +210,10 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
 
 
 def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
-    """Store `value` at ``first + places`` of an ``(n,)`` global ref, one element at a time.
+    """Store `value` at ``first + places`` of an ``(n,)`` ref, one element at a time.
 
-    Elements whose index is outside the ref are not stored.
+    The ref is in global memory. `places` is an int32 array with the offset of each element from
+    the index `first`. Elements whose index is outside the ref are not stored.
     """
     (size,) = ref.shape
     if is_interpreted():
@@ -226,10 +234,11 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store the part of `value` that falls in the range [first, end) of an ``(n,)`` global ref.
+    """Store those elements of `value` whose index in `ref` is in the range [first, end).
 
-    `start` is the index of the first element of `value`. Each thread's vector must be either
-    entirely inside the range or entirely outside.
+    `ref` is an ``(n,)`` ref in global memory, and `start` the index of the first element of
+    `value` in it. Each thread's vector must be either entirely inside the range or entirely
+    outside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
@@ -252,7 +261,7 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """Store the columns i of `value` for which ``0 <= first + i < size``, in the interpreter.
+    """In the interpreter, store the columns i of `value` for which ``0 <= first + i < size``.
 
     Column i of `value` is stored in column ``start + i`` of `ref`. The columns are stored in a few
     slices whose sizes are powers of 2, because sizes of slices must be static. The other columns of
@@ -316,9 +325,10 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
 
 
 def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) -> jax.Array:
-    """Interleave the even columns `first` and the odd columns `second`.
+    """Return an array with the even columns `first` and the odd columns `second`.
 
-    This is the inverse of `split_pairs`.
+    This is the inverse of `split_pairs`. `half` is the layout of both arguments, and `wide` that of
+    the result.
     """
     shape = (*first.shape[:-1], 2 * first.shape[-1])
     if is_interpreted():
@@ -347,16 +357,16 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """For each row of x in a tile, load the row that it uses from each operand.
+    """Load one row of each operand for each row of x in a tile.
 
-    The operands are ``(n, cols)`` refs in global memory, for example tables of rotations that
-    several rows of x share. ``row_of(shared, row)`` maps the index of a row of x to the index of
-    the operands' row.
+    The operands are ``(n, cols)`` refs in global memory, for example tables of rotations. Several
+    rows of x may use the same row of the operands.
 
     Args:
       refs: the operands.
-      row_of: the mapping.
-      shared: the first argument of `row_of`. It describes how x's rows share the operands' rows.
+      row_of: ``row_of(shared, row)`` maps the index of a row of x to the index of the row of the
+        operands that it uses.
+      shared: describes how rows of x share rows of the operands.
       first: index of the tile's first row in x.
       layout: layout of the results.
       shape: ``(rows, cols)``, the shape of the results, which are float32.
@@ -392,9 +402,10 @@ def load_each_row(
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:
-    """Apply `function` to the corresponding registers of `values`; return the results as an array.
+    """Apply `function` register by register, and return an array of the resulting registers.
 
-    `layout` is the layout of the returned array, whose elements are floats.
+    The n-th call of `function` gets the n-th register of each of `values`. `layout` is the layout
+    of the returned array, whose elements are floats.
     """
     held = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
     first, *_ = values

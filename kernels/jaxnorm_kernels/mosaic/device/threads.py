@@ -71,13 +71,14 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 
 
 def tanh(unit: jax.Array, times: float) -> jax.Array:
-    """Compute ``tanh(times unit)`` with an absolute error of at most 8 ulp of 1.
+    """Compute ``tanh(times * unit)`` with an absolute error of at most 8 ulp of 1.
 
-    The formula is 1 - 2 / (1 + exp(2 times unit)). The exponent is limited, so that the product of
-    `_SHARING` denominators, which `_reciprocals` inverts, is finite. The limit only affects results
-    within 2^-28 of 1, which become 1. The reciprocal has an error of up to 3 ulp, including 1 ulp
-    of the instruction, and the exponential adds up to a quarter ulp. The factor 2 doubles these
-    errors.
+    The formula is ``1 - 2 / (1 + exp(2 * times * unit))``. The exponent has an upper limit, because
+    `_reciprocals` multiplies `_SHARING` of the denominators, and the product must be finite. The
+    limit only affects results within 2^-28 of 1, which become 1.
+
+    The reciprocal has an error of up to 3 ulp, of which 1 ulp is from the instruction. The
+    exponential adds up to a quarter ulp. The factor 2 in the formula doubles these errors.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)
@@ -86,7 +87,8 @@ def tanh(unit: jax.Array, times: float) -> jax.Array:
 def _reciprocals(unit: jax.Array) -> jax.Array:
     """Return 1 / unit elementwise, with one reciprocal instruction per `_SHARING` elements.
 
-    The instruction inverts the product of these elements: 1 / a = b / (a b).
+    The instruction computes the reciprocal of the product of these elements. Multiplications then
+    give each reciprocal. For two elements a and b: 1 / a = b * (1 / (a * b)).
     """
     if is_interpreted():
         return 1 / unit

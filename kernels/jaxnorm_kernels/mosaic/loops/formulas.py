@@ -25,8 +25,8 @@ class RowOperands:
       rows: arrays ``(rows, cols)`` such as y and dy, each in its own dtype.
       stats: float32 arrays ``(rows,)`` with a statistic per row, such as the reciprocal standard
         deviation.
-      params: parameters such as a norm's scale, ``(cols,)``. If each group of rows has its own
-        parameters, ``(groups, cols)``.
+      params: parameters such as a norm's scale. Their shape is ``(cols,)``, or ``(groups, cols)``
+        if each group of rows has its own parameters.
       groups: number of groups. A group consists of ``rows / groups`` consecutive rows, and has its
         own column sums, such as the gradient of its scale.
     """
@@ -38,18 +38,18 @@ class RowOperands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of rows, number of columns)."""
+        """The shape of each array in `rows`: (number of rows, number of columns)."""
         rows, cols = self.rows[0].shape
         return rows, cols
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """All arrays: rows, then statistics, then parameters."""
+        """A list of all operands: those in `rows`, then in `stats`, then in `params`."""
         return [*self.rows, *self.stats, *self.params]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Numbers of row arrays, statistics and parameters, as arguments of `split`."""
+        """The number of arrays in `rows`, in `stats` and in `params`."""
         return len(self.rows), len(self.stats), len(self.params)
 
 
@@ -59,8 +59,8 @@ class BackwardRefs(NamedTuple):
     Attributes:
       rows, stats, params: operands, as in `RowOperands`.
       results: results with a value per element, ``(rows, cols)``, such as dx.
-      partials: an array ``(blocks, cols)`` for each column sum (such as the gradient of a scale).
-        Each block stores its own sums in one row, and XLA adds the rows.
+      partials: an array ``(blocks, cols)`` for each column sum, such as the gradient of a scale.
+        Each block stores the sums over its own rows of x in one row, and XLA adds these rows.
       scratch: shared memory and barriers.
     """
 
@@ -75,9 +75,10 @@ class BackwardRefs(NamedTuple):
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
     ) -> "BackwardRefs":
-        """Split the arguments of a kernel's body by kind.
+        """Return the arguments `refs` of a kernel's body, split into the attributes of this class.
 
-        `sizes` is `RowOperands.sizes`; `results` and `partials` are numbers of arrays.
+        `sizes` is `RowOperands.sizes`. `results` and `partials` are the numbers of refs in the
+        attributes with these names.
         """
         return cls(*split(refs, *sizes, results, partials))
 
@@ -85,9 +86,11 @@ class BackwardRefs(NamedTuple):
 class Formula(Protocol):
     """A backward pass, as functions of the elements of one row. All arrays are float32.
 
-    In the arguments of its methods, `elements` has an array for each row operand, `columns` has
-    values that depend only on the column, and `stats` and `totals` have values that depend only on
-    the row.
+    Arguments of its methods:
+
+    * `elements`: one array per row operand, with the elements of a row.
+    * `columns`: values that depend only on the column (computed by the method `columns`).
+    * `stats` and `totals`: values that depend only on the row.
     """
 
     #: Number of leading row operands that `terms` reads.
@@ -98,22 +101,23 @@ class Formula(Protocol):
     column_sums: int
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """From the parameters, compute the values per column that `terms` and `finish` use."""
+        """Return the values per column that `terms` and `finish` use, such as G and 1 / G."""
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         """Return the terms of each sum along the row, as one array per sum.
 
-        The kernel adds up the terms. `elements` contains only the first `summed` operands.
+        The kernel adds up the terms. `elements` has only the first `summed` row operands.
         """
         ...
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the results per element (such as dx), and this row's terms of each column sum.
+        """Return two lists: the results per element, such as dx, and the terms of column sums.
 
-        `totals` are the sums along the row.
+        The second list has one array per column sum: the values that this row adds to it. `totals`
+        are the sums along the row, of the terms that `terms` returns.
         """
         ...
 

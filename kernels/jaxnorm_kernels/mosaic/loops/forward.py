@@ -21,8 +21,8 @@ class ForwardRefs(NamedTuple):
 
     Attributes:
       operands, results: arrays ``(rows, cols)``.
-      params: parameters ``(cols,)``. If each group of rows has its own parameters, ``(groups,
-        cols)``.
+      params: parameters, ``(cols,)``, or ``(groups, cols)`` if each group of rows has its own
+        parameters.
       stats: float32 arrays ``(rows,)``, statistics that the kernel stores.
       scratch: shared memory and barriers of the block.
     """
@@ -69,8 +69,8 @@ def run(
       scratch: shared memory and barriers. By default, the tile determines them.
       blocks: number of blocks. By default, the tile determines it.
     """
-    # JAX caches the traced body, so the body must not refer to the traced operands. It only uses
-    # these numbers of operands and results.
+    # JAX caches the traced body, so the body must not refer to the traced operands, but only to
+    # their number.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
@@ -93,10 +93,10 @@ def run(
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
-    """Return the ``(cols,)`` part of a parameter for the group of rows that a row belongs to.
+    """Return the values of a parameter, ``(cols,)``, for the group of rows that a row belongs to.
 
-    A ``(cols,)`` parameter is returned as it is. `rows` is the number of rows of the array;
-    ``index()`` returns the index of the row, or of a tile of rows within one group.
+    A ``(cols,)`` parameter is returned as it is, because it has no groups. `rows` is the number of
+    rows of the array. ``index()`` returns the index of the row, or of several rows of one group.
     """
     if len(param.shape) == 1:
         return param
@@ -106,7 +106,7 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
 
 
 def store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Store row statistics from the first warpgroup only, because all have the same values."""
+    """Store row statistics. Only the first warpgroup does so, as all have the same values."""
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:

@@ -1,8 +1,9 @@
-"""Backward passes of softmax kernels that have their rows in registers.
+"""Backward passes of softmax, in which rows stay in registers.
 
 All inputs of a row are loaded at once, in the same tiles as in the forward pass. A block processes
-one tile of rows and ends, unless it computes the gradient of a bias (`BiasSums`). Backward passes
-that sum over all rows, such as those of norms, are in `pipelined` and `narrow_rows`.
+one tile of rows and ends. A block that computes the gradient of a bias processes several tiles
+(`BiasSums`). Backward passes that sum over all rows, such as those of norms, are in `pipelined` and
+`narrow_rows`.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ class BiasSums:
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the sums that blocks store: one row of sums per row of a tile."""
+        """Shape and dtype of the array in which each block stores ``tile.rows`` rows of sums."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
@@ -65,8 +66,8 @@ class BiasSums:
     def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
         """Sum ``step(row, k)`` over the block's tiles, and store the sum in `target`.
 
-        `row` is the index of the tile's rows in x, and k the number of tiles that were processed
-        before.
+        `row` is the index of the tile's rows in x, and k the number of tiles that the block has
+        processed before.
         """
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)
@@ -102,8 +103,8 @@ class BiasSums:
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
 
 
-#: A function that loads the elements of a block's rows, in float32. For each fragment (a range of
-#: the row's columns), it returns one array per row operand of the formula.
+#: A function that loads the rows of a block, in float32. It returns a list with an entry for each
+#: fragment (range of columns). An entry has one array per row operand of the formula.
 Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
@@ -122,8 +123,8 @@ class InRegisters:
       cluster: number of blocks that share a row.
       splits: number of blocks (or clusters) that share the work for one row of a bias's gradient,
         which is a sum over rows of x (`BiasSums`).
-      apart: True if each unit of a row (one vector per thread) is a fragment of its own, see
-        `Tile`.
+      apart: True if each unit of a row (one vector per thread) is a separate array in registers,
+        see `Tile`.
     """
 
     vector: int
@@ -157,10 +158,10 @@ def in_registers_backward(
     row_values: int = 0,
     sums: BiasSums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Run a backward kernel whose formula has no parameters and statistics.
+    """Run a backward kernel whose formula uses neither parameters nor statistics.
 
     Returns the results per element, then `row_values` arrays of row sums. If `sums` is given, the
-    column sums of the blocks follow.
+    last array has the column sums of the blocks.
 
     Args:
       formula: the equations of the backward pass.
@@ -170,9 +171,8 @@ def in_registers_backward(
       rows: number of rows.
       results: dtypes of the results per element.
       name: the kernel's name.
-      row_values: number of the formula's row sums that the kernel also stores, as float32 arrays
-        ``(rows,)``.
-      sums: how blocks compute the formula's column sum, or None if it has none.
+      row_values: number of row sums that the kernel also stores, as float32 arrays ``(rows,)``.
+      sums: how blocks compute the formula's column sum, or None if the formula has no column sum.
     """
     exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
     is_split = isinstance(tile, SplitRow)

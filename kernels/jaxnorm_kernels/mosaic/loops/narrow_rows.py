@@ -1,4 +1,4 @@
-"""Pipelined backward passes over narrow rows, in which each warp has entire rows.
+"""Pipelined backward passes over narrow rows, in which each warp processes entire rows.
 
 As in `pipelined`, a persistent block (one that processes many rows) accumulates its column sums in
 registers, while asynchronous copies (TMA) fill a ring of stages in shared memory. Here, a stage
@@ -51,12 +51,12 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# At the end, a block has column sums for each row of its tile, and adds these rows. This is the
-# number of rows that a thread loads at once.
+# Number of rows of column sums that a thread loads at once. When a block has processed all its
+# tiles, it has separate column sums for each row of a tile, and adds these rows.
 _ADDED_AT_A_TIME = 8
 
-#: Values of a tile's rows, as a list of arrays: one for each fragment (`RowTile`), or one for each
-#: part of a rotated head (`HeadTile`).
+#: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
+#: `RowTile`, or for each part of a rotated head (`HeadTile`).
 Parts = Sequence[jax.Array]
 
 
@@ -67,12 +67,14 @@ class TileWork(NamedTuple):
 
     Attributes:
       finish: ``finish(held, top, statistics, early)`` computes one tile. `held` are the operands'
-        buffers in shared memory, and `top` is the tile's first row in them. It returns the values
-        of each result, and the terms of the column sums.
-      statistics: ``statistics(first)`` loads the statistics of a tile from global memory, one step
-        ahead. `first` is the index of the tile's first row in the array.
-      early: ``early(first)`` loads other data of the tile from global memory, before its stage has
-        arrived in shared memory.
+        buffers in shared memory, and `top` is the tile's first row in them. `statistics` and
+        `early` are what the functions below have loaded. `finish` returns the values of each
+        result, and the terms of the column sums.
+      statistics: ``statistics(first)`` loads the statistics of a tile from global memory. It is
+        called one pipeline step before the statistics are used. `first` is the index of the tile's
+        first row in the array.
+      early: ``early(first)`` loads other data of the tile from global memory. It is called before
+        the wait for the tile's rows, which are being copied to shared memory.
     """
 
     finish: Callable[[Sequence[Ref], int, Any, Any], tuple[Sequence[Parts], Parts]]
@@ -92,8 +94,8 @@ class _NarrowRowsKernel:
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
-      shared: shared memory in which column sums are added: ``(height, cols)`` for each fragment of
-        a row.
+      shared: shared memory in which the column sums of a tile's rows are added at the end. Each
+        fragment (range of columns) has a ref with a row for each row of the tile.
     """
 
     work: TileWork
@@ -186,7 +188,7 @@ def narrow_rows_backward(
 
     Args:
       start: returns the `TileWork` of a block. It is called after the block has started its first
-        copies, so that both take place at the same time.
+        copies, so that its own loads run at the same time as the copies.
       operands: the arrays.
       tile: how a warpgroup distributes rows over its threads.
       rows: number of rows per stage.
@@ -273,12 +275,12 @@ def pipelined_narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Run `narrow_rows_backward` with a formula; see there for the results."""
+    """Compute a formula with `narrow_rows_backward`, and return the results of that function."""
     tile = schedule.tile(operands.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Load a tile's rows in float32: for each range of columns, an array per operand."""
+        """Load a tile's rows in float32: a list for each fragment, with an array per operand."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
         return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 

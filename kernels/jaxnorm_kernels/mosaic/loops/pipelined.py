@@ -68,7 +68,7 @@ class Stages:
       full: a barrier per stage. The stage's copies signal it when they have arrived.
       copies: ``copies(k, stage)`` returns (source, target) of each copy that loads step k. Each
         copy moves consecutive bytes.
-      ring: index of this ring if each warpgroup has its own, otherwise None.
+      ring: index of this ring if each warpgroup has its own ring. None if the block has one ring.
     """
 
     count: int
@@ -105,7 +105,7 @@ class Stages:
                 source,
                 target,
                 self.full.at[at],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # for rows of any length
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # allows any length of rows
             )
 
 
@@ -159,7 +159,7 @@ class Share:
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Return True if a row of step `k` is not also in the previous step."""
+        """Return True if `row`, a row of step `k`, does not also belong to the previous step."""
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
@@ -213,7 +213,7 @@ class PipelinedRows:
 
 @dataclasses.dataclass(frozen=True)
 class _PipelinedKernel:
-    """One warpgroup's loop over rows. The warpgroup processes a partition of the columns.
+    """The loop of one warpgroup over rows. It processes only its partition of their columns.
 
     Attributes:
       formula: what is computed for each row.
@@ -242,9 +242,9 @@ class _PipelinedKernel:
     def run(self, block: Any) -> None:
         """Process all steps, then store the block's column sums.
 
-        An iteration reduces a step and finishes the previous one, so the first step is reduced
-        before the loop. The alternative, to skip `finish` in the first iteration, made the backward
-        pass of RMSNorm over 4096 columns 15 % slower (H100).
+        An iteration calls `reduce` for one step and `finish` for the previous step. So `reduce` is
+        called for the first step before the loop. A loop that instead skips `finish` in its first
+        iteration made the backward pass of RMSNorm over 4096 columns 15 % slower (H100).
         """
         carried, steps = self.no_sums(), self.stages.steps
         first, second = (self.statistics(jnp.int32(k)) for k in range(2))
@@ -256,10 +256,10 @@ class _PipelinedKernel:
                 unit.store(ref, block, value, self.ring.layout)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Run one iteration of the loop over steps, each of which is one row or a few rows.
+        """Run one iteration of the loop over steps. A step consists of one row or a few rows.
 
-        It reduces step `k`, stores the results of step ``k - 1``, and loads the statistics of step
-        ``k + 1``.
+        The iteration computes the row sums of step `k`, stores the results of step ``k - 1``, and
+        loads the statistics of step ``k + 1``.
         """
         before, now, carried = carry
         ahead = self.statistics(k + 1)
@@ -272,7 +272,7 @@ class _PipelinedKernel:
         return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
-        """Compute each warp's part of the row sums of step `k`, and publish it to the others."""
+        """Sum the rows of step `k` over each warp's columns, and publish the sums to all warps."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):

@@ -9,13 +9,13 @@ RMSNorm):
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 xh is the normalised input. If an activation follows the norm, the backward pass starts from the
-saved input. It recomputes the activation's argument n = xh G + bias, and d is dy activation'(n).
+saved input. It recomputes the activation's argument n = xh G + bias, and d is dy * activation'(n).
 
 As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
 dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
-finite number (`Spec.y_limit`). If the normalised row has another cotangent dh, the kernel adds dh
-to dx before dx is rounded. Each block sums dscale and dbias over its own rows. The sums of the
-blocks are added outside the kernel, in a fixed order.
+finite number (`Spec.y_limit`). If the row that is normalised is also used elsewhere, it has a
+second cotangent, dh. The kernel adds dh to dx before dx is rounded. Each block sums dscale and
+dbias over its own rows. The sums of the blocks are added outside the kernel, in a fixed order.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The backward pass of a norm, by the equations of the module's docstring.
+    """The backward pass of a norm. The equations are in the module's docstring.
 
     The row operands are the saved array, dy and, if present, dh. dx is returned `copies` times, so
     that the kernel can store it in several dtypes.
@@ -128,7 +128,7 @@ class NormFormula:
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Return d, d G, z and 1 / G, as defined in the module's docstring.
 
-        If the input is saved, z is xh. 1 / G is None if it is not needed.
+        If the input is saved, xh is returned in place of z. 1 / G is None if it is not needed.
         """
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
@@ -166,7 +166,7 @@ def norm_bwd(
     follow.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -177,9 +177,9 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # The formula does not depend on the operation, nor on `wrt` (the operands that need gradients),
-    # which is therefore replaced by (). So a norm with an extra cotangent and a norm of a sum use
-    # the same kernel.
+    # A norm with an extra cotangent and a norm of a sum use the same kernel, because the formula
+    # does not depend on the operation. It does not depend on `wrt` (the operands that need
+    # gradients) either. So `wrt` is replaced by (), to make the formulas of such calls equal.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
@@ -201,8 +201,8 @@ def _run(
     """Run the kernel of a formula.
 
     Returns the results per element, which have the dtypes in `results`, and a dict from the name of
-    each parameter to its gradient. `names` are the parameters' names, and `op` replaces the
-    operation's name in the kernel's name.
+    each parameter to its gradient. `names` are the parameters' names. If `op` is given, the kernel
+    is named after it instead of the call's operation.
     """
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
     outputs = _kernel(
@@ -232,11 +232,10 @@ def _kernel(
     stats: Arrays,
     params: Arrays,
 ) -> tuple[jax.Array, ...]:
-    """Run the kernel of a formula.
+    """Run the kernel of a formula, inside `jax.jit`.
 
-    This function is jitted, so that a program lowers equal kernels only once, even if they belong
-    to different operations. For example, `norm` with an extra cotangent and `add_norm` have the
-    same kernel.
+    Because of `jax.jit`, a program lowers equal kernels only once, even if they belong to different
+    operations. For example, `norm` with an extra cotangent and `add_norm` have the same kernel.
     """
     return _KERNELS[type(schedule)](
         formula,
@@ -252,22 +251,23 @@ def _kernel(
 # Backward pass of RMSNorm with a gate, which is applied after or before the norm. x and the gate
 # are saved.
 #
-# For a row of N elements, let G = scale + scale_offset, r = rstd, a = activation(gate) and e = dy
-# G. t is the input of the norm: x, or x a if the gate comes first. dt is the gradient of t:
+# For a row of N elements, let G = scale + scale_offset, r = rstd, a = activation(gate) and
+# e = dy * G. t is the input of the norm: x, or x * a if the gate comes first. dt is the gradient of
+# t:
 #
-#     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
+#     xh = t r        dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
 #
-#     norm(x) a     dg = e a     dx = dt       dgate = e xh activation'(gate)
-#                                dscale = sum_rows(dy a xh)
-#     norm(x a)     dg = e       dx = dt a     dgate = dt x activation'(gate)
-#                                dscale = sum_rows(dy xh)
+#     norm(x) * a     dg = e a     dx = dt       dgate = e * xh * activation'(gate)
+#                                  dscale = sum_rows(dy a xh)
+#     norm(x * a)     dg = e       dx = dt a     dgate = dt * x * activation'(gate)
+#                                  dscale = sum_rows(dy xh)
 #
 # The activation and its derivative are recomputed, not saved.
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedFormula:
-    """The backward pass of RMSNorm with a gate, by the equations above the class.
+    """The backward pass of RMSNorm with a gate. The equations are above the class.
 
     The row operands are x, the gate and dy.
     """
@@ -323,7 +323,7 @@ def norm_gated_bwd(
     """Compute the backward pass of RMSNorm with a gate; see `Implementation.backward`.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -341,18 +341,18 @@ def norm_gated_bwd(
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward pass of a norm of h = residual + branch_scale x, as in LayerScale, or with the gate of
+# Backward pass of a norm of h = residual + branch_scale * x, as in LayerScale, or with the gate of
 # adaLN-zero.
 #
-# t is the gradient of h as `NormFormula` computes it, including a cotangent of h itself, before
-# rounding:
+# t is the gradient of h as `NormFormula` computes it, before rounding. It includes the cotangent of
+# h, if h is a result:
 #
-#     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+#     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The backward pass of a norm of a scaled sum, by the equations above the class.
+    """The backward pass of a norm of a scaled sum. The equations are above the class.
 
     The row operands are the saved array, dy, x and, if present, dh. `norm` is the formula for the
     norm of h.
@@ -395,7 +395,7 @@ def scaled_sum_bwd(
     """Compute the backward pass of a norm after a scaled sum; see `Implementation.backward`.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -436,7 +436,7 @@ def scaled_sum_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class TwoNormsFormula:
-    """The backward pass of two norms, by the equations above the class.
+    """The backward pass of two norms. The equations are above the class.
 
     The row operands are x, the saved array, dy and, if present, dh.
     """
@@ -503,7 +503,7 @@ class TwoNormsFormula:
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
         """Return xh, u, z, xh' and d G', as defined in the equations above the class.
 
-        If the input is saved, z is xh'.
+        If the input is saved, xh' is returned in place of z.
         """
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd
@@ -533,7 +533,7 @@ def two_norms_bwd(
     """Compute the backward pass of `norm_add_norm`, in two kernels if rows are too long for one.
 
     Args:
-      residuals, cotangents: arrays of 16 or 32 bits; statistics in float32.
+      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """

@@ -18,11 +18,11 @@ from jaxnorm_kernels.specs import Activation, Spec
 #     silu          g s(g)            s (1 + g - g s)
 #     gelu          g s(z)            s (1 + g (1 - s) z')    z = sqrt(8 / pi) (g + 0.044715 g^3)
 #     relu          max(g, 0)         1 for g > 0, else 0
-#     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
+#     leaky_relu    max(g, 0.01 g)    1 for g >= 0, else 0.01
 #
-# gelu is the tanh approximation; it can be written with the sigmoid because (1 + tanh(v)) / 2 = s(2
-# v). The rounded exponent gives s a relative error of |g| 2^-24. This error is large only for very
-# negative g, where s itself is as small as exp(g).
+# z' is the derivative of z. gelu is the tanh approximation; it can be written with the sigmoid
+# because (1 + tanh(v)) / 2 = s(2 v). The exponent of s is rounded, which causes a relative error of
+# |g| 2^-24 in s. This error is large only for very negative g, where s itself is about exp(g).
 
 
 _LOG2_E = math.log2(math.e)
@@ -67,8 +67,8 @@ def _leaky_relu(g: jax.Array) -> ValueAndSlope:
     return g * slope, slope
 
 
-#: Activations by name. Each function returns the activation and its derivative; the compiler
-#: removes the one that a kernel does not use.
+#: Maps the name of an activation to a function. It returns the activation's value and its
+#: derivative; the compiler removes the one that a kernel does not use.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -108,7 +108,7 @@ def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """Return the bias in float32. If the output is saved, it is first rounded to y's dtype."""
+    """Return the bias in float32. If y is saved, the bias is first rounded to y's dtype."""
     if spec.norm.saved == "output":
         bias = bias.astype(spec.y_dtype)
     return bias.astype(jnp.float32)
@@ -137,7 +137,7 @@ def norm_output(
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return G and the bias as `norm_output` uses them. A parameter that is absent is left out."""
+    """Return a list with G and the bias, for `norm_output`. Absent parameters are left out."""
     rest = list(params)
     columns = []
     if spec.norm.scale_dtype is not None:

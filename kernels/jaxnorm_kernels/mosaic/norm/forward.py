@@ -12,11 +12,11 @@ different scales. h, and the y of norm_add, have the residual's dtype::
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
-    scaled_add_norm  h = residual + branch_scale x        y = norm(h)
+    scaled_add_norm  h = residual + branch_scale * x      y = norm(h)
 
 With a gate, y is rounded once, after the multiplication::
 
-    norm_gated       y = norm(x) activation(gate)      or y = norm(x activation(gate))
+    norm_gated       y = norm(x) * activation(gate)    or y = norm(x * activation(gate))
 
 The variance is never computed as E[x^2] - E[x]^2, which suffers from cancellation. Instead, a row
 in registers is reduced twice: for the mean, then for the sum of squares about it. If several warps
@@ -52,7 +52,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None
     """Run the forward pass of a norm; see `Implementation.forward`. Statistics are float32.
 
     Args:
-      operands: arrays of 16 or 32 bits.
+      operands: arrays of 16-bit or 32-bit floats.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -92,7 +92,8 @@ class _Params:
       tile: how a block distributes its rows over threads.
       rows: number of rows of the call.
       norms: for each entry of `refs`, the spec of its norm, or None for branch_scale.
-      refs: for each norm, the refs of its scale and bias; then a list with the ref of branch_scale.
+      refs: for each norm, a list with the refs of its scale and bias. The last entry is a list
+        with the ref of branch_scale, if present.
     """
 
     tile: Tile
@@ -109,7 +110,7 @@ class _Params:
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
-        """Load the parameters in ``refs[k]`` for the rows whose index ``index()`` returns."""
+        """Load the parameters in ``refs[k]`` that are used by the rows with index ``index()``."""
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
@@ -119,7 +120,7 @@ class _Params:
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k` (branch_scale if ``norms[k]`` is None) in float32."""
+        """Return G and the bias of norm `k` in float32, or branch_scale if ``norms[k]`` is None."""
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
@@ -153,11 +154,14 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return the elements to normalise, in float32: x, x + residual, or x activation(gate)."""
+        """Return the elements to normalise in float32: x, x + residual or x * activation(gate)."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:
-        """Return the other array that the operation needs (h, residual or gate), in its dtype."""
+        """Return the second array that the operation needs: h, the residual or the gate.
+
+        It is not converted to float32.
+        """
         return self.loaded.read(1)
 
     def norm(self, read: Callable[[], Fragments], k: int = 0) -> Fragments:
@@ -213,8 +217,8 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 def _scaled_add_norm(row: _Row) -> NamedResults:
     h = row.scaled_sum()
     yield "h", h
-    # If the tile reads rows again for each use, recompute h for each use, too, so that it occupies
-    # no registers in between.
+    # The norm uses h several times. If the tile reads rows from shared memory again for each use,
+    # recompute h for each use, too, so that it occupies no registers in between.
     yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
@@ -306,8 +310,8 @@ def _merge(
     """Merge the statistics of a row's parts into the row's mean and sum of squares of x - mean.
 
     Each warp has a part of the row, of `size` columns. `mean` is the mean of this part, and
-    `square` its sum of squares of x - mean. `gather` exchanges values between the warps, so that
-    every warp has the values of all parts (`rows.exchange.Gather`).
+    `square` the part's sum of squares of x - mean. `gather` returns the values of all parts to
+    every warp (`rows.exchange.Gather`).
     """
     if mean is None:
         (part_square,) = gather(square)

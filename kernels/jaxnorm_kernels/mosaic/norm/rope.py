@@ -93,7 +93,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 
 @dataclasses.dataclass(frozen=True)
 class _RotatedRows:
-    """The backward pass of a tile of rows, in float32, by the equations above the class.
+    """The backward pass of a tile of rows, in float32. The equations are above the class.
 
     A row is a list of arrays, one for each part of the row (see `HeadTile`).
 

@@ -1,17 +1,19 @@
 """LayerNorm and RMSNorm of an array ``(outer, cols, inner)`` over its middle axis, and GroupNorm.
 
-An index along the last axis is called an inner element. In GroupNorm, groups of neighbouring inner
-elements are normalised together: the statistics of each inner element over its columns are merged
-over the elements of a group. Scale and bias have one value per inner element (the channels of
-GroupNorm).
+An index along the last axis is called an inner element; in GroupNorm, it is a channel. Scale and
+bias have one value per inner element. GroupNorm normalises groups of neighbouring inner elements
+together: each inner element has statistics over its columns, which are merged over the group.
 
-The equations are those of `norm.forward` and `norm.backward`. But G and the bias do not depend on
-the column, so dscale and dbias are sums over the columns of an inner element. G dscale and G dbias
-are the terms of the inner element in the sums c2 and c1. So c2 is computed from d G xh, even if the
-output is saved. If the input is saved, only c = x - mean is computed for each column. Its factors
-are computed once per inner element:
+The equations are those of `norm.forward` and `norm.backward`, with two differences:
 
-    n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
+* G and the bias do not depend on the column, so dscale and dbias are sums over the columns of an
+  inner element. G dscale is then the sum of d G xh over these columns, and G dbias the sum of d G.
+  The means c2 and c1 are computed from these two products. For this reason, c2 is mean(d G xh) even
+  if the output is saved.
+* If the input is saved, only c = x - mean is computed for each column. The factors r, G and r r c2
+  are the same for all columns, so their products are computed once per inner element:
+
+      n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
 Each block (or cluster of blocks) has a strip of the array in shared memory (see `rows.strips`), and
 reads it in each pass. Each warp computes statistics of its own columns. They are merged over the
@@ -41,8 +43,8 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: ``gather(merge, stats)`` merges the statistics of all warps that share a strip, with the function
-#: `merge`. `stats` are the statistics of this warpgroup.
+#: ``gather(merge, stats)`` merges the statistics of all warps that share a strip. It calls `merge`
+#: for this. `stats` are the statistics of this warpgroup.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
@@ -56,8 +58,8 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
         param_refs, (y_ref, *stat_refs) = split(refs, len(params))
-        # Load the parameters first. Their loads take about as long as the sums of `_statistics`,
-        # and both take place at the same time.
+        # Start the loads of the parameters first, so that they run while `_statistics` computes
+        # sums. Both take about the same time.
         prepared = norm_columns([strip.inner_param(ref) for ref in param_refs], spec)
         columns = [strip.broadcast(column) for column in prepared[joins:]]
         rstd, mean = _statistics(strip, gather, spec)
@@ -257,9 +259,9 @@ class _StripFormula(NormFormula):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Compute dscale, dbias and the terms of c2 and c1 from the sums over the columns.
 
-        The caller adds the terms of c2 and c1 (the row sums of the backward pass) over the inner
-        elements of a group. dscale and dbias are left out if they are not needed. `params` are the
-        results of `columns`.
+        c2 and c1 are the row sums of the backward pass (see `norm.backward`). The caller adds their
+        terms over the inner elements of a group. dscale and dbias are left out if they are not
+        needed. `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:
@@ -276,7 +278,7 @@ class _StripFormula(NormFormula):
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array]:
-        """Return d (dy, times the activation's derivative if there is one) and c = x - mean."""
+        """Return d and c = x - mean. d is dy, times the activation's derivative if there is one."""
         _, *mean = stats
         c = x - mean[0] if mean else x
         if self.spec.norm.activation is None:

@@ -1,1 +1,1 @@
-"""How blocks load rows, split them by columns, and exchange statistics between warps."""
+"""How blocks load rows, split them into column ranges, and exchange statistics between warps."""

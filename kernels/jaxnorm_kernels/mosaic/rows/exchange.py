@@ -45,9 +45,9 @@ MESSAGE = 4
 # with ``st.async``, without waiting. A thread that waits for the barrier then sees all sent values.
 # Plain stores followed by an arrival at the other blocks' barriers do not work, because the arrival
 # may become visible before the stores (H200: a wrong sum in some rows of a million). A fence would
-# fix the order, but it also waits for all earlier stores of the block, including its results (which
-# costs a third of the bandwidth). Even without such stores, the fence of a cluster barrier takes
-# longer than sending the values (GroupNorm followed by silu: 12 of 162 us; H100).
+# fix the order, but it also waits for all earlier stores of the block. If these include the block's
+# results, the wait costs a third of the bandwidth. Even without such stores, the fence of a cluster
+# barrier takes longer than sending the values: 12 of 162 us in GroupNorm followed by silu (H100).
 #
 # Pallas has no such operations, so they are written in PTX. The interpreter does not support
 # clusters.
@@ -60,8 +60,9 @@ class TransactionBarriers:
     A stage is memory for the values of one exchange.
 
     Attributes:
-      arrivals: number of times per exchange that the block announces incoming bytes to the barrier.
-      stages: number of exchanges that may be in flight at the same time.
+      arrivals: number of announcements that a barrier expects per exchange. An announcement (see
+        `announce`) adds to the number of bytes that the barrier waits for.
+      stages: number of stages, so at most this many exchanges are in flight at the same time.
     """
 
     arrivals: int
@@ -116,7 +117,7 @@ class TransactionBarriers:
 
 
 def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
-    """Return the address of the barrier of an exchange, given the index of its memory (stage)."""
+    """Return the address of the barrier for the exchange that uses stage number `stage`."""
     return mgpu.address_of(barriers) + stage * 8
 
 
@@ -206,7 +207,7 @@ class ClusterExchange:
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """Shape of the memory of an exchange: (values, contributions), transposed if `added`."""
+        """Shape of a stage: (values, contributions), or (contributions, values) if `added`."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     @property
@@ -366,8 +367,8 @@ class Exchange:
       warpgroups: number of warpgroups (of 4 warps) per block.
       cluster: number of blocks that share a row; 1 means no cluster.
       values: maximum number of values that a warp contributes to an exchange.
-      depth: number of exchanges whose values may be written before the values of the first exchange
-        are read.
+      depth: number of exchanges that may be in flight: their values have been written, but not
+        read by all warps.
     """
 
     warpgroups: int
@@ -390,7 +391,7 @@ class Exchange:
         return WARPS * self.warpgroups
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the exchange of `values` values between the blocks of a cluster."""
+        """Return the object that exchanges `values` values between the blocks of a cluster."""
         return ClusterExchange(self.warpgroups, self.cluster, values, stages=self.stages)
 
     def scratch(self) -> list[Any]:
@@ -425,7 +426,7 @@ class Exchange:
 
     @property
     def _of_warpgroup(self) -> Any:
-        """Index of the columns of shared memory that belong to this warpgroup's four warps."""
+        """Index (a slice) of the columns of a stage that belong to this warpgroup's four warps."""
         return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
 
 
@@ -434,26 +435,27 @@ class Gather(Exchange):
     """An exchange after which every warp has the values of all warps.
 
     Attributes:
-      slots: number of stages: memory for the values of one exchange each. With 2, a warpgroup may
-        be one exchange ahead of another.
+      slots: number of stages. A stage is memory for the values of one exchange. With two stages, a
+        warpgroup may be one exchange ahead of another.
     """
 
     slots: int = 1
 
     @property
     def stages(self) -> int:
-        """Number of exchanges whose values are in memory at the same time: `slots`."""
+        """Number of stages: `slots`. A stage is memory for the values of one exchange."""
         return self.slots
 
     def __call__(
         self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
     ) -> list[jax.Array]:
-        """Exchange values between all warps. Return an array of all warps' elements for each value.
+        """Exchange `values` between all warps, and return one array for each of them.
 
-        Each of `values` is a ``(4,)`` array with an element for each warp of this warpgroup. Each
-        result has the elements of all warps of the block or, in a cluster, of all blocks. Their
-        order is the same in every warp. The lanes of each warp have all elements, so a warp can
-        reduce them without another exchange. `count` is the number of earlier calls in this block.
+        Each of `values` is a ``(4,)`` array with an element for each warp of this warpgroup. The
+        returned array has the elements of all warps of the block or, in a cluster, of all blocks.
+        Their order is the same in every warp. The lanes of each warp have all elements, so a warp
+        can reduce them without another exchange. `count` is the number of earlier calls in this
+        block.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)
@@ -490,11 +492,11 @@ class RowSums(Exchange):
 
     @property
     def stages(self) -> int:
-        """Number of stages (memory for one exchange each): twice the exchanges in flight."""
+        """Number of stages: twice `depth`. A stage is memory for the values of one exchange."""
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the exchange between the blocks of a cluster, in which only sums are sent."""
+        """Return the object that exchanges values in a cluster. It sends only sums over warps."""
         return dataclasses.replace(super().in_cluster(values), added=True)
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:

@@ -9,8 +9,8 @@ columns are arranged in one of two ways::
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
 
 The tables of cos and sin have a row per position, which several heads share. They are not expanded
-in memory. If all rows of a tile have the same position, its table row is loaded once; otherwise a
-table row is loaded for each row of the tile.
+in memory. If all rows of a tile have the same position, the table row of this position is loaded
+once; otherwise a table row is loaded for each row of the tile.
 """
 
 import dataclasses
@@ -50,6 +50,9 @@ Parts = list[jax.Array]
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
     """Rows (heads) that a warpgroup processes at the same time, each in a few threads of a warp.
+
+    The columns of a head form up to three parts: the first columns of the pairs that are rotated,
+    the second columns of these pairs, and the columns that are not rotated.
 
     Attributes:
       cols: number of columns of a head.
@@ -198,7 +201,7 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to the shape of `like`, which has a part of the columns."""
+        """Broadcast one number per row to the shape of `like`, an array with one of the parts."""
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(
@@ -232,7 +235,7 @@ class HeadTile:
 
 
 def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Rotate each pair (a, b) by its angle, to (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair (a, b) by its angle. The result is (a cos - b sin, b cos + a sin)."""
     a, b, *rest = parts
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 
@@ -244,5 +247,5 @@ def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> 
 
 
 def rows_of_a_tile(threads: int) -> int:
-    """Return the minimum number of rows of a tile in which each row has `threads` threads."""
+    """Return the minimum number of rows of a tile if `threads` threads share each row."""
     return WARPGROUP_THREADS // threads

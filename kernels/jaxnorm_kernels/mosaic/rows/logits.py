@@ -43,17 +43,17 @@ def scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Return how the mask and the bias are broadcast, for each of them that the pass reads.
+    """Return a list with an entry for the mask and for the bias, if the pass reads them.
 
-    An entry is a `Shared`, which describes how an array is broadcast over the rows of x. It is None
-    if the spec contains no such description.
+    An entry is a `Shared`, which describes how the mask or the bias is broadcast over the rows of
+    x. It is None if the spec contains no such description.
     """
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
 def has_places(spec: Spec) -> bool:
-    """Return True if results depend on the position of a row in x, not only on its elements."""
+    """Return True if the result of a row depends on its index in x, not only on its elements."""
     return spec.softmax.causal or bool(shared_operands(spec))
 
 
@@ -68,11 +68,12 @@ def run_of_rows(spec: Spec) -> int:
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
-    """Return (threads per row, vector size) with which all rows of a block belong to one run.
+    """Increase the threads per row until all rows of a block belong to one run.
 
-    A run is defined in `run_of_rows`. More threads per row mean fewer rows per block; the vector
-    shrinks if the row is too short for it. If the maximum number of threads is reached, a block
-    processes one row, which all warps share.
+    Returns the number of threads and the vector size. A run is defined in `run_of_rows`. With more
+    threads per row, a block has fewer rows. The vector shrinks if the row is too short for it. If
+    the maximum number of threads does not suffice, a block processes one row, which all warps
+    share.
     """
     run = run_of_rows(spec)
     while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
@@ -82,8 +83,8 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Minimum number of columns for which the schedule of causal rows differs from that of other rows.
-# Shorter causal rows were not timed with other schedules.
+# Causal rows with at least this many columns have a schedule of their own. Shorter causal rows have
+# the same schedule as other rows; no other schedule was timed for them.
 _LEAST_CAUSAL_COLS = 512
 # Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
@@ -92,9 +93,9 @@ _LEAST_LOAD_BYTES = 8
 def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
     """Return a number of threads and a vector size that split a causal row into `parts` units.
 
-    A unit is the number of columns that the threads of a row load at once, `threads * vector`. A
-    causal softmax loads complete units up to the diagonal: half a unit more than necessary, on
-    average. Smaller units are therefore better. First the vector is halved, then the number of
+    A unit consists of ``threads * vector`` columns, which the threads of a row load at once. A
+    causal softmax loads complete units up to the diagonal. On average, it loads half a unit more
+    than necessary, so small units are better. First the vector is halved, then the number of
     threads, until the row has `parts` units or both are minimal. Rows with a mask or a bias, and
     short rows, use `threads` and `vector` unchanged.
     """
@@ -158,9 +159,9 @@ class Place:
     def keep(self, *, again: bool = False) -> list[jax.Array]:
         """Return a boolean mask for each fragment: True for unmasked elements.
 
-        The list is empty if no element is masked. If `again` is True, columns and rows are compared
-        anew each time the mask is used. A comparison takes one instruction, but storing its result
-        for each element takes several.
+        The list is empty if no element is masked. If `again` is True, the causal mask is computed
+        again at each use, by comparing rows and columns. A comparison takes one instruction, but
+        storing its result for each element takes several.
         """
         masks = [] if self._mask is None else [self._mask]
         if self.spec.softmax.causal:
@@ -216,7 +217,7 @@ class Place:
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
-        """Return True for elements on or below the diagonal.
+        """Return a mask of a fragment (column range): True on or below the diagonal.
 
         `query` is the index of the tile's first row in its matrix of queries and keys.
         """
@@ -228,9 +229,9 @@ class Place:
     def _load_fragment(self, ref: Ref, row: Any, fragment: Fragment) -> jax.Array:
         """Load a fragment. If it is above the diagonal, load the row's first columns in its place.
 
-        The values are not used then, and the first columns come from the L1 cache, because they are
-        loaded in any case. A branch around the load would be slower: loads would wait for each
-        other, because a thread has predicates for only six of them.
+        The values are not used in this case. The first columns come from the L1 cache, because they
+        are loaded in any case. A branch around each load would be slower: a thread has predicate
+        registers for the conditions of only six loads, so further loads would wait.
         """
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout

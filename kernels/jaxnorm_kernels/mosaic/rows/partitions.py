@@ -1,11 +1,11 @@
 """Partitions of a row: which columns each warpgroup has in registers, in one or two fragments.
 
-If several warpgroups share a row, each has a *partition* of its columns. A warpgroup loads a *unit*
-at a time: one vector for each thread. Mosaic has no masked loads or stores. If units cannot divide
-the row equally among the partitions, each partition has two *fragments*, which are ranges of
-columns: a body of complete units, and a tail of one unit that ends at or before the end of the row.
-The first columns of a tail may overlap another fragment. Such columns are *stale*: reductions skip
-them, and they are stored twice with the same value.
+If several warpgroups share a row, each processes a *partition* of the row's columns. A warpgroup
+loads a *unit* at a time: one vector for each thread. Mosaic has no masked loads or stores. So if
+complete units cannot divide the row equally among the partitions, each partition has two
+*fragments*, which are ranges of columns: a body of complete units, and a tail of one unit that ends
+at or before the end of the row. The first columns of a tail may overlap another fragment. Such
+columns are *stale*: reductions skip them, and they are stored twice with the same value.
 """
 
 import dataclasses
@@ -66,12 +66,15 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A part of a row's columns: those of one warpgroup, or those of the threads that share a row.
+    """The columns of a row that one warpgroup processes.
+
+    If several rows share a warpgroup, each row has a single partition with all its columns. Its
+    unit is one vector for each thread that shares the row.
 
     Attributes:
       cols: number of columns of the row.
       slices: number of partitions of the row, one for each warpgroup that shares it.
-      unit: number of columns that a warpgroup (or the threads of a row) loads at once.
+      unit: number of columns of a unit, which a warpgroup (or the threads of a row) loads at once.
       index: index of this partition.
     """
 
@@ -98,7 +101,7 @@ class Partition:
 
     @functools.cached_property
     def has_tail(self) -> bool:
-        """True if the complete units of all partitions do not cover the row."""
+        """True if the complete units of all partitions leave some columns of the row uncovered."""
         return self.cols % (self.slices * self.unit) != 0
 
     @property

@@ -106,7 +106,8 @@ class Pipelined(Tile):
         parts = len(self.slot_shapes())
         arrays = scratch[-1 - len(operands) * parts : -1]
         in_plain_order(*arrays)
-        # For each operand, the buffers of its fragments (column ranges), with room for all slots.
+        # A list for each operand, with a buffer for each of its fragments (column ranges). A buffer
+        # has room for all slots.
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]
         self.open(scratch)
         first = self.first(rows)
@@ -133,7 +134,7 @@ class Pipelined(Tile):
                             source,
                             target,
                             filled.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # for rows of any length
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # allows any row length
                         )
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
@@ -164,8 +165,8 @@ class Pipelined(Tile):
             start()
             loaded = steps.params()
         else:
-            # Load column parameters before the rows, because all rows wait for them: 0.94 of a
-            # copy's bandwidth instead of 0.92 (LayerNorm, 5120 columns).
+            # Load column parameters before the rows, because all rows wait for them. This raises
+            # the bandwidth of LayerNorm over 5120 columns from 0.92 to 0.94 of a copy's.
             loaded = steps.params()
             start()
         shared = steps.prepare(loaded)

@@ -118,7 +118,7 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the address of the value of each group that overlaps this thread's vector."""
+    """For each group that overlaps this thread's vector, return the address of its value."""
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -130,9 +130,10 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The inner elements of a strip, if the strip's width is not a multiple of the group size.
+    """The inner elements of a strip, and the range of those that the strip stores.
 
-    Groups at the ends of the strip may then be incomplete.
+    It is used if the strip's width is not a multiple of the group size, or if the group size is no
+    power of 2. Groups at the ends of the strip may then be incomplete.
 
     Attributes:
       start: index of the strip's first element along the inner axis.
@@ -158,14 +159,18 @@ class Span:
 
 
 def load_of_any(ref: Ref, span: Span) -> jax.Array:
-    """Load the value of each element's group from an ``(inner / group,)`` global ref."""
+    """Load the value of each group, and repeat it for the inner elements of the group.
+
+    The ref is ``(inner / group,)``, in global memory.
+    """
     return load_each(ref, jnp.int32(0), lax.div(span.inner(), jnp.int32(span.group)), span.layout)
 
 
 def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
-    """Store the values of the groups that this strip owns in an ``(inner / group,)`` global ref.
+    """Store the values of the groups that this strip owns.
 
-    A strip owns the groups of inner elements in the index range ``[span.first, span.end)``.
+    The ref is ``(inner / group,)``, in global memory. A strip owns the groups of inner elements in
+    the index range ``[span.first, span.end)``.
     """
     group = jnp.int32(span.group)
     if is_interpreted():
@@ -183,8 +188,8 @@ def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
 def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
     """Store the elements in ``[span.first, span.end)``, rounded to the dtype of `ref`.
 
-    The value is ``(4, columns of a warp, width)``, and `ref` is ``(columns, width)`` in global
-    memory.
+    The shape of `value` is ``(4, columns of a warp, width)``. `ref` is ``(columns, width)``, in
+    global memory.
     """
     if is_interpreted():
         first, end = span.first - span.start, span.end - span.start

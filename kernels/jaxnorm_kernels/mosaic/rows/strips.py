@@ -5,8 +5,8 @@ columns for one outer index and `width` neighbouring inner elements. The width i
 use complete memory sectors of 32 bytes. One block processes a strip; if there are many columns, a
 cluster of blocks does. Asynchronous copies (TMA) load the strip into shared memory once, in the
 array's dtype. Each pass over the strip reads it from there, so a thread needs registers for few
-elements only. The copies form *parts*. The first pass waits for one part after the other, so it
-starts before the last part has arrived.
+elements only. The copies are divided into *parts*. The first pass waits for one part after the
+other, so it starts before the last part has arrived.
 
 Each warpgroup has a partition of the columns (see `partitions`). It processes the partition in
 units of one vector per thread, ``(4, columns of a warp, width)``: the 32 lanes of a warp run along
@@ -184,12 +184,12 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) of each copy that loads a column range."""
+    """Return (first column, number of columns) for each of the copies of a column range."""
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
-# Number of values that a thread loads from shared memory at once: enough to hide the latency, but
-# in few registers.
+# Number of values that a thread loads from shared memory at once. It is large enough to hide the
+# latency, and small enough to need few registers.
 _VALUES = 16
 
 #: A statistic with a value for each inner element of a strip, ``(width,)``. Before the warps have
@@ -200,17 +200,17 @@ Stat = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """A block's strip, and the columns of it that the current warpgroup processes.
+    """A block's strip, and which of its columns the current warpgroup processes.
 
     Attributes:
       strips: how the array is split into strips.
-      outer, start: index of the strip along the outer axis, and of its first element along the
-        inner axis.
+      outer: index of the strip along the outer axis.
+      start: index of the strip's first element along the inner axis.
       fresh: index of the first inner element that is in no earlier strip.
       partition: the warpgroup's columns.
       stages: shared memory with the loaded arrays, and then the scratch memory of
         `strip_groups.sum_of_any`, if any.
-      full: a barrier for each part of each warpgroup, which the part's copies signal.
+      full: a barrier for each part of each warpgroup's columns. The copies of the part signal it.
     """
 
     strips: Strips
@@ -333,7 +333,11 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """The elements that this strip stores, if the group size does not divide its width."""
+        """A `Span`: the inner elements of the strip, and the range of those that it stores.
+
+        It is used for group sizes that are no power of 2 or do not divide the width. Groups at the
+        ends of the strip may then be incomplete, and the strip does not store their elements.
+        """
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
         return strip_groups.Span(
@@ -496,8 +500,8 @@ class Parts:
 
     Attributes:
       count: number of parts.
-      stats: one entry per statistic. An entry is a function from the index of a part to the part's
-        value, or a number if all parts have the same value.
+      stats: one entry per statistic. An entry is a function that maps the index of a part to the
+        part's value, or a number if all parts have the same value.
     """
 
     count: int
@@ -569,8 +573,8 @@ class StripExchange:
     ) -> list[Any]:
         """Merge the statistics of all warps that share the strip.
 
-        The statistics of a warpgroup are ``(4, width)``, the results ``(width,)`` and equal in all
-        warps.
+        The shape of a warpgroup's statistics is ``(4, width)``. The results are ``(width,)``, and
+        equal in all warps.
 
         Args:
           scratch: the shared memory that `scratch` describes.

@@ -75,9 +75,10 @@ class Steps:
     """The functions that a forward kernel calls for each row (or group of rows).
 
     Attributes:
-      load: called for each fragment (range of columns) of a row, with its elements of each row
-        operand in the operand's dtype. Returns a tuple of arrays: the elements to reduce, in
-        float32, and others that are needed later.
+      load: ``load(*elements)`` is called for each fragment (range of columns) of a row. Each of
+        `elements` has the fragment's elements of one row operand, in the operand's dtype. `load`
+        returns a tuple of arrays: the elements to reduce, in float32, and others that are needed
+        later.
       finish: ``finish(row, prepared)`` reduces a row, given as a `LoadedRow`, and stores its
         results. `prepared` is the result of `prepare`.
       params: ``params()`` loads the parameters of columns, once per block.
@@ -246,13 +247,14 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Broadcast a value per row to the shape of `like`, which has some columns of the rows."""
+        """Broadcast one value per row to the shape of `like`, an array with some columns."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """Broadcast a value per row once for each different shape of a fragment (column range).
+        """Return a function ``f(like)`` that broadcasts `stat` to the shape of `like`.
 
-        Return a function that maps an array with the shape of a fragment to the broadcast array.
+        `stat` has one value per row, and `like` is an array with the shape of a fragment (column
+        range). Broadcast arrays are computed in advance: one for each shape that fragments have.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
@@ -464,6 +466,9 @@ class SplitRow(Tile):
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
-    """Count the True elements in each warp's row of `is_fresh`, which is ``(4, n)``, in float32."""
+    """Return the number of True elements in each row of `is_fresh`, as a float32 array.
+
+    `is_fresh` is ``(4, n)``, with one row per warp.
+    """
     ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
     return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)

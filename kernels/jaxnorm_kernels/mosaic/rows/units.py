@@ -148,15 +148,19 @@ class Units:
 
     @functools.cached_property
     def whole(self) -> int:
-        """Number of leading units (one vector per thread) without stale columns, in any row.
+        """Number of leading units of the body that have no stale columns, whatever the row.
 
-        They overlap neither an earlier unit nor the padding.
+        A unit consists of one vector per thread. A column is stale if it is also in an earlier
+        unit, or if it is padding.
         """
         latest = (self.vector - 1) * self.has_edges
         return min(self.body, self.end - latest) // self.width
 
     def first(self, row: Any) -> Any:
-        """Return the column at which a row's body begins: the first at a multiple of 16 bytes."""
+        """Return the column at which a row's body begins.
+
+        It is the first column whose address is a multiple of 16 bytes.
+        """
         if not self.has_edges:
             return 0
         of_period = lax.rem(jnp.int32(row), self.vector)
@@ -176,7 +180,7 @@ class Units:
         return Unit(start, self.vector, (first + at, self._fresh(first + self.body)))
 
     def edges(self, row: Any) -> list[Unit]:
-        """Return the two units before and after the body of a row. Aligned rows have none."""
+        """Return the two edges of a row: its first and its last unit. Aligned rows have none."""
         if not self.has_edges:
             return []
         first, last = self.first(row), self.cols - WARPGROUP_THREADS

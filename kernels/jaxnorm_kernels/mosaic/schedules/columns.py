@@ -1,21 +1,21 @@
-"""Bytes of memory and registers that each column of a row needs."""
+"""Number of registers and bytes of memory that each column of a row needs."""
 
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
-#: Registers that a thread of a backward pass needs besides those for its columns: addresses, and
-#: the current unit (one vector per thread) of both inputs.
+#: Registers that a thread of a backward pass needs besides those for its columns. They contain
+#: addresses, and the current unit (one vector per thread) of both inputs.
 OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Return how many registers a thread needs for each of its columns of a row.
+    """Return how many registers a thread needs for each of its columns of a row: 1 or 2.
 
-    One register suffices without a second operand, or for a 16-bit x and a 16-bit residual that are
-    added before the norm. Two are necessary for wider operands, for a residual that is added after
-    the norm of x, and for a softmax's bias.
+    If x is the only operand, the number is 1. It is 2 for a softmax with a bias that has a value
+    for each column. For a call with a residual or a gate, the number is 1 if x and this operand
+    have at most 16 bits each and are combined before the norm, otherwise 2.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
@@ -29,25 +29,26 @@ def param_sizes(spec: Spec) -> list[int]:
 
 
 def param_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all parameters (scale, bias and others), in total."""
+    """Return the bytes per column, summed over all parameters (scale, bias and others)."""
     return sum(param_sizes(spec))
 
 
 def column_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all arrays that are loaded row by row, in total."""
+    """Return the bytes per column, summed over all arrays that are loaded row by row."""
     return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
-    """Return the bytes per column of all arrays that are loaded or stored row by row, in total."""
+    """Return the bytes per column, summed over all arrays that are read or written row by row."""
     h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 
 
 def row_vector(spec: Spec) -> int:
-    """Return the number of elements that a thread loads at once from a row of each array.
+    """Return the number of elements that a thread loads at once from a row.
 
-    A softmax's bias is not considered.
+    It is the same number for all arrays that have the shape of x. A softmax's bias is not
+    considered.
     """
     return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 
@@ -66,5 +67,8 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 
 def is_unaligned(spec: Spec) -> bool:
-    """Return True if asynchronous copies cannot load a row: it is not a multiple of 16 bytes."""
+    """Return True if asynchronous copies cannot load a row.
+
+    Asynchronous copies require that the size of a row is a multiple of 16 bytes.
+    """
     return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

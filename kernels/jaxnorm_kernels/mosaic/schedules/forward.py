@@ -4,7 +4,8 @@ The rules follow from these properties of the hardware (H100, H200):
 
 * An SM has 64 registers per thread for 1024 threads, or 128 per thread for 512. Each column of a
   row takes one register, so with 32 columns per thread, 8 warpgroups fit on an SM. A residual that
-  is added later takes another register, so such rows count as twice as long (`registers`).
+  is added after the norm takes a second register per column, so such rows count as twice as long
+  (`registers`).
 * About 64 KiB of loads in flight per SM saturate the memory bandwidth. Rows in registers reach this
   because an SM runs several blocks: some load while others reduce or store. If rows have 32 KiB or
   more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
@@ -127,11 +128,11 @@ class ForwardRule:
     Attributes:
       kind: the kind of tile that the rule selects.
       cols: the rule applies to rows of at most this many columns (None: any number).
-      waves: the rule applies to at most this many rows per SM.
+      waves: the rule applies to calls with at most this many rows per SM.
       row_bytes: the rule applies to rows of at most this many bytes, including the residual.
       params: the rule applies if the bytes per column of all parameters are at least this many
         times the bytes per column of all arrays that are loaded or stored row by row.
-      most_params: the rule applies to at most this many parameters.
+      most_params: the rule applies to calls with at most this many parameters.
       op: the rule applies to this operation only.
       causal: if True, the rule applies to causal softmaxes only.
       values: maximum number of columns per thread (split_row, pipelined_row). It determines how
@@ -139,8 +140,8 @@ class ForwardRule:
         number of parameters.
       cluster: maximum number of blocks that share a row.
       least: preferred number of warpgroups per block.
-      warpgroups: number of warpgroups per block if `least` would require more than `cluster`
-        blocks.
+      warpgroups: number of warpgroups per block that is used instead of `least` if a row would
+        require more than `cluster` blocks with `least` warpgroups.
     """
 
     kind: Kind
@@ -171,33 +172,34 @@ class ForwardRule:
         )
 
 
-# Number of bytes of x per thread in a tile of several rows, which are two loads. With more bytes,
-# fewer blocks fit on an SM: with eight loads, RMSNorm over 64 to 512 columns of float32 took up to
-# 4 % longer (H200).
+# Number of bytes that a thread should load for a tile of several rows: two loads of 16 bytes. With
+# more bytes, fewer blocks fit on an SM: with eight loads, RMSNorm over 64 to 512 columns of float32
+# took up to 4 % longer (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
-# Number of units (the columns that a row's threads load at once) into which a causal row is split.
-# Softmax took 9 and 3 % less time over 512 and 1024 columns of bfloat16 than with units of 32
-# vectors of 16 bytes, and 4 % less over 512 columns of float32 (H100).
+# Number of units into which a causal row is split. A unit consists of the columns that a row's
+# threads load at once. With units of 32 vectors of 16 bytes instead, softmax took more time (H100):
+# this number saves 9 % over 512 columns of bfloat16, 3 % over 1024, and 4 % over 512 of float32.
 _CAUSAL_PARTS = 8
 
-# The threads that share a row load some columns twice if the row is not a multiple of their
-# vectors. They may load at most this many times the number of columns.
+# The threads that share a row load some columns twice if the columns that they load at once do not
+# divide the row. In total, they may load at most this many times the number of columns of the row.
 _MOST_READ = 9 / 8
 
-# A block of a pipelined tile processes two groups of rows if rows have more than `_SHORT_COLS`
-# columns and each SM has at least `_GROUPS_OF_SM` groups. With shorter rows, one group has so many
-# rows that loading the parameters costs little.
+# A block with a pipelined tile loads its parameters once, and then processes one tile of rows or
+# two. It processes two if rows have more than `_SHORT_COLS` columns, and if there are at least
+# `_GROUPS_OF_SM` tiles per SM. A tile of shorter rows has so many rows that loading the parameters
+# for each tile costs little.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# Parameters of a split row are loaded before the row is reduced if, together with the row's
-# columns, they take at most this many registers per thread: `_MANY_WARPGROUPS_ROOM` in a block of
-# `_SPLIT_WARPGROUPS` warpgroups, whose threads have only 64 registers, and `_ROOM` in smaller
-# blocks.
+# Limits for loading the parameters of a split row before the row is reduced. The parameters and the
+# row's columns together may then take at most `_ROOM` registers per thread. In a block of
+# `_SPLIT_WARPGROUPS` warpgroups, each thread has only 64 registers, so the limit is
+# `_MANY_WARPGROUPS_ROOM`.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
-# Maximum number of columns per thread of a pipelined row, by the number of parameters. A column
-# takes one register for its value and one for each parameter. From the sweep
+# Maps the number of parameters to the maximum number of columns per thread of a pipelined row. A
+# column takes one register for its value and one for each parameter. The numbers are from the sweep
 # `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # Limits for the number of slots (buffers in shared memory, each for one row) of a pipelined row.
@@ -208,12 +210,14 @@ _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2
 # Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
 # If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
-# But with two parameters and more than `_REREAD_VALUES` columns, the row stays in registers: the
-# parameters take so many registers that only one or two blocks fit on an SM anyway.
+# This saves registers. There is an exception: with two or more parameters and more than
+# `_REREAD_VALUES` columns, the row stays in registers, because the parameters take so many
+# registers that only one or two blocks fit on an SM in any case.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
-#: Number of rows per block, by the size of the cluster, if the parameters have as many bytes per
-#: column as x and y together (H200).
+#: Maps the number of blocks per cluster to the best number of rows per block (H200), for parameters
+#: with as many bytes per column as x and y together. If the parameters have r times these bytes,
+#: `_tiles_of_a_block` multiplies the number by r^2.
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 # Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
@@ -221,9 +225,10 @@ _BLOCKS_OF_SM = 3
 # over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
 # four, 0.97 (H100).
 _MOST_OF_GROUP = 2
-# The last rows of the array have a block each: this many rows per SM or, with clusters, per cluster
-# that runs at the same time. Without these small blocks, the last SM finished 5 % later than the
-# average SM (LayerNorm over 5120 columns of bfloat16, H200).
+# The last rows of the array have a block each. There are this many of them per SM. (With clusters:
+# this many for each cluster that can run at the same time.) When blocks processed several of these
+# rows, too, the last SM finished 5 % later than the average SM (LayerNorm over 5120 columns of
+# bfloat16, H200).
 _TAIL = 2
 
 
@@ -347,9 +352,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
 def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
-    With more rows, starting a block and loading its parameters costs less per row. With fewer, the
-    SMs finish at more similar times. If the parameters have twice the bytes, a block processes four
-    times as many rows.
+    With more rows per block, starting a block and loading its parameters costs less per row. With
+    fewer rows, all SMs finish at about the same time. The number is proportional to the square of
+    the parameters' bytes: with twice the bytes, a block processes four times as many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -378,8 +383,8 @@ def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
 def _shares(cols: int, vector: int, values: int) -> int:
     """Return how many warpgroups (a power of 2) must share a row.
 
-    A thread then has at most `values` columns, unless the row is too short to give each thread of
-    so many warpgroups a vector.
+    There are enough warpgroups for each thread to have at most `values` columns. But the number is
+    limited, so that each thread has at least one vector of columns.
     """
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
@@ -406,8 +411,9 @@ TABLE = (
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
-    # A rule for calls with at most as many rows as the GPU has SMs. There the latency of a row
-    # matters, so each row is distributed over many threads, on several SMs if they are free.
+    # A rule for calls with at most as many rows as the GPU has SMs. The time of such a call is the
+    # latency of one row, so each row is distributed over many threads, on several SMs if they are
+    # free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # Rules for parameters that have at least as many bytes per column as the rows, and stay in
     # registers. In the first rule, rows are so short that several blocks fit on an SM.
@@ -422,22 +428,22 @@ TABLE = (
     # two or three barriers.
     ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after the exponentials, which take as many registers as x. So x
-    # stays in shared memory. The fewer blocks share a row, the less time they spend waiting for
-    # each other.
+    # stays in shared memory. A row is shared by a few blocks of two warpgroups, because they wait
+    # less for each other than many blocks of one warpgroup do.
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
-    # As in `warpgroup_row`, a thread has 64 columns. Small blocks are better, because some load
-    # while others reduce.
+    # As in `warpgroup_row`, a thread has up to 64 columns. A block has only one or two warpgroups,
+    # so that an SM runs several blocks: some load while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
-    # Rows of 256 KiB and more fill the registers of several SMs. They are shared by few large
-    # blocks, because all blocks of a cluster must start at the same time.
+    # Rows of 256 KiB and more fill the registers of several SMs. They are shared by few blocks of
+    # many warpgroups, because all blocks of a cluster must start at the same time.
     ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
 #: Rules for softmaxes that are causal or have a mask or a bias. There are no pipelined rules,
 #: because the copies of pipelined tiles load only x. Causal rows of up to 2048 columns use a
-#: row_tile, whose small units (the columns that a row's threads load at once) skip more columns
-#: above the diagonal.
+#: row_tile, because its units (the columns that a row's threads load at once) are small: complete
+#: units above the diagonal are not loaded, and small units leave out more columns.
 PLACED = (
     ForwardRule("row_tile", row_bytes=2048),
     ForwardRule("row_tile", cols=2048, causal=True),

@@ -45,18 +45,18 @@ _THREE_BLOCKS_COLUMNS = 8
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
     """Return how many blocks (or clusters) per group of rows minimise the kernel's estimated time.
 
-    The blocks are persistent: each processes many rows. If several numbers have the same time, the
-    smallest number is returned, because each block stores a row of partial sums, which must be
-    loaded and added later.
+    The blocks are persistent: each processes many rows. If several numbers have the same estimated
+    time, the smallest is returned. Each block stores a row of partial sums, which must be loaded
+    and added later, so fewer blocks are better.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # Estimate the time for each number of blocks, in units of a pipeline step. If more blocks than
-    # fit are launched, they run in rounds. A round takes as long as one block: its steps, plus the
-    # steps during which its stages are filled.
+    # Estimate the time for each number of blocks. The unit of time is a pipeline step. If more
+    # blocks are launched than can run at the same time, they run in rounds. A round takes as long
+    # as one block: its steps, plus the steps during which its stages are filled.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -64,26 +64,28 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Preferred and maximum number of columns per thread in the pipelined kernel. The size of the
-# cluster is chosen so that no thread has more than the preferred number, because many small blocks
-# wait less for each other's sums than a few large blocks. If the GPU's clusters are too small for
-# this, a thread may have up to the maximum number, for which its 255 registers have room.
+# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a cluster
+# has so many blocks of one warpgroup that no thread exceeds the preferred number: many blocks of
+# one warpgroup wait less for each other's sums than a few blocks of several warpgroups. If the
+# GPU's clusters are too small for this, a thread may have up to the maximum number of columns, for
+# which its 255 registers have room.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps: with less, the memory
 # is idle at times; with more, the stores of dx become slow. This determines the following numbers
 # of bytes:
 #
-# - `_TWO_ROWS_BYTES`: if a block's part of a row takes at most this many bytes in all inputs, a
-#   step has two rows, whose sums are exchanged together. (Two norms always have one row per step.)
-# - `_THREE_BLOCKS_BYTES`: if a step takes at most this many bytes, including dx and other results,
-#   an SM runs three blocks, otherwise two.
-# - `_ONE_BLOCK_BYTES`: if a block's part of a row takes at least this many bytes in all inputs and
-#   needs several warpgroups, an SM runs one block.
+# - `_TWO_ROWS_BYTES`: if a block's part of a row has at most this many bytes, summed over all
+#   inputs, a step has two rows. Their sums are exchanged together. (Exception: calls with two norms
+#   always have one row per step.)
+# - `_THREE_BLOCKS_BYTES`: if a step has at most this many bytes, including dx and other results, an
+#   SM runs three blocks, otherwise two.
+# - `_ONE_BLOCK_BYTES`: if a block's part of a row has at least this many bytes, summed over all
+#   inputs, and needs several warpgroups, an SM runs one block.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Number of registers that a thread needs for a third input, such as a gate: for a vector of this
-# input, and for a vector of its gradient.
+# Number of registers that a thread needs if there is a third input, such as a gate. They contain a
+# vector of this input, and a vector of its gradient.
 _KEPT_REGISTERS = 32
 
 # If rows have at least this many columns, a warpgroup processes a row; otherwise a warp does. The
@@ -108,7 +110,7 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
 
 
 def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
-    """Return the schedule for narrow rows, in which each warp has entire rows.
+    """Return the schedule for narrow rows, in which each warp processes entire rows.
 
     A stage contains as many rows as the limits allow.
     """
@@ -119,8 +121,8 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
         threads //= 2
     ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    # A call with a third row input (a gate, or x in a scaled sum) also has a second result. These
-    # arrays take so many registers that a stage should contain only one tile of rows.
+    # A call with a third row input (a gate, or x in a scaled sum) also has a second result per
+    # element. These arrays take many registers, so a stage should contain only one tile of rows.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height

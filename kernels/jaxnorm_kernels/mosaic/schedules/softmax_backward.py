@@ -1,4 +1,4 @@
-"""Schedules of the backward pass of softmaxes, which has rows in registers."""
+"""Schedules of the backward pass of softmax, in which rows stay in registers."""
 
 import dataclasses
 
@@ -17,34 +17,35 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# Each pair is (maximum number of columns, number of warpgroups per block). A thread has at most 48
-# columns in its registers, because with more, fewer blocks fit on an SM.
+# Pairs (maximum number of columns of a row, number of warpgroups per block). A thread has at most
+# 48 columns in its registers, because fewer blocks would fit on an SM if it had more.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
 # The same pairs for kernels that also add up the gradient of a bias. They need more registers per
 # column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
 # If several blocks share the work for a row of a bias's gradient, each of them adds up at least
-# this many rows of x (or tiles) and stores a row of partial sums in float32. With this many rows,
-# storing the partial sums costs little.
+# this many rows of x (or tiles of rows) and stores a row of partial sums in float32. With this many
+# rows, storing the partial sums costs little.
 _ROWS_OF_SPLIT = 8
 # Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
-# If a row has at least this many vectors, a warpgroup processes it, otherwise a warp or some of its
-# threads.
+# A row with at least this many vectors is processed by a warpgroup. A shorter row is processed by a
+# warp, or by some threads of a warp.
 _WARPGROUP_VECTORS = 4 * WARP
-# Maximum number of columns of a causal row that one warp processes. The row is split into units:
-# the columns that the row's threads load at once, one vector each.
+# Maximum number of columns of a causal row that is processed by one warp or some of its threads.
 _CAUSAL_TILE = 2048
-# Number of units (the columns that a row's threads load at once) into which a causal row is split.
-# Over 512, 1024 and 2048 columns of bfloat16, the backward pass took 15, 8 and 3 % less time than
-# with units of 32 vectors of 16 bytes; over 512 and 1024 columns of float32, 7 and 3 % less (H100).
+# Number of units into which a causal row is split. A unit consists of the columns that a row's
+# threads load at once. With units of 32 vectors of 16 bytes instead, the backward pass took more
+# time (H100). This number saves 15 % over 512 columns of bfloat16, 8 % over 1024 and 3 % over 2048;
+# for float32, it saves 7 % over 512 columns and 3 % over 1024.
 _CAUSAL_PARTS = 16
-# Limits for the part of a row that a thread has of each input. `_HELD_BYTES` limits its bytes,
-# because they stay in registers. `_HELD_VECTORS` limits its vectors, because they are all loaded at
-# the same time.
+# A thread has several columns of a row in registers, for each input. `_HELD_BYTES` is the maximum
+# number of bytes of these columns in one input. `_HELD_VECTORS` is the maximum number of vectors,
+# because all vectors are loaded at the same time.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
-# Longer rows are distributed over clusters of blocks. These are the maximum number of columns per
-# thread, and the possible numbers of warpgroups per block.
+# Rows that are too long for one block are distributed over a cluster of blocks.
+# `_SPREAD_COLUMNS` is the maximum number of columns per thread in a cluster, and
+# `_SPREAD_WARPGROUPS` has the possible numbers of warpgroups per block.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
@@ -63,7 +64,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 def _tile(spec: Spec) -> InRegisters | None:
     """Return a schedule in which threads of one warp share a row, or None.
 
-    None means that a row is too long, or that the rows do not fill a tile.
+    None means that a row is too long, or that there are fewer rows than a tile has.
     """
     vector = row_vector(spec)
     vectors = spec.cols // vector

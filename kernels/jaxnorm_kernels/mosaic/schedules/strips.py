@@ -49,16 +49,17 @@ class StripRule:
     itemsize: int | None = None
 
 
-#: Default limit in KiB of all arrays that a block loads. Several small blocks per SM are better
-#: than a large one, because they load, reduce and store at different times; but the blocks of a
-#: strip must merge their statistics. GroupNorm with silu of 32x64x64x256 bfloat16 on an H100 takes
-#: 52 us forward (55 us with a limit of 96 KiB) and 80 us backward (107 us with 132 KiB).
+#: Maximum number of KiB that a block loads, in total over all arrays, if the rule has no limit of
+#: its own. With a low limit, an SM runs several blocks, which load, reduce and store at different
+#: times. But more blocks share a strip, and must merge their statistics. GroupNorm followed by
+#: silu, over 32x64x64x256 bfloat16, takes 52 us forward (55 us with a limit of 96 KiB) and 80 us
+#: backward (107 us with 132 KiB) on an H100.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
-# In a strip of 32 elements, each column has 128 bytes of 32-bit elements (an entire cache line) or
-# 64 bytes of 16-bit elements. Wider strips have more statistics to exchange, which costs more than
-# loading entire cache lines saves. Only small blocks, which have little other work, use wider
-# strips.
+# A strip of 32 elements has 128 bytes per column if elements have 32 bits, which is an entire cache
+# line, or 64 bytes if they have 16 bits. A wider strip has more statistics to exchange, which costs
+# more than loading entire cache lines saves. So wider strips are used only if blocks load few
+# bytes: such blocks have little other work.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
@@ -75,10 +76,12 @@ TABLE = (
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# A block has one warpgroup per this many KiB that it loads of one array.
+# Number of KiB per warpgroup: if a block loads n times this many KiB of one array, it has n
+# warpgroups, rounded down to a power of 2.
 _WARPGROUP_KIB = 64
-# Maximum number of warpgroups per block, by the number of elements in a thread's vector. Each warp
-# stores a statistic for each inner element in shared memory.
+# Maps the number of elements in a thread's vector to the maximum number of warpgroups per block.
+# With more warpgroups, the statistics take more shared memory, because each warp stores them for
+# each inner element.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
 # Shared memory of a block besides its arrays: 1 KiB for barriers and Mosaic itself, plus the part

@@ -1,10 +1,11 @@
 """Backward passes of softmax and log_softmax, from the saved output y.
 
-z = scale x + bias are the logits. With d = dy, and sums over the row:
+z = scale * x + bias are the logits. With d = dy, and sums over the row:
 
     softmax       dz = y (d - sum(d y) / sum(y))
     log_softmax   dz = d - exp(y) sum(d)
-    both          dx = scale dz,  dbias = sum(dz) over the rows of x that share a row of the bias
+    both          dx = scale * dz
+                  dbias = sum(dz) over the rows of x that use the same row of the bias
 
 If y is rounded to 16 bits, its sum may differ from 1 and is computed (`Spec.renormalises`);
 otherwise it is taken as 1. If the bias has one value per row, its gradient is the sum of dz over
@@ -44,7 +45,7 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The backward pass of one row, by the equations of the module's docstring.
+    """The backward pass of one row. The equations are in the module's docstring.
 
     The row operands are y, dy and, if needed, the mask.
     """
@@ -62,7 +63,7 @@ class SoftmaxFormula:
 
     @property
     def bias(self) -> Shared | None:
-        """How the bias is broadcast over the rows, or None if no bias needs a gradient."""
+        """Describes how the bias is broadcast over rows. None if no bias needs a gradient."""
         return (
             None
             if self.spec.softmax.logits_bias_dtype is None
@@ -185,7 +186,8 @@ def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) 
     """Return the gradient of a bias with one value per row of x, as an ``(n, 1)`` array.
 
     It is the sum of dz (the gradient of the logits) over all rows that use the same value. `totals`
-    and `weights` are the formula's row sums: sum(d y) and sum(y), or sum(d) and sum(exp(y)).
+    and `weights` are the formula's row sums: sum(d y) and sum(y) for softmax, sum(d) and
+    sum(exp(y)) for log_softmax.
     """
     # If dz is divided by sum(y), its sum over a row is 0, unless a total is infinite or NaN: then
     # it is NaN. `totals - totals` has these values.

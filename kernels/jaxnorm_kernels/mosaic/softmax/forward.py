@@ -1,4 +1,4 @@
-"""Forward passes of softmax and log_softmax of z = scale x + bias.
+"""Forward passes of softmax and log_softmax of z = scale * x + bias.
 
 With m = max(z) over the unmasked elements of a row:
 
@@ -80,7 +80,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # A count of 0 means that the entire row is masked.
+            for count in counts:  # A count is 0 if the entire row is masked, otherwise 1.
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
@@ -113,7 +113,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
 
 
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
-    """Load z = scale x + bias, with `SoftmaxOptions.masked_logit` in place of masked elements."""
+    """Load z = scale * x + bias, with `SoftmaxOptions.masked_logit` in place of masked elements."""
     spec, layout = place.spec, place.tile.layout
     z = [scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.softmax.logits_bias_rows is not None:
