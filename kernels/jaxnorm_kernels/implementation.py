@@ -73,8 +73,8 @@ class Residuals(NamedTuple):
     Attributes:
       saved: an operand or result, from which the derivative recomputes what is not saved.
         `Spec.starts_from` is its name.
-      x: the operand x, if the derivative takes it besides `saved`: in norm_add_norm, as the input
-        of the first norm, and in scaled_add_norm, for the gradient of branch_scale.
+      x: the operand x, if the derivative takes it besides `saved`. An operation with two norms
+        needs it as the input of the first, and one with branch_scale for that scale's gradient.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
         candidates, logits_scale: as in :class:`Operands`.
