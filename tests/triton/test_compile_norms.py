@@ -205,19 +205,17 @@ def test_gates_are_read_and_written_16_bytes_at_a_time(before, direction, dtype)
     assert not [kind for kind in kinds if re.search(r"\.(b|u)16$", kind)]
 
 
-def test_every_line_of_a_table_is_used():
-    for table, families in (
-        ("RESIDUAL_FORWARD", OF_GROUPS[:3]),
-        ("TWO_NORMS_FORWARD", OF_GROUPS[3:4]),
-    ):
-        specs = [
-            make_spec(family, "fwd", cols, dtype, kind=kind)
-            for family, kind in families
-            for cols in (*OF_SUMS, 2048, 8192, 12288)
-            for dtype in DTYPES
-        ]
-        lines = {choose_line(changed(spec, rows=32768)) for spec in specs}
-        assert lines == {*getattr(schedules, table)}
+@pytest.mark.parametrize(("family", "kind"), OF_GROUPS[:4])
+def test_every_line_of_the_table_is_used(family, kind):
+    """The first line prefetches rows, which only norms of a single array do."""
+    specs = [
+        make_spec(family, "fwd", cols, dtype, kind=kind)
+        for cols in (*OF_SUMS, 5120)
+        for dtype in DTYPES
+    ]
+    assert {choose_line(changed(spec, rows=32768)) for spec in specs} == {
+        *schedules.NORM_FORWARD[1:]
+    }
 
 
 @pytest.mark.cuda_plugin

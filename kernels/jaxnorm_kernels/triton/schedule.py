@@ -125,11 +125,13 @@ class Line:
       per_sm: the number of programs that the registers of an SM must hold.
       values: the number of values that each thread holds of a piece of a row.
       share: the number of elements in a tile that several short rows share.
-      stages: the maximum number of tiles that a program has in flight; for norms.
+      stages: the maximum number of tiles that a program has in flight. In a forward pass, a line
+        with more than 1 is only for norms of a single array of rows.
       hold_params: for a norm's backward pass; see `Schedule`.
       looped: True if the row is loaded piece by piece and never held as a whole.
       mean: True if the line is only for norms that subtract a mean.
-      unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes.
+      unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes, False
+        if it is only for other rows.
       itemsize: the line is only for elements of this many bytes. In a forward pass, they are the
         widest of x and the arrays beside it; in a backward pass, of dy and the saved arrays beside
         x.
@@ -144,7 +146,7 @@ class Line:
     hold_params: bool = True
     looped: bool = False
     mean: bool = False
-    unaligned: bool = False
+    unaligned: bool | None = None
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
@@ -158,7 +160,8 @@ class Line:
         return (
             (self.cols is None or held <= self.cols)
             and (not self.mean or spec.norm.subtract_mean)
-            and (not self.unaligned or bool(spec.cols * itemsize % _VECTOR))
+            and (self.stages == 1 or spec.direction == "bwd" or len(read) == 1)
+            and self.unaligned in (None, bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
         )
 
@@ -217,37 +220,29 @@ SOFTMAX_BIAS_BACKWARD = (
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
+# The forward passes of all norms, also of two norms and with a residual or a gate.
 NORM_FORWARD = (
     # LayerNorm exchanges sums twice before it stores, and has twice the parameters: persistent
-    # programs hold the parameters and prefetch the next rows.
-    Line(1024, warps=4, per_sm=6, share=2048, stages=3, mean=True, itemsize=2),
-    Line(2048, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
-    Line(2048, warps=4, per_sm=8, share=2048),
-    # A thread has up to 48 values, so that 16-bit elements also keep enough bytes in flight.
-    Line(5120, warps=4, per_sm=8, itemsize=2),
-    Line(12288, warps=8, per_sm=4, values=4, itemsize=2),
-    Line(5120, warps=8, per_sm=4, values=4),
+    # programs hold the parameters and prefetch the next rows. The next line takes 1.10 to 1.14
+    # times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If groups of rows have
+    # their own parameters, this line does not prefetch, and the next one takes 1.21 times as long
+    # for 1152 columns (DiT).
+    Line(1600, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
+    # A thread has up to 24 values, so that 16-bit elements also keep enough bytes in flight. 8
+    # warps take 1.05 times as long for 2304 columns, and 1.15 for LayerNorm of 2048.
+    Line(3072, warps=4, per_sm=8, share=2048),
+    # The next line takes 1.09 times as long for a gate of 4096 columns, and 1.10 for two norms of
+    # 3584, although these spill 28 bytes of a thread. Unaligned rows and float32 would spill more.
+    Line(4096, warps=4, per_sm=8, itemsize=2, unaligned=False),
+    # The previous line spills 120 bytes between two norms of 5120 columns, and takes 1.25 times as
+    # long. The next line takes 1.13 times as long for two norms of 5376, and 1.47 for LayerNorm of
+    # 5120.
+    Line(6144, warps=8, per_sm=4, values=4),
+    # The last line takes 1.26 times as long for LayerNorm of 12288 columns.
     Line(16384, warps=16, per_sm=2, values=4),
-    Line(32768, warps=32, per_sm=1, values=4),
-    Line(None, warps=16, per_sm=2, values=16, looped=True),
-)
-
-# A residual is loaded only where it is added. If the row is held, registers suffice for the
-# residual. If the row is looped over, a thread has only 8 values, because one more array needs
-# addresses.
-RESIDUAL_FORWARD = (
-    *NORM_FORWARD[:-1],
+    # With a residual, 16 values of a thread would spill. Without one, they would take 0.84 of the
+    # time, but no model has norms so wide.
     Line(None, warps=16, per_sm=2, looped=True),
-)
-
-# With up to 24 values in a thread, no register is spilled between the two norms.
-TWO_NORMS_FORWARD = (
-    Line(2048, warps=4, per_sm=8, share=2048),
-    Line(5120, warps=8, per_sm=4, values=4),
-    Line(12288, warps=16, per_sm=2, values=4),
-    # With 32 values, some registers spill, which costs less than loading a row three times.
-    Line(32768, warps=32, per_sm=1, values=4),
-    Line(None, warps=8, per_sm=4, looped=True),
 )
 
 NORM_BACKWARD = (
@@ -288,9 +283,6 @@ NORM_ROPE_FORWARD = (
 # 1.12 times as long.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=1024, stages=4),)
 
-#: The tables of the other norms. The key is (number of arrays of rows that they load, number of
-#: norms).
-_NORM_FORWARD = {(1, 1): NORM_FORWARD, (2, 1): RESIDUAL_FORWARD, (2, 2): TWO_NORMS_FORWARD}
 _TABLES = {
     ("softmax", "fwd"): SOFTMAX_FORWARD,
     ("softmax", "bwd"): SOFTMAX_BACKWARD,
@@ -393,9 +385,7 @@ def _table(spec: Spec) -> tuple[Line, ...]:
         return LOGITS_FORWARD
     if (spec.op, spec.direction) in _TABLES or not spec.is_norm:
         return _TABLES[spec.op, spec.direction]
-    if spec.direction == "bwd":
-        return NORM_BACKWARD
-    return _NORM_FORWARD[len(spec.operand_dtypes), len(spec.operation.norms)]
+    return NORM_FORWARD if spec.direction == "fwd" else NORM_BACKWARD
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
