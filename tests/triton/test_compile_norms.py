@@ -210,7 +210,7 @@ def test_every_line_of_the_table_is_used(family, kind):
     """The first line prefetches rows, which only norms of a single array do."""
     specs = [
         make_spec(family, "fwd", cols, dtype, kind=kind)
-        for cols in (*OF_SUMS, 5120)
+        for cols in (*OF_SUMS, 3584, 5120, 8192)
         for dtype in DTYPES
     ]
     assert {choose_line(changed(spec, rows=32768)) for spec in specs} == {

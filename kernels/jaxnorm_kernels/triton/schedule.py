@@ -160,6 +160,8 @@ class Line:
             read = [spec.y_dtype, *spec.kept_dtypes]
             # Lines assume two arrays of rows; a third array takes additional registers.
             held += held // 2 * len(spec.kept_dtypes)
+        elif len(spec.norms) > 1:
+            held += held // 16  # Between two norms, a few more registers are in use.
         itemsize = max(dtype.itemsize for dtype in read)
         return (
             (self.cols is None or held <= self.cols)
