@@ -219,7 +219,7 @@ def test_every_line_of_a_table_is_used(table, direction):
     specs = [
         make_spec(op, {"FORWARD": "fwd", "BACKWARD": "bwd"}[direction], 4096, cols, dtype, dtype)
         for op in ops
-        for cols in COLS
+        for cols in (*COLS, 1152)
         for dtype in (BF16, F32)
     ]
     assert {choose_line(s) for s in specs} == set(getattr(schedules, f"{table}_{direction}"))

@@ -201,8 +201,12 @@ def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
     """Load the rows block after block, and return each row's total, `(tile_rows, 1)`."""
+    # In unaligned rows, each value has a separate address. If the compiler computes them before a
+    # loop whose end it does not know, registers spill.
+    is_causal: tl.constexpr = logits.queries > 0
     terms, weights = zeros(tiling), zeros(tiling)
-    for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
+    end = columns_of(first_row, rows, logits, tiling)
+    for first_col in tl.range(0, end, tiling.block, disable_licm=is_causal):
         tile = tile_at(first_row, first_col, rows, tiling)
         d = load_cotangent(dy_ptr, mask_ptr, tile, logits, tiling.cols, "evict_last")
         if logits.log:

@@ -107,7 +107,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 
 def _may_persist(spec: Spec) -> bool:
     """Return True if the kernel with persistent programs supports this call."""
-    return spec.operation.norms == ("last",) and spec.groups == 1 and spec.norm.gate_dtype is None
+    return spec.op == "norm" and spec.groups == 1
 
 
 @triton.jit
@@ -204,25 +204,18 @@ def norm_fwd_persistent(
 ):
     """Normalise rows with persistent programs that prefetch the next rows.
 
-    This kernel supports a single norm without a gate. All rows must share the parameters, because a
-    program loads them once.
+    This kernel supports a single norm of x, without a residual or a gate. All rows must share the
+    parameters, because a program loads them once.
     """
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
     program, programs = tl.program_id(0), tl.num_programs(0)
-    scale, bias, branch_scale = (scale_ptr, None), (bias_ptr, None), (branch_scale_ptr, None)
-    params, branch_scales = (), ()
+    scale, bias, params = (scale_ptr, None), (bias_ptr, None), ()
     for i in tl.static_range(pieces):
         col = columns_at(i * tiling.block, tiling.block, tile_rows)
         params += (gain_and_bias(scale, bias, y_ptr, col, tiling.cols, norm),)
-        branch_scales += (gain(branch_scale, col, tiling.cols, 0.0, 0.0),)
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
         x = load_rows(x_ptr, first_row, rows, tiling)
-        if op == "add_norm":
-            scaled = ()
-            for i in tl.static_range(pieces):
-                scaled += (x[i] * branch_scales[i],)
-            x = _sums(scaled, residual_ptr, h_ptr, first_row, rows, tiling)
         centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
         for i in tl.static_range(pieces):
             g, b = params[i]

@@ -3,14 +3,13 @@
 A *piece* is one of several adjacent tiles of a row that a program holds at once. The hardware
 limits behind the tables, and how the lines of the tables use them:
 
-* A multiprocessor (SM) has 64 K registers. Most lines run 1024 threads in an SM, so each thread has
-  64 registers. A float32 value of a row takes one register. A thread of a forward pass holds up to
-  48 values of a row; a thread of a backward pass, which also needs registers for a second array and
-  for sums over rows, holds up to 16.
-* A row that is held in registers is split into several small pieces rather than one large piece, so
-  that few threads are left without columns. A thread has 4, 8 or 16 values of a piece. 8 values of
-  16 bits are one 16-byte load. With 4 values, each thread loads the 32-bit parameters that it uses;
-  with 8 or 16, the parameters are first exchanged between threads.
+* A multiprocessor (SM) has 64 K registers: 64 for each of 1024 threads, the number that most lines
+  run in an SM. A float32 value of a row takes one register. A thread of a forward pass holds up to
+  32 values; a thread of a backward pass, with two arrays and their sums over rows, up to 24.
+* A row that is held in registers is split into as many pieces as it takes, so that few threads
+  have no columns. A thread has 4, 8 or 16 values of a piece. 8 values of 16 bits are one 16-byte
+  load. With 4 values, the threads that use 32-bit parameters also load them; with 8 or 16, the
+  parameters are first exchanged between threads.
 * About 64 KiB of loads in flight in each SM saturate memory bandwidth (measured on an H200). For
   short rows, several programs per SM reach this number. A persistent program has no loads in flight
   while it exchanges sums and stores, unless it prefetches the next rows into shared memory
@@ -18,12 +17,16 @@ limits behind the tables, and how the lines of the tables use them:
 * Rows that do not fit into registers are loaded twice. The second load comes from the L2 cache and
   costs no memory bandwidth, but L2 bandwidth, so this is the last resort.
 
-The lines were chosen from schedules that were timed on one H200 with Triton 3.6
-(`benchmarks.sweep benchmarks/sweeps/triton.py`). The chosen lines were timed again with Triton 3.9
-(`benchmarks.run`). Other schedules were compiled but not timed: those of norms with a residual and
-of softmaxes with a mask, a bias or causal=True, which use the lines of the plain operations with
-fewer values in a thread where registers would spill; those of kernels that compute the gradient of
-a bias; those of norms with a rotation; and the rule for cross-entropies.
+The lines were chosen from the times of 1,006 kernels: 175 passes over widths and dtypes of models,
+each with several lines. Triton 3.9 compiled the kernels of commit 9edf233 for an A100 (sm_80, 163
+KiB of shared memory). One H100 ran them; persistent programs had an A100's grid, then an H100's.
+Each pass of a model takes at most 1.03 times as long as with the lines of that commit. The comments
+beside the lines name passes that lose more than 3 % with a neighbouring line.
+
+Not timed: softmaxes of 5120 to 6144 and of 12288 columns, the backward pass of RMSNorm of 12288
+columns, and two norms of more than 5376. The rule for cross-entropies was timed and stays: with 8
+warps for all rows, `log_prob_and_entropy` of 32000 classes and 256 rows of 128256 classes take 1.04
+and 1.05 times as long.
 """
 
 import dataclasses
@@ -132,11 +135,13 @@ class Line:
       values: the number of elements of a piece of a row that each thread holds.
       share: the number of elements of a tile with several rows, for rows that are shorter than
         this; 0 for tiles of a single row.
-      stages: the maximum number of tiles that a persistent program has in flight.
+      stages: the maximum number of tiles that a persistent program has in flight. In a forward
+        pass, a line with more than 1 is only for norms of a single array of rows.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
       looped: True if the row is loaded piece by piece and never held as a whole.
-      mean: True if the line is only for norms that subtract a mean.
-      unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes.
+      mean: True if the line is only for norms that subtract a mean, False if it is only for others.
+      unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes, False
+        if it is only for other rows.
       itemsize: if not None, the line is only for elements of this many bytes. In a forward pass,
         this is the largest element size of all operands of x's shape; in a backward pass, of dy and
         the arrays of x's shape that are saved besides x or y.
@@ -150,8 +155,8 @@ class Line:
     stages: int = 1
     hold_params: bool = True
     looped: bool = False
-    mean: bool = False
-    unaligned: bool = False
+    mean: bool | None = None
+    unaligned: bool | None = None
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
@@ -162,52 +167,55 @@ class Line:
             # The tables assume that a backward pass loads two arrays of x's shape. A further array
             # takes registers as if rows were longer by half.
             held += held // 2 * len(spec.kept_dtypes)
+        elif len(spec.norms) > 1:
+            held += held // 16  # Between two norms, a few more registers are in use.
         itemsize = max(dtype.itemsize for dtype in read)
         return (
             (self.cols is None or held <= self.cols)
-            and (not self.mean or spec.norm.subtract_mean)
-            and (not self.unaligned or bool(spec.cols * itemsize % _VECTOR))
+            and self.mean in (None, spec.norm.subtract_mean)
+            and (self.stages == 1 or spec.direction == "bwd" or len(read) == 1)
+            and self.unaligned in (None, bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
         )
 
 
 SOFTMAX_FORWARD = (
-    # An SM runs many programs, so that some load while others exchange sums between threads.
-    Line(3072, warps=4, per_sm=8, share=2048),
-    # A thread holds up to 24 values and needs 40 registers, so that an SM can run three quarters of
-    # its maximum number of threads.
-    Line(6144, warps=8, per_sm=6),
-    Line(12288, warps=16, per_sm=3),
-    # In this and the next line, a thread holds up to 32 values and has 64 registers.
-    Line(16384, warps=16, per_sm=2),
+    # In this line and the next, a thread has up to 32 values in 64 registers. If float32 rows have
+    # a mask, a bias and a diagonal, 40 bytes of a thread spill. Programs of 8 warps take 1.42 times
+    # as long for 1024 causal columns, and 1.08 for 4096.
+    Line(4096, warps=4, per_sm=8, share=2048),
+    # The next line takes 1.20 times as long for 8192 columns of 16 bits.
+    Line(8192, warps=8, per_sm=4),
     Line(32768, warps=32, per_sm=1),
-    # Rows are loaded twice. The second load hits the L2 cache, which has room for all rows that the
-    # SMs process at one time.
-    Line(None, warps=16, per_sm=2, values=16, looped=True),
+    # In the lines below, the second load hits the L2 cache, which has room for all rows in flight.
+    # In unaligned rows, each value has a separate address: with 16 values in a thread, registers
+    # spill, and 50257 columns (GPT-2) take 1.25 times as long. With 32 warps, they take 1.09.
+    Line(None, warps=16, per_sm=1, looped=True, unaligned=True, itemsize=2),
+    # The next line takes 1.08 times as long for 128256 columns (Llama 3).
+    Line(None, warps=16, per_sm=2, values=16, looped=True, itemsize=2),
+    Line(None, warps=32, per_sm=1, looped=True),
 )
 
-# Softmax with a mask, a bias or causal=True. If a program loops over a row, a thread has only 8
-# values, because the addresses of the additional arrays take registers. In unaligned rows, each
-# value has a separate address in each array. A program then gets all registers of an SM.
+# Softmax with a mask, a bias or a diagonal. If the row is looped over, a thread has only 8 values,
+# because the addresses of the additional arrays take registers. In unaligned rows, each value has a
+# separate address in each array, so that one program has all registers of an SM. With 32 warps,
+# 50257 masked columns of 16 bits take 1.18 times as long.
 LOGITS_FORWARD = (
-    *SOFTMAX_FORWARD[:-1],
+    *SOFTMAX_FORWARD[:3],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
-    Line(None, warps=16, per_sm=2, looped=True),
+    SOFTMAX_FORWARD[-1],
 )
 
 SOFTMAX_BACKWARD = (
-    Line(1024, warps=4, per_sm=8, share=1024),
+    # The next line takes 1.18 times as long for 1024 causal columns, and 1.10 for 2048.
+    Line(2048, warps=4, per_sm=8, share=1024),
+    # The next line takes 1.09 times as long for 4096 causal columns.
     Line(6144, warps=8, per_sm=4),
+    # The last line takes 1.22 times as long for 8192 columns of 16 bits.
     Line(8192, warps=16, per_sm=2),
-    # If a thread holds 16 values of two arrays, only one program fits into an SM. With 16-bit
-    # elements, it has too few bytes in flight, and loading rows twice is faster.
-    Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
-    Line(16384, warps=32, per_sm=1),
-    # In unaligned rows, each value has a separate address, for which Triton 3.7 has too few
-    # registers with 32 warps.
-    Line(None, warps=16, per_sm=2, looped=True, unaligned=True),
-    # Rows are loaded twice. Between the two loads, the L2 cache holds one row of two arrays for
-    # each SM.
+    # The L2 cache has room for one row of two arrays for each SM. In unaligned rows, each value has
+    # a separate address. With 16 warps, registers spill, and 50257 columns (GPT-2) take 1.20 to
+    # 1.85 times as long. Triton 3.7 spills with 32 warps, too, but 3.9 does not.
     Line(None, warps=32, per_sm=1, looped=True),
 )
 
@@ -215,48 +223,40 @@ SOFTMAX_BACKWARD = (
 # a row of the bias, and accumulate its gradient. The 128 registers of a thread hold 16 values of
 # each of three arrays, and addresses.
 SOFTMAX_BIAS_BACKWARD = (
-    Line(1024, warps=4, per_sm=4, share=1024, stages=3),
-    Line(2048, warps=8, per_sm=2, stages=3),
+    # The next line takes 1.10 times as long for 1024 columns.
+    Line(2048, warps=4, per_sm=4, share=1024, stages=3),
+    # The next line takes 1.08 times as long for 4096 columns.
     Line(4096, warps=8, per_sm=2, stages=2),
+    # The last line takes 1.32 times as long for 8192 columns.
     Line(8192, warps=16, per_sm=1, stages=2),
     # For longer rows, registers hold the sums of one piece only, so an earlier kernel computes the
     # totals of rows, on which all elements of the gradient depend.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
+# The forward passes of all norms, also of two norms and with a residual or a gate.
 NORM_FORWARD = (
-    # LayerNorm exchanges sums between threads twice before it stores, and has two parameters.
-    # Persistent programs load the parameters once, and prefetch the next rows.
-    Line(1024, warps=4, per_sm=6, share=2048, stages=3, mean=True, itemsize=2),
-    Line(2048, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
-    Line(2048, warps=4, per_sm=8, share=2048),
-    # A thread has up to 48 values, so that enough bytes are in flight also for 16-bit elements.
-    Line(5120, warps=4, per_sm=8, itemsize=2),
-    Line(12288, warps=8, per_sm=4, values=4, itemsize=2),
-    Line(5120, warps=8, per_sm=4, values=4),
+    # LayerNorm exchanges sums twice before it stores, and has twice the parameters: persistent
+    # programs hold the parameters and prefetch the next rows. The next line takes 1.10 to 1.14
+    # times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If groups of rows have
+    # their own parameters, this line does not prefetch, and the next one takes 1.21 times as long
+    # for 1152 columns (DiT).
+    Line(1600, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
+    # A thread has up to 24 values, so that 16-bit elements also keep enough bytes in flight. 8
+    # warps take 1.05 times as long for 2304 columns, and 1.15 for LayerNorm of 2048.
+    Line(3072, warps=4, per_sm=8, share=2048),
+    # The next line takes 1.09 times as long for a gate of 4096 columns, and 1.10 for two norms of
+    # 3584, although these spill 28 bytes of a thread. Unaligned rows and float32 would spill more.
+    Line(4096, warps=4, per_sm=8, itemsize=2, unaligned=False),
+    # The previous line spills 120 bytes between two norms of 5120 columns, and takes 1.25 times as
+    # long. The next line takes 1.13 times as long for two norms of 5376, and 1.47 for LayerNorm of
+    # 5120.
+    Line(6144, warps=8, per_sm=4, values=4),
+    # The last line takes 1.26 times as long for LayerNorm of 12288 columns.
     Line(16384, warps=16, per_sm=2, values=4),
-    Line(32768, warps=32, per_sm=1, values=4),
-    Line(None, warps=16, per_sm=2, values=16, looped=True),
-)
-
-# Forward passes that also load a residual or a gate. If a program holds the whole row, the same
-# registers suffice, because each element of the second array is loaded just before it is used. If a
-# program loops over the row, a thread has only 8 values, because the second array needs addresses.
-RESIDUAL_FORWARD = (
-    *NORM_FORWARD[:-1],
+    # With a residual, 16 values of a thread would spill. Without one, they would take 0.84 of the
+    # time, but no model has norms so wide.
     Line(None, warps=16, per_sm=2, looped=True),
-)
-
-# The forward pass of two norms with a residual between them. In the first three lines, a thread
-# holds at most 24 values, and no registers spill.
-TWO_NORMS_FORWARD = (
-    Line(2048, warps=4, per_sm=8, share=2048),
-    Line(5120, warps=8, per_sm=4, values=4),
-    Line(12288, warps=16, per_sm=2, values=4),
-    # A thread holds up to 32 values. Some registers spill, which costs less than loading a row
-    # three times.
-    Line(32768, warps=32, per_sm=1, values=4),
-    Line(None, warps=8, per_sm=4, looped=True),
 )
 
 NORM_BACKWARD = (
@@ -264,45 +264,43 @@ NORM_BACKWARD = (
     # latency. The 128 registers of a thread hold 8 values of each array of rows, of each parameter
     # and of each parameter's gradient.
     Line(1024, warps=4, per_sm=4, share=1024, stages=4),
-    Line(2048, warps=8, per_sm=2, stages=4),
-    # In the next two lines, a thread holds 12 and 16 values of each array.
-    Line(3072, warps=8, per_sm=2, values=4, stages=4, itemsize=2),
+    # Rows of 1152 and 1280 columns fill few threads of the next line, which takes 1.03 to 1.47
+    # times as long. Here LayerNorm spills 16 bytes of a thread. It spills more of float32 elements
+    # and of unaligned rows, and is slower.
+    Line(1280, warps=4, per_sm=4, stages=4, itemsize=2, unaligned=False),
+    # The next line takes 1.12 times as long for LayerNorm of 2560 columns.
+    Line(3072, warps=8, per_sm=2, values=4, stages=4),
+    # The previous line takes 1.05 to 1.12 times as long for 4096 columns, and 16 warps take 1.15.
     Line(4096, warps=8, per_sm=2, stages=3, itemsize=2),
-    Line(4096, warps=8, per_sm=2, values=4),
-    Line(6144, warps=16, per_sm=1, values=4, stages=3, mean=True),
-    Line(5120, warps=8, per_sm=2, values=4, stages=3),
+    # The next line takes 1.09 to 1.15 times as long for 5120 columns.
+    Line(5120, warps=8, per_sm=2, values=4, stages=4, mean=False),
     Line(8192, warps=16, per_sm=1, values=16, stages=3),
-    # Longer rows of a LayerNorm: registers hold the parameters' gradients for one piece of a row
-    # only, so an earlier kernel computes the means of rows, on which all elements of dx depend.
-    Line(None, warps=4, per_sm=8, looped=True, mean=True),
-    # Longer rows of an RMSNorm: registers hold the gradient of scale for the whole row, but not
-    # scale itself, which is loaded from the L1 cache for each row.
-    Line(12288, warps=16, per_sm=1, hold_params=False, itemsize=2),
-    Line(12288, warps=32, per_sm=1, values=4, hold_params=False),
-    # Some registers spill, which costs less than loading rows twice, as the last line does.
-    Line(16384, warps=32, per_sm=1, values=16, hold_params=False, itemsize=2),
-    Line(16384, warps=32, per_sm=1, values=16),
+    # For RMSNorm, registers hold all sums but not the scale, which is loaded from the L1 cache. No
+    # width of this line was timed in the comparison.
+    Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
+    # 64 to 128 bytes of a thread spill, which costs less than the second load of the last line: it
+    # takes 1.33 to 1.52 times as long for 16384 columns.
+    Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
+    # Registers hold the sums of one piece only, so a row's means are computed first.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
 # The rows of a norm with a rotation are attention heads. They are short, so each program has
 # several.
 NORM_ROPE_FORWARD = (
-    # A thread has 16 values: the first columns of 8 pairs and their second columns, in two 16-byte
-    # loads.
-    Line(1024, warps=4, per_sm=8, share=2048, itemsize=2),
-    # A thread has 8 values of 32 bits, also in two 16-byte loads. With 16 values, some registers
-    # would spill if only some of the columns are rotated.
+    # A thread has 16 values: 8 first columns of pairs and 8 second columns, in two 16-byte loads.
+    # The next line takes 1.03 to 1.04 times as long for 64 and 128 columns, and 0.89 for 256.
+    Line(128, warps=4, per_sm=8, share=2048, itemsize=2),
+    # 8 values of 32 bits take as many bytes. With 16 values, some registers spill if only some
+    # columns are rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
-# Persistent programs loop over the rows, as in a norm's backward pass. The 128 registers of a
-# thread hold 16 values of each array.
-NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=2048, stages=4),)
+# Persistent programs loop over the rows, as in a norm's backward pass. A thread has 8 values of
+# each array. With 16, shared memory has room for 2 tiles instead of 4, and bfloat16 takes 1.06 to
+# 1.12 times as long.
+NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=1024, stages=4),)
 
-#: The tables of the other norms' forward passes. The key is the number of operands of x's shape,
-#: and the number of norms in the call.
-_NORM_FORWARD = {(1, 1): NORM_FORWARD, (2, 1): RESIDUAL_FORWARD, (2, 2): TWO_NORMS_FORWARD}
 _TABLES = {
     ("softmax", "fwd"): SOFTMAX_FORWARD,
     ("softmax", "bwd"): SOFTMAX_BACKWARD,
@@ -410,9 +408,7 @@ def _table(spec: Spec) -> tuple[Line, ...]:
         return LOGITS_FORWARD
     if (spec.op, spec.direction) in _TABLES or not spec.is_norm:
         return _TABLES[spec.op, spec.direction]
-    if spec.direction == "bwd":
-        return NORM_BACKWARD
-    return _NORM_FORWARD[len(spec.operand_dtypes), len(spec.operation.norms)]
+    return NORM_FORWARD if spec.direction == "fwd" else NORM_BACKWARD
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
