@@ -59,6 +59,7 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
+    "linear_kl_divergence": lambda cols: (ROWS, 512, cols),
 }
 #: Widths are multiples of these: channels form groups, and columns are rotated in pairs.
 COLUMNS_ARE_MULTIPLES_OF = {

@@ -1,4 +1,4 @@
-"""Losses: cross-entropies and log-probabilities, of logits and of linear layers.
+"""Losses: cross-entropies, log-probabilities and divergences, of logits and of linear layers.
 
 A new loss is an entry here, and a function in each adapter of `benchmarks/providers` that has it.
 This module does not import JAX or torch, like `workloads`.
@@ -34,6 +34,8 @@ class Loss:
       dtypes: the dtypes of x and weight. Results are float32.
       mean: True if the mean over the positions is differentiated; otherwise, each position has a
         result and a cotangent.
+      has_teacher: True if the logits are compared with a teacher's, which have the same shape;
+        otherwise, with labels.
       results: the number of results.
       products: the number of matmuls, forward and backward.
     """
@@ -42,6 +44,7 @@ class Loss:
     directions: tuple[Direction, ...]
     dtypes: tuple[str, ...]
     mean: bool = False
+    has_teacher: bool = False
     results: int = 1
     products: int = 0
 
@@ -65,6 +68,10 @@ LOSSES: dict[str, Loss] = {
     # matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
     "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
+    # The teacher's logits are constants: their gradient is not computed.
+    "kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
+    "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
+    "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True, products=4),
 }
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
@@ -82,14 +89,18 @@ class LossWorkload(FewParameters):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """x, weight if there is one, and labels. The logits are near normal in either case."""
+        """x, weight if there is one, and labels or the teacher's arrays.
+
+        The logits are near normal, with or without a weight.
+        """
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)
-        return (
+        logits: tuple[Array, ...] = (
             (x, self.dtype),
             *((shape, self.dtype, shape[0] ** -0.5) for shape in weights),
-            ((rows,), "int32", classes),
         )
+        labels: Array = ((rows,), "int32", classes)
+        return (*logits, *logits) if self.loss.has_teacher else (*logits, labels)
 
     @property
     def parameter_shapes(self) -> tuple[Shape, ...]:
@@ -110,15 +121,22 @@ class LossWorkload(FewParameters):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the operands that have a gradient: all but labels."""
+        """The indices of the operands that have a gradient: x and weight."""
         return tuple(range(len(self.sizes) - 1))
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """The indices of the teacher's arrays."""
+        if not self.loss.has_teacher:
+            return ()
+        return tuple(range(len(self.gradients), len(self.row_operands)))
 
     @property
     def flops(self) -> int:
         """Number of operations of the matmuls, also for gradients; 0 without a weight."""
-        products = self.loss.products
-        made = products if self.direction == "fwd+bwd" else min(products, 1)
-        return 2 * made * math.prod(self.sizes)
+        of_logits = (1 + self.loss.has_teacher) * (len(self.sizes) - 2)
+        products = self.loss.products if self.direction == "fwd+bwd" else of_logits
+        return 2 * products * math.prod(self.sizes)
 
 
 grid = functools.partial(shaped, LossWorkload, LOSSES)

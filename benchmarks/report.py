@@ -217,12 +217,13 @@ _FOOTNOTES = {
     "cpu": "jaxnorm's plain JAX and each peer, timed alternately in one process; `ratio` is the "
     "median of its time over the peer's in each turn. jnp's softmaxes are jax.nn's. Flax's "
     "LayerNorm computes E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
-    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes. "
-    "The roof of linear_cross_entropy (the mean and the gradients of x and weight) is its three "
-    "matmuls alone, that of linear_log_prob_and_entropy (one result per position) four; a provider "
-    "that stores the logits needs three. `jaxnorm's speed` is over the provider's. `temp` is "
-    "memory beside operands and results. Liger overwrites the logits with their gradient, and sums "
-    "weight's gradient in weight's dtype; optax rounds the loss to the logits' dtype.",
+    "loss": "The roof of a function of logits is a copy of the least bytes. The roof of "
+    "linear_cross_entropy (the mean and the gradients of x and weight) is its three matmuls alone, "
+    "that of linear_kl_divergence and linear_log_prob_and_entropy (one result per position) four; "
+    "for the latter, a provider that stores the logits needs three. `jaxnorm's speed` is over the "
+    "provider's. `temp` is memory beside operands and results. Liger overwrites the logits with "
+    "their gradient, and sums weight's gradient in weight's dtype; optax rounds the loss to the "
+    "logits' dtype.",
     "compile": "The first call, forward and backward in one program, in --workers processes at the "
     "same time. Training steps use cuBLAS's own choice of matmuls. Without a GPU, programs are "
     "lowered for one but not compiled.",

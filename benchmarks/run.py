@@ -7,11 +7,11 @@
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
-cross-entropies and log-probabilities, and their memory; `linear`, a matmul alone and after a norm;
-`training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses;
-`capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of many small
-norms; `compile`, seconds from a first call to its program, width by width, and of training steps;
-`cpu`, jaxnorm's plain JAX on the machine's CPU next to optax, jax.nn and Flax.
+cross-entropies, log-probabilities and divergences, and their memory; `linear`, a matmul alone and
+after a norm; `training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory
+and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of
+many small norms; `compile`, seconds from a first call to its program, width by width, and of
+training steps; `cpu`, jaxnorm's plain JAX on the machine's CPU next to optax, jax.nn and Flax.
 
 Kernel times come from CUPTI, on rotating buffers larger than the cache. GB/s are based on the least
 bytes that must move: for a block, each of its arrays once in each direction. `roof` is the time of

@@ -2,10 +2,11 @@
 
 An adapter has ``function(name, op, y_dtype)``, which returns a differentiable function that uses
 the library's public API. The function takes the row operands and the parameters that the operation
-has: x, scale and bias; x, residual, ... for a block; x, weight (if any) and labels for a loss; x,
-weight and scale for a matmul. It returns y, or several results in a tuple. An adapter is only
-imported in the processes of its side, so a machine without the library needs only this table. A new
-provider is a line here, an adapter, and a colour in plots.py.
+has: x, scale and bias; x, residual, ... for a block; x, weight
+(if any), and labels or the same arrays of a teacher for a loss; x, weight and scale for a matmul.
+It returns y, or several results in a tuple. An adapter is only imported in the processes of its
+side, so a machine without the library needs only this table. A new provider is a line here, an
+adapter, and a colour in plots.py.
 """
 
 import dataclasses
