@@ -13,76 +13,77 @@ With d = dlog_prob, e = dentropy and the entropy H::
     dx = d ([j = l] - p) - e p (log(p) + H)
 
 r is x_l, or 0 if x_l is infinite. It is close to the mean, so the sum of x - r loses little
-accuracy. With a scale or a cap, the logits are z = f g(x): x then stands for g(x), its differences
-are multiplied by f, and dx is
+accuracy. With a scale or a cap, the logits are z = f g(x), as in `loss_rows`: x then stands for
+g(x), its differences are multiplied by f, and dx is dz (dz / dx).
 
-    dx = dz (dz / dx)    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
-                         g = x                f = a    dz / dx = a              c = logit_softcap
-
-The forward pass reads a row once, block after block, without exchange between threads. Each thread
-holds the maximum of what it has read so far, and the sums relative to it (Milakov, Gimelshein
-2018),
+The maximum and the sums of what a thread has read grow with each block::
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-which are merged at the end. The label's own term is not in the sum s_o of the others, because log(1
-+ s_o) of a small s_o is accurate, but the log of the rounded sum is not:
+The label's own term is not in the sum s_o of the others, because log(1 + s_o) of a small s_o is
+accurate, but the log of the rounded sum is not:
 
     log(s) = log1p(s_o)                 where D = 0
              log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
 
-In the backward pass, elements do not depend on each other. A program reads each element of its
-block before it stores the result, which may overwrite x. A row without entries has log(s) = -inf
-and dx = 0. If the label of a row is not a class, both are NaN.
-
-Rows that are not a multiple of 16 bytes may begin between two multiples. The blocks of such a row
-begin at the multiple of 16 bytes before its first column. All blocks but the first and the last can
-then be loaded and stored 16 bytes at a time.
+A row without entries has log(s) = -inf and dx = 0. If the label of a row is not a class, both are
+NaN.
 """
 
 import dataclasses
 
-import jax
-import numpy as np
 import triton
 import triton.language as tl
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
+from jaxnorm_kernels.triton.loss_rows import (
+    FAR,
+    Cap,
+    block_at,
+    by_lanes,
+    is_column,
+    lane_max,
+    lane_sum,
+    launch_backward,
+    launch_forward,
+    load_classes,
+    log1p,
+    of_logits,
+    over_blocks,
+    rows_at,
+    start,
+    store_block,
+    that_count,
+    times_slope,
+)
+from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import LOWEST
-
-# The lower bound of exponents that are used as factors. Its exponential is 0. A lower exponent,
-# such as -inf or float32's lowest number in masks, could become infinite when multiplied by a sum
-# or a cotangent, and 0 times infinity is NaN.
-_FAR = tl.constexpr(-1e20)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The compile-time parameters of a kernel, besides the tile sizes.
+    """The compile-time parameters of a kernel, besides the tile sizes and the layout of rows.
 
     Attributes:
-      classes: the number of columns that are classes; these are the first columns.
+      classes: the number of classes.
       label_smoothing, z_loss: a and b.
-      logits_scale, softcap: scale and cap of the logits; 0 for no cap.
-      factor: f.
+      cap: scale and cap of the logits.
       entropy: True to compute log-probability and entropy instead of a loss.
-      blocks: the number of blocks in a row.
-      vector: the number of elements that a thread loads at once.
     """
 
     classes: int
     label_smoothing: float
     z_loss: float
-    logits_scale: float
-    softcap: float
-    factor: float
+    cap: Cap
     entropy: bool
-    blocks: int
-    vector: int
+
+    @property
+    def factor(self) -> float:
+        """The factor f of the logits."""
+        return self.cap.factor
 
     @property
     def other_target(self) -> float:
@@ -95,19 +96,14 @@ class Options:
         return 1 - self.label_smoothing + self.other_target
 
     @classmethod
-    def of(cls, spec: Spec, schedule: Schedule) -> "Options":
+    def of(cls, spec: Spec) -> "Options":
         """Return the compile-time parameters of a call."""
-        blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
         return cls(
             spec.classes,
             spec.loss.label_smoothing,
             spec.loss.z_loss,
-            spec.logits.logits_scale,
-            spec.loss.logit_softcap or 0.0,
-            spec.logit_factor,
+            Cap.of(spec.logits.logits_scale, spec.loss.logit_softcap),
             spec.returns_entropy,
-            blocks,
-            vector,
         )
 
 
@@ -115,28 +111,21 @@ def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 ) -> Results:
     """Return the results and the statistics. `schedule` replaces the default schedule."""
-    x, labels, positions = operands.x, operands.labels, operands.positions
     assert operands.mask is None, "of classes: `support` refuses it"
-    schedule = schedule or schedules.choose(spec)
-    of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
-    stat = of_rows if spec.has_stats else None
-    options = Options.of(spec, schedule)
-    y, *rest = schedule.launch(
+    y, *rest = launch_forward(
         _cross_entropy_fwd,
         spec,
-        name=f"jaxnorm_{spec.op}_fwd",
-        outputs={
-            "y_ptr": of_rows,
-            "entropy_ptr": of_rows if spec.returns_entropy else None,
-            "m_ptr": stat,
-            "log_s_ptr": stat,
+        schedule or schedules.choose(spec),
+        {
+            "y_ptr": True,
+            "entropy_ptr": spec.returns_entropy,
+            "m_ptr": spec.has_stats,
+            "log_s_ptr": spec.has_stats,
         },
-        x_ptr=x,
-        labels_ptr=labels,
-        positions_ptr=positions,
-        options=options,
-        lanes=min(32 * schedule.warps, schedule.block // options.vector),
-        stages=schedule.stages,
+        x_ptr=operands.x,
+        labels_ptr=operands.labels,
+        positions_ptr=operands.positions,
+        options=Options.of(spec),
     )
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
@@ -148,30 +137,21 @@ def cross_entropy_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
     """Return the gradient of x. `schedule` replaces the default schedule."""
-    x, labels, dy = residuals.saved, residuals.labels, cotangents.y
     assert residuals.mask is None, "of classes: `support` refuses it"
-    schedule = schedule or schedules.choose(spec)
     m, log_s = residuals.stats
-    options = Options.of(spec, schedule)
-    (tiles,) = schedule.grid(spec)
-    place = jax.new_ref(x) if spec.overwrites_x else None
-    dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.dx_dtype)
-    results = schedule.launch(
+    return launch_backward(
         _cross_entropy_bwd,
+        residuals.saved,
         spec,
-        name=f"jaxnorm_{spec.op}_bwd",
-        outputs={"dx_ptr": dx},
-        grid=(tiles * options.blocks,),
-        x_ptr=x if place is None else place,
+        schedule or schedules.choose(spec),
         m_ptr=m,
         log_s_ptr=log_s,
-        labels_ptr=labels,
-        dy_ptr=dy,
+        labels_ptr=residuals.labels,
+        dy_ptr=cotangents.y,
         entropy_ptr=residuals.entropy,
         dentropy_ptr=cotangents.entropy,
-        options=options,
+        options=Options.of(spec),
     )
-    return Operands(results[0] if place is None else jax.freeze(place))
 
 
 @triton.jit
@@ -184,56 +164,40 @@ def _cross_entropy_fwd(
     m_ptr,
     log_s_ptr,
     rows,
+    layout: tl.constexpr,
     options: tl.constexpr,
     tiling: tl.constexpr,
     lanes: tl.constexpr,
     stages: tl.constexpr,
 ):
-    row = tl.program_id(0) * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
-    exists = row < rows
-    label, is_column = _load_label(labels_ptr, row, exists, options.classes)
-    counts = exists
-    if positions_ptr is not None:
-        counts = exists & tl.load(positions_ptr + row, exists, 0)
-    begin, lead = _start(row, tiling.cols, options.vector)
+    row, exists = rows_at(tl.program_id(0), rows, tiling)
+    label, is_class = _load_label(labels_ptr, row, exists, options.classes)
+    counts = that_count(positions_ptr, row, exists)
+    begin, lead = start(row, tiling.cols, layout.vector)
     at = label[:, None] + lead
     # An invalid label must not cause loads outside the row.
     read = counts[:, None]
-    x_l = _g(tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0), options)
+    x_l = of_logits(tl.load(x_ptr + begin + at, read & is_class[:, None], 0.0), options.cap)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
 
     of_rows = (x_ptr + begin, lead, at, r, read)
-    block: tl.constexpr = tiling.block
-    blocks: tl.constexpr = options.blocks
-    first_whole: tl.constexpr = 0 if tiling.cols % options.vector == 0 else 1
-    whole: tl.constexpr = options.classes // block
     m = tl.full([tiling.tile_rows, lanes], LOWEST, tl.float32)
     zero = tl.full([tiling.tile_rows, lanes], 0.0, tl.float32)
-    sums = (m, zero, zero)
-    if first_whole > 0:
-        sums = _add(sums, of_rows, 0, options, tiling, False)
-    # If no row of a tile counts, no block is loaded.
-    end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
-    for first in tl.range(first_whole * block, end, block, num_stages=stages):
-        sums = _add(sums, of_rows, first, options, tiling, True)
-    for i in tl.static_range(max(whole, first_whole), blocks):
-        sums = _add(sums, of_rows, i * block, options, tiling, False)
-
-    m, s, t = sums
+    m, s, t = over_blocks(_add, (m, zero, zero), of_rows, counts, layout, options, tiling, stages)
     m_o = tl.max(m, axis=1)[:, None]
     s, t = _rescaled(s, t, m - m_o, options)
     s_o, t_o = tl.sum(s, axis=1)[:, None], tl.sum(t, axis=1)[:, None]
     m = tl.maximum(m_o, x_l)
     d = options.factor * (m - x_l)
     others, t_o = _rescaled(s_o, t_o, m_o - m, options)
-    log_s = _log1p(tl.where(d == 0.0, others, others - 1.0 + tl.exp(-d)))
+    log_s = log1p(tl.where(d == 0.0, others, others - 1.0 + tl.exp(-d)))
     is_nothing = (s_o == 0.0) & (x_l == float("-inf"))
-    log_s = tl.where(is_column[:, None] & (is_nothing == 0), log_s, float("nan"))
+    log_s = tl.where(is_class[:, None] & (is_nothing == 0), log_s, float("nan"))
     of_row, is_row = row[:, None], exists[:, None]
     loss = d + log_s
     if options.entropy:
         of_label = tl.exp(-d)
-        total = options.factor * (t_o + of_label * tl.maximum(x_l - m, _FAR))
+        total = options.factor * (t_o + of_label * tl.maximum(x_l - m, FAR))
         entropy = log_s - total / (others + of_label)
         tl.store(entropy_ptr + of_row, tl.where(read, entropy, 0.0), is_row)
         loss = 0.0 - loss
@@ -253,35 +217,38 @@ def _cross_entropy_fwd(
 
 
 @triton.jit
-def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
-    """Add a block to the sums of each thread.
+def _add(
+    sums,
+    of_rows,
+    first,
+    layout: tl.constexpr,
+    options: tl.constexpr,
+    tiling: tl.constexpr,
+    is_whole: tl.constexpr,
+):
+    """Add a block to the sums of each thread; see `over_blocks`.
 
     Args:
       sums: m, s, and the sum of x - r, or T / f; `(tile_rows, lanes)` each.
       of_rows: the start of the first block, its distance from the first column, the position of the
         label's column, r, and whether the row is read; `(tile_rows, 1)` each.
-      first: the start of the block, relative to the first block.
-      is_whole: True if the block is entirely inside the row.
     """
     m, s, t = sums
     begin, lead, at, r, read = of_rows
     lane = tl.arange(0, tiling.block)[None, :]
     if not is_whole:
-        read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
-    x = _g(tl.load(begin + first + lane, read, float("-inf")), options)
-    if options.softcap > 0.0:  # The tanh of -inf is finite.
-        x = tl.where(read, x, float("-inf"))
+        read = read & is_column(lane, first, lead, options.classes, tiling.cols, layout.vector)
+    x = load_classes(begin + first + lane, read, options.cap)
     if options.label_smoothing > 0.0:
-        rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)
-        t += tl.sum(tl.sum(rest, axis=3), axis=1)
-    others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, options.vector)
-    higher = tl.maximum(m, tl.max(tl.max(others, axis=3), axis=1))
+        t += lane_sum(by_lanes(tl.where(read, x - r, 0.0), m, layout.vector))
+    others = by_lanes(tl.where(lane == at - first, float("-inf"), x), m, layout.vector)
+    higher = tl.maximum(m, lane_max(others))
     depth = others - higher[:, None, :, None]
     e = tl.exp(options.factor * depth)
     s, t = _rescaled(s, t, m - higher, options)
     if options.entropy:
-        t += tl.sum(tl.sum(e * tl.maximum(depth, _FAR), axis=3), axis=1)
-    return higher, s + tl.sum(tl.sum(e, axis=3), axis=1), t
+        t += lane_sum(e * tl.maximum(depth, FAR))
+    return higher, s + lane_sum(e), t
 
 
 @triton.jit
@@ -290,19 +257,8 @@ def _rescaled(s, t, depth, options: tl.constexpr):
     exp = tl.exp(options.factor * depth)
     # Bound `depth` from below: it must not be infinite where the other factor is 0.
     if options.entropy:
-        t = (t + s * tl.maximum(depth, _FAR)) * exp
+        t = (t + s * tl.maximum(depth, FAR)) * exp
     return s * exp, t
-
-
-@triton.jit
-def _by_lanes(x, m, vector: tl.constexpr):
-    """Reshape a block to `(tile_rows, n, lanes, vector)`.
-
-    A thread holds all elements along the second and the last axis.
-    """
-    tile_rows: tl.constexpr = m.shape[0]
-    lanes: tl.constexpr = m.shape[1]
-    return tl.reshape(x, [tile_rows, x.shape[1] // (lanes * vector), lanes, vector])
 
 
 @triton.jit
@@ -316,49 +272,44 @@ def _cross_entropy_bwd(
     dentropy_ptr,
     dx_ptr,
     rows,
+    layout: tl.constexpr,
     options: tl.constexpr,
     tiling: tl.constexpr,
 ):
     if dx_ptr is None:
         dx_ptr = x_ptr
-    row = tl.program_id(0) // options.blocks * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
-    nth = tl.program_id(0) % options.blocks
-    of_rows = (m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, row < rows)
-    if tiling.cols % options.vector == 0:
-        fits: tl.constexpr = tiling.cols % tiling.block == 0
-        _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, fits)
-    elif (nth > 0) & (nth < tiling.cols // tiling.block):
-        _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, True)
-    else:
-        _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, False)
+    pointers = (x_ptr, m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, dx_ptr)
+    store_block(_store_gradient, pointers, rows, layout, options, tiling)
 
 
 @triton.jit
 def _store_gradient(
-    x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
+    pointers,
+    row,
+    exists,
+    nth,
+    layout: tl.constexpr,
+    options: tl.constexpr,
+    tiling: tl.constexpr,
+    is_whole: tl.constexpr,
 ):
-    """Store dx of block number `nth`. `is_whole` is True if the block is inside the row."""
-    m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, exists = of_rows
-    begin, lead = _start(row, tiling.cols, options.vector)
-    lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
-    read = exists[:, None]
-    if not is_whole:
-        read = read & _is_column(lane, first, lead, tiling.cols, tiling.cols, options.vector)
-    offset = begin + first + lane
+    """Store dx of block number `nth`; see `store_block`."""
+    x_ptr, m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, dx_ptr = pointers
+    offset, read, lane, first_col = block_at(row, exists, nth, layout, tiling, is_whole)
     # Load the logits first. The row's few other numbers (statistics, cotangents) then arrive at the
     # same time.
-    x = _g(tl.load(x_ptr + offset, read, 0.0), options)
+    x = of_logits(tl.load(x_ptr + offset, read, 0.0), options.cap)
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
     d = tl.load(dy_ptr + row, exists, 0.0)[:, None]
     log_p = options.factor * (x - m) - log_s
     p = tl.exp(log_p)
-    is_label = lane == label[:, None] + lead - first
+    is_label = lane == label[:, None] + first_col
     if options.entropy:
         e = tl.load(dentropy_ptr + row, exists, 0.0)[:, None]
         of_row = d + e * tl.load(entropy_ptr + row, exists, 0.0)[:, None]
-        dz = tl.where(is_label, d, 0.0) - p * (of_row + e * tl.maximum(log_p, _FAR))
+        dz = tl.where(is_label, d, 0.0) - p * (of_row + e * tl.maximum(log_p, FAR))
     else:
         slope = p - tl.where(is_label, options.label_target, options.other_target)
         if options.z_loss > 0.0:
@@ -366,28 +317,9 @@ def _store_gradient(
         dz = d * slope
     counts = log_s != float("-inf")
     if options.classes < tiling.cols:
-        counts = counts & (lane < options.classes + lead - first)
-    dx = _times_slope(dz, x, options)
+        counts = counts & (lane < options.classes + first_col)
+    dx = times_slope(dz, x, options.cap)
     tl.store(dx_ptr + offset, tl.where(counts, dx, 0.0), read)
-
-
-@triton.jit
-def _g(x, options: tl.constexpr):
-    """Return g(x), in float32."""
-    x = x.to(tl.float32)
-    if options.softcap > 0.0:
-        x = _tanh(x * (options.logits_scale / options.softcap))
-    return x
-
-
-@triton.jit
-def _times_slope(dz, g, options: tl.constexpr):
-    """Return the gradient of x, given the gradient dz of the logits z."""
-    if options.softcap > 0.0:
-        dz *= (1.0 - g) * (1.0 + g)
-    if options.logits_scale != 1.0:
-        dz *= options.logits_scale
-    return dz
 
 
 @triton.jit
@@ -396,48 +328,3 @@ def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column
-
-
-@triton.jit
-def _start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Return the start of each row's first block, and its distance from the first column."""
-    start = row.to(tl.int64)[:, None] * cols
-    begin = start // vector * vector
-    return begin, (start - begin).to(tl.int32)
-
-
-@triton.jit
-def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
-    """Return True for the elements of a block that are columns before `end`.
-
-    `vector` neighbours have equal values if `vector` divides `cols` and `end`.
-    """
-    if cols % vector == 0:
-        is_column = lane + first < end
-    else:
-        is_column = (lane >= lead - first) & (lane < end + lead - first)
-    return is_column
-
-
-@triton.jit
-def _log1p(x):
-    """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
-
-    1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x.
-    """
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-
-
-@triton.jit
-def _tanh(x):
-    """Compute the tanh, accurate to a few units in the last place even for small x.
-
-    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used wherever it is accurate
-    enough.
-    """
-    square = x * x
-    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    e = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - e) / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -size, size))
