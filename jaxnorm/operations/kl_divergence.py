@@ -37,7 +37,8 @@ def kl_divergence(
     :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True`` gives KL(q || p), which
     on-policy distillation uses.
 
-    The forward pass writes no array of the logits' size. The residuals are both arrays of logits
+    On a GPU, the forward pass writes no array of the logits' size; on a CPU, it has three float32
+    temporaries of that size. The residuals are both arrays of logits
     and five numbers for each position. The backward pass reads both and writes the student's
     gradient. The divergence is never negative, and a small one is nearly as accurate as a large
     one: equal logits have a divergence and a gradient of exactly 0. The arithmetic is float32
