@@ -55,6 +55,10 @@ from jaxnorm_kernels.triton.tiles import LOWEST
 
 # Up to this |u|, a polynomial of five terms has an error below one unit in the last place.
 _SMALL = tl.constexpr(0.125)
+# The smallest normal float32, which no rounding mode replaces by 0; and a bound below which exp(u)
+# is 0.
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_LOWEST_U = tl.constexpr(-128.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +206,12 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # A class with P = 0 adds nothing. But if P has underflowed and Q is 0, u is infinite.
-    of_none = tl.where(u == float("inf"), float("inf"), 0.0)
-    of_ratio = tl.where(e_p > 0.0, e_p * u, of_none)
-    series = 1.0 - u * (1.0 / 3.0) * (1.0 - u * (1.0 / 4.0) * (1.0 - u * (1.0 / 5.0)))
-    of_small = e_p * (-u * (1.0 - u * (1.0 / 2.0) * series))
-    of_difference = tl.where(tl.abs(u) < _SMALL, of_small, e_q - e_p)
+    # If P is 0, u is -inf, or NaN if Q is 0 as well: with the bound of u, the term is about -1e-36.
+    # Where the bound changes a finite u, e_P is 0 anyway. If P has underflowed and Q is 0, u is
+    # inf, and so is the term, because _TINY is not 0.
+    of_ratio = tl.maximum(e_p, _TINY) * tl.maximum(u, _LOWEST_U)
+    series = (1.0 / 2.0) - u * ((1.0 / 6.0) - u * ((1.0 / 24.0) - u * (1.0 / 120.0)))
+    of_difference = tl.where(tl.abs(u) < _SMALL, of_ratio * (u * series - 1.0), e_q - e_p)
     s_p, s_q = s_p + lane_sum(e_p), s_q + lane_sum(e_q)
     return higher_p, higher_q, s_p, s_q, a + lane_sum(of_ratio), b + lane_sum(of_difference)
 
