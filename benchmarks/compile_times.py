@@ -63,6 +63,7 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
+    "linear_kl_divergence": lambda cols: (ROWS, 512, cols),
 }
 #: Maps an operation to a number that must divide its width: GroupNorm divides the channels into
 #: groups, and RoPE rotates columns in pairs.

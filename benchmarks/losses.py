@@ -1,4 +1,4 @@
-"""The suite `loss`: cross-entropies and log-probabilities, of logits or of a linear layer.
+"""The suite `loss`: losses, log-probabilities and divergences, of logits or of a linear layer.
 
 To add a loss, add an entry here, and a function to each module of `benchmarks/providers` whose
 library has the loss. This module does not import JAX or torch, like `workloads`.
@@ -35,6 +35,8 @@ class Loss:
       dtypes: the dtypes of x and weight. Results are float32.
       mean: True if the result is the mean over the positions; False if each position has a result
         and a cotangent.
+      has_teacher: True if the logits are compared with a teacher's, which have the same shape;
+        False if they are compared with labels.
       results: the number of arrays that the function returns.
       products: the number of matmuls in forward and backward pass together.
     """
@@ -43,6 +45,7 @@ class Loss:
     directions: tuple[Direction, ...]
     dtypes: tuple[str, ...]
     mean: bool = False
+    has_teacher: bool = False
     results: int = 1
     products: int = 0
 
@@ -67,6 +70,10 @@ LOSSES: dict[str, Loss] = {
     # matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
     "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
+    # The teacher's logits are constants: their gradient is not computed.
+    "kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
+    "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
+    "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True, products=4),
 }
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
@@ -84,17 +91,18 @@ class LossWorkload(FewParameters):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """Shapes and dtypes of x, weight (if the loss has one) and labels.
+        """Shapes and dtypes of x, weight (if there is one), and labels or a teacher's arrays.
 
         The weight's standard deviation is such that the logits' deviation is about 1.
         """
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)
-        return (
+        logits: tuple[Array, ...] = (
             (x, self.dtype),
             *((shape, self.dtype, shape[0] ** -0.5) for shape in weights),
-            ((rows,), "int32", classes),
         )
+        labels: Array = ((rows,), "int32", classes)
+        return (*logits, *logits) if self.loss.has_teacher else (*logits, labels)
 
     @property
     def parameter_shapes(self) -> tuple[Shape, ...]:
@@ -116,15 +124,22 @@ class LossWorkload(FewParameters):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the operands that have a gradient: all except the labels."""
+        """The indices of the operands that have a gradient: x and weight."""
         return tuple(range(len(self.sizes) - 1))
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """The indices of the teacher's arrays."""
+        if not self.loss.has_teacher:
+            return ()
+        return tuple(range(len(self.gradients), len(self.row_operands)))
 
     @property
     def flops(self) -> int:
         """Number of operations of all matmuls in the direction; 0 for a loss without a weight."""
-        products = self.loss.products
-        made = products if self.direction == "fwd+bwd" else min(products, 1)
-        return 2 * made * math.prod(self.sizes)
+        of_logits = (1 + self.loss.has_teacher) * (len(self.sizes) - 2)
+        products = self.loss.products if self.direction == "fwd+bwd" else of_logits
+        return 2 * products * math.prod(self.sizes)
 
 
 grid = functools.partial(shaped, LossWorkload, LOSSES)

@@ -225,12 +225,13 @@ _FOOTNOTES = {
     "`ratio` is the median over the turns of jaxnorm's time divided by the other's. jnp's "
     "softmaxes are those of jax.nn. Flax's LayerNorm computes the variance as E[x^2] - E[x]^2, "
     "except in two_pass. Losses are means.",
-    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes. "
-    "The roof of linear_cross_entropy (the mean and the gradients of x and weight) is its three "
-    "matmuls alone, that of linear_log_prob_and_entropy (one result per position) four; a provider "
-    "that stores the logits needs three. `jaxnorm's speed` is over the provider's. `temp` is "
-    "memory beside operands and results. Liger overwrites the logits with their gradient, and sums "
-    "weight's gradient in weight's dtype; optax rounds the loss to the logits' dtype.",
+    "loss": "The roof of a function of logits is a copy of the least bytes. The roof of "
+    "linear_cross_entropy (the mean and the gradients of x and weight) is its three matmuls alone, "
+    "that of linear_kl_divergence and linear_log_prob_and_entropy (one result per position) four; "
+    "for the latter, a provider that stores the logits needs three. `jaxnorm's speed` is over the "
+    "provider's. `temp` is memory beside operands and results. Liger overwrites the logits with "
+    "their gradient, and sums weight's gradient in weight's dtype; optax rounds the loss to the "
+    "logits' dtype.",
     "compile": "The first call, forward and backward in one program, in --workers processes at the "
     "same time. Training steps use cuBLAS's own choice of matmuls. Without a GPU, programs are "
     "lowered for one but not compiled.",

@@ -10,7 +10,7 @@ Suites:
 * `kernels`: the forward and the backward pass of norms and softmaxes, timed separately
 * `api`: both passes of norms and softmaxes in one call
 * `blocks`: norms and softmaxes with a model's elementwise work before and after them
-* `loss`: cross-entropies and log-probabilities
+* `loss`: cross-entropies, log-probabilities and divergences
 * `linear`: a matmul alone, and a matmul after a norm
 * `training`: steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses
 * `capacity`: the largest batch with which a training step fits in 80 GB

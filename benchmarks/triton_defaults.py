@@ -46,6 +46,8 @@ CALLS = {
     "cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "capped_cross_entropy": "softmax_cross_entropy_with_integer_labels with logit_softcap",
     "log_prob_and_entropy": "log_prob_and_entropy",
+    "kl_divergence": "kl_divergence",
+    "reverse_kl_divergence": "kl_divergence with reverse",
 }
 
 Times = dict[tuple[str, ...], dict[str, float]]

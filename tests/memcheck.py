@@ -5,6 +5,7 @@
     compute-sanitizer python tests/memcheck.py mosaic "logits of softmax" float32
     compute-sanitizer python tests/memcheck.py mosaic "loss" float32
     compute-sanitizer python tests/memcheck.py mosaic "log_prob_and_entropy" float32
+    compute-sanitizer python tests/memcheck.py mosaic "kl_divergence" float32
     compute-sanitizer python tests/memcheck.py mosaic "linear loss" float32
     compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
     compute-sanitizer python tests/memcheck.py triton layer_norm float32 FOLDER
@@ -15,6 +16,7 @@ machine and wrote to FOLDER.
 
 import functools
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ LONGEST_ODD = 8191  # the largest odd width of a norm
 # Shapes whose middle axis is normalised: with overlapping strips, and with strips shared by a
 # cluster.
 STRIDED = [(5, 40, 72), (2, 1000, 784), (3, 3008, 144)]
+# Shapes of the logits of losses: rows of one unit, with tails, of several blocks.
+OF_LOSSES = [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]
 # Shapes of the logits, of the mask and of the bias (or None), and whether the call is causal.
 LOGITS = [
     ((2, 3, 67, 200), (2, 1, 1, 200), (3, 67, 200), False),
@@ -134,7 +138,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
     Most labels are classes; two are far out of range.
     """
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
-    for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:
+    for shape in OF_LOSSES:
 
         def call(x: jax.Array) -> Any:
             rows, cols = x.shape
@@ -149,6 +153,18 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
             return jax.tree.map(lambda a: jnp.where(outside, 0, a), results)
 
         yield call, [jax.ShapeDtypeStruct(shape, dtype)]
+
+
+def divergences(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
+    """Yield divergences, alternately forward and reverse, and the types of their operands."""
+    for shape, reverse in zip(OF_LOSSES, itertools.cycle([False, True])):
+
+        def call(x: jax.Array, teacher: jax.Array, reverse: bool = reverse) -> Any:
+            where = jnp.arange(len(x)) % 7 != 3
+            function = getattr(jaxnorm, name)
+            return function(x, teacher, where=where, reverse=reverse, implementation=implementation)
+
+        yield call, [jax.ShapeDtypeStruct(shape, dtype)] * 2
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
@@ -207,6 +223,7 @@ def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
     of_names |= {
         "log_prob_and_entropy": losses,
+        "kl_divergence": divergences,
         "linear_log_prob_and_entropy": linear_losses,
     }
     of_names |= {

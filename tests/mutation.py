@@ -42,6 +42,7 @@ COVERING = {
     "xla/log_prob": ["test_log_prob", "test_linear_loss", "test_forward_mode"],
     "xla/label_sums": ["test_loss", "test_log_prob", "test_loss_sharding"],
     "xla/cross_entropy": ["test_loss", "test_loss_*", "test_linear_loss", "test_forward_mode"],
+    "xla/kl_divergence": ["test_kl_divergence", "test_forward_mode"],
     "xla/": [
         "test_norm",
         "test_residual",
@@ -55,7 +56,7 @@ COVERING = {
     "primitives/recomputation": ["test_gated_linear*", "test_norm_linear*", "test_linear_loss*"],
     "primitives/lowering": ["test_implementation", "test_primitive", "test_set_mesh"],
     "primitives/": ["test_batches", "test_forward_mode", "test_programs", "test_meshes"],
-    "mosaic/cross_entropy": ["mosaic/test_losses_mosaic"],
+    "mosaic/cross_entropy": ["mosaic/test_losses_mosaic", "mosaic/test_divergence"],
     "mosaic/linear": ["mosaic/test_product", "mosaic/test_linear_products"],
     "mosaic/softmax": [
         "mosaic/test_interpret",

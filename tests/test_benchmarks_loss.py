@@ -26,6 +26,9 @@ CELLS = [
     *(dataclasses.replace(c, op=f"capped_{c.op}") for c in (POSITIONS, MEAN)),
     dataclasses.replace(POSITIONS, op="log_prob_and_entropy"),
     dataclasses.replace(MEAN, op="linear_log_prob_and_entropy"),
+    dataclasses.replace(POSITIONS, op="kl_divergence"),
+    dataclasses.replace(POSITIONS, op="reverse_kl_divergence"),
+    dataclasses.replace(MEAN, op="linear_kl_divergence"),
 ]
 
 
@@ -45,14 +48,38 @@ def test_bytes(dtype, size):
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2
+    # The teacher's logits in place of labels: read twice, without a gradient.
+    divergence = LossWorkload("kl_divergence", "fwd", "10x30", dtype)
+    assert divergence.bytes == 2 * 10 * 30 * size + 10 * 4
+    of_both = dataclasses.replace(divergence, direction="fwd+bwd")
+    assert of_both.bytes == 2 * divergence.bytes + 10 * 30 * size
+
+
+def test_a_teacher():
+    """Its arrays have the shapes of the student's, and no gradient."""
+    logits = LossWorkload("kl_divergence", "fwd+bwd", "10x30", "bfloat16")
+    assert logits.row_operands == (((10, 30), "bfloat16"),) * 2
+    assert (logits.gradients, logits.constants) == ((0,), (1,))
+    linear = LossWorkload("linear_kl_divergence", "fwd+bwd", "10x20x30", "bfloat16")
+    x, weight, *of_teacher = linear.row_operands
+    assert (x, weight[:2]) == (((10, 20), "bfloat16"), ((20, 30), "bfloat16"))
+    assert of_teacher == [x, weight]
+    assert (linear.gradients, linear.constants) == ((0, 1), (2, 3))
+    assert LossWorkload("cross_entropy", "fwd", "10x30", "bfloat16").constants == ()
 
 
 def test_flops():
-    """FLOPs are those of three matmuls, or of four if the logits are not saved."""
-    for op, products in [("linear_cross_entropy", 3), ("linear_log_prob_and_entropy", 4)]:
+    """There are three matmuls, or four if the logits are not saved or a teacher has its own."""
+    for op, products, of_logits in [
+        ("linear_cross_entropy", 3, 1),
+        ("linear_log_prob_and_entropy", 4, 1),
+        ("linear_kl_divergence", 4, 2),
+    ]:
         workload = LossWorkload(op, "fwd+bwd", "2x3x5", "bfloat16")
         assert workload.flops == products * 2 * 2 * 3 * 5
-        assert dataclasses.replace(workload, direction="fwd").flops == 2 * 2 * 3 * 5
+        assert dataclasses.replace(workload, direction="fwd").flops == of_logits * 2 * 2 * 3 * 5
+    for loss in ("cross_entropy", "kl_divergence"):
+        assert LossWorkload(loss, "fwd", "3x5", "bfloat16").flops == 0
 
 
 def test_what_is_asked():
@@ -83,6 +110,12 @@ def test_what_is_asked():
     linear = [c for c in cells if c.op == "linear_log_prob_and_entropy"]
     assert len({c.workload for c in linear}) == 1
     assert {c.provider for c in linear} == {*(c.provider for c in log_probs), "products"}
+    for pair in (
+        (log_probs, [c for c in cells if c.op == "kl_divergence"]),
+        (linear, [c for c in cells if c.op == "linear_kl_divergence"]),
+    ):
+        of_log_probs, divergences = ([dataclasses.replace(c, op="") for c in each] for each in pair)
+        assert of_log_probs == divergences
     few = LOSS.cells(Selection(providers=("jnp",), shapes=((4, 32), (4, 8, 32)), quick=True))
     assert {(c.op, c.shape) for c in few} == {
         ("cross_entropy", "4x32"),
@@ -91,6 +124,9 @@ def test_what_is_asked():
         ("capped_linear_cross_entropy", "4x8x32"),
         ("log_prob_and_entropy", "4x32"),
         ("linear_log_prob_and_entropy", "4x8x32"),
+        ("kl_divergence", "4x32"),
+        ("reverse_kl_divergence", "4x32"),
+        ("linear_kl_divergence", "4x8x32"),
     }
     assert {c.shape for c in LOSS.cells(Selection(providers=("jnp",), quick=True))} == {
         "8192x32768",
@@ -166,7 +202,7 @@ def test_torch_losses(cell, monkeypatch):
     assert [(r.shape, r.dtype) for r in results] == [
         (s, torch.float32) for s, _ in cell.workload.results
     ]
-    assert [g.shape for g in gradients] == [a.shape for a in inputs[0][0][:-1]]
+    assert [g.shape for g in gradients] == [inputs[0][0][i].shape for i in cell.workload.gradients]
     figures = torch_side.prepare("loss", cell)()
     assert figures["us"] > 0
     assert (figures["roof"] is None) == (cell.workload.flops > 0)

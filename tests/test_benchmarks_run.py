@@ -184,8 +184,6 @@ def test_first_calls_are_of_every_public_function():
         "implementation_for",
         "save_policy",
     }
-    # The benchmarks do not include divergences yet.
-    none |= {"kl_divergence", "linear_kl_divergence"}
     assert "rms_norm_rope" in compile_times.OPS  # not in `ours`: called by a lambda
     none.add("rms_norm_rope")
     functions = {f for f in map(vars(jaxnorm).get, jaxnorm.__all__) if inspect.isfunction(f)}

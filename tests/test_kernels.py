@@ -23,9 +23,12 @@ import refused
 from loss_cases import CrossEntropy
 from norms import check, normal
 from reference import SAFETY, assert_within, exact, unit_roundoff
+from test_kl_divergence import Divergence, check_special_rows, each_direction, special_rows
+from test_kl_divergence import operands as divergence_operands
 
 import jaxnorm
 from benchmarks import triton_programs
+from jaxnorm import kl_divergence
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 
@@ -292,6 +295,45 @@ def family_of(function):
     return OPERATIONS[FUNCTIONS[function].op].family
 
 
+@each_direction
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype", "teacher_dtype"),
+    [
+        (300, 131, "float32", "float32"),
+        (300, 1000, "float16", "bfloat16"),
+        (64, 32768, "bfloat16", "bfloat16"),
+        (64, 32768, "float32", "float32"),
+        (64, 50257, "bfloat16", "float32"),
+        (7, 128256, "bfloat16", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_divergences(rows, cols, dtype, teacher_dtype, reverse, kernels):
+    """Values and gradients, also of equal logits and of positions that do not count."""
+    x, teacher = divergence_operands((rows, cols), dtype, teacher_dtype)
+    function = functools.partial(
+        kl_divergence, reverse=reverse, implementation=kernels, logits_scale=1.0
+    )
+    y, vjp = jax.vjp(lambda x: function(x, teacher), x)
+    d = jnp.linspace(-1, 2, rows)
+    of = Divergence(x, teacher, dtype, reverse=reverse)
+    assert_within(y, of.value, of.bound)
+    assert_within(vjp(d)[0], *of.gradient(d))
+    same, vjp = jax.vjp(lambda y: function(y, x), x)
+    np.testing.assert_array_equal(same, 0)
+    np.testing.assert_array_equal(vjp(d)[0], 0)
+    counts = jnp.arange(rows) % 3 > 0
+    y, vjp = jax.vjp(lambda x: function(x, teacher, where=counts), jnp.where(counts[:, None], x, 0))
+    np.testing.assert_array_equal(y[::3], 0)
+    np.testing.assert_array_equal(vjp(d)[0][::3], 0)
+
+
+@each_direction
+def test_divergences_of_special_logits(reverse, kernels):
+    y = kl_divergence(*special_rows(200), reverse=reverse, implementation=kernels)
+    check_special_rows(y, None, reverse=reverse)
+
+
 @pytest.mark.memcheck
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -301,7 +343,7 @@ def family_of(function):
                 *(name for name in FUNCTIONS if family_of(name) != "loss"),
                 *(f"logits of {name}" for name in FUNCTIONS if family_of(name) == "softmax"),
                 *("loss", "linear loss"),
-                *("log_prob_and_entropy", "linear_log_prob_and_entropy"),
+                *("log_prob_and_entropy", "linear_log_prob_and_entropy", "kl_divergence"),
             ],
             ["bfloat16", "float32"],
         ),

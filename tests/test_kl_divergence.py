@@ -127,6 +127,25 @@ SPECIAL = [
 ]
 
 
+def special_rows(cols, start=0):
+    """Rows of both logits for `SPECIAL`. The classes from `start` are given; others are -inf."""
+    arrays = np.full((2, len(SPECIAL), cols), -INF, np.float32)
+    arrays[..., start : start + 3] = [[row[i] for row in SPECIAL] for i in (0, 1)]
+    return [*map(jnp.asarray, arrays)]
+
+
+def check_special_rows(y, dx, *, reverse):
+    """Check the divergences of `special_rows` and, where there are any, the gradients."""
+    for i, row in enumerate(SPECIAL):
+        outcome, gradient = row[2 + reverse], None if dx is None else dx[i]
+        if outcome == "finite":
+            assert 0 <= y[i] < INF
+            assert gradient is None or np.isfinite(gradient).all()
+        else:
+            np.testing.assert_array_equal(y[i], outcome)
+            assert gradient is None or not np.isnan(outcome) or np.isnan(gradient).any()
+
+
 @pytest.mark.parametrize("row", SPECIAL, ids=str)
 def test_special_values(row):
     x, teacher, *expected = (*map(jnp.float32, row[:2]), *row[2:])

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import checkify
 from linear_loss_cases import operands
 
-from jaxnorm import linear_log_prob_and_entropy
+from jaxnorm import linear_kl_divergence, linear_log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
@@ -37,6 +37,14 @@ def of(reduction, wrap=lambda f: f):
     return wrap(function)
 
 
+def of_a_teacher(reduction, wrap=lambda f: f):
+    def function(x, weight):
+        teacher = jnp.flip(x), jnp.flip(weight)
+        return jnp.sum(linear_kl_divergence(x, weight, *teacher, reduction=reduction, chunk=CHUNK))
+
+    return wrap(function)
+
+
 def checkpoint(policy=None):
     return lambda f: jax.grad(lambda *a: jnp.sin(jax.checkpoint(f, policy=policy)(*a)), (0, 1))
 
@@ -46,6 +54,13 @@ KEPT = jax.checkpoint_policies.save_only_these_names("jaxnorm_linear_gradient")
 PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),
+    "the divergence": (of_a_teacher("mean"), 2, 1),
+    "gradient of a divergence": (of_a_teacher("mean", lambda f: jax.grad(f, (0, 1))), 4, 1),
+    "gradient of divergences": (
+        of_a_teacher("none", lambda f: jax.value_and_grad(f, (0, 1))),
+        6,
+        2,
+    ),
     "gradient of a mean": (of("mean", lambda f: jax.grad(f, (0, 1))), 3, 1),
     "gradient of losses": (of("none", lambda f: jax.value_and_grad(f, (0, 1))), 4, 2),
     "frozen weight": (of("mean", jax.grad), 2, 1),
@@ -95,13 +110,17 @@ def test_no_logits_of_all_rows(name):
 
 @of_the_cpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_memory(reduction):
-    """Memory holds one chunk's logits and gradient, and one float32 array of the weight's size."""
-    compiled = program(of(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
+@pytest.mark.parametrize(("loss", "chunks"), [(of, 3), (of_a_teacher, 5)])
+def test_memory(loss, chunks, reduction):
+    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size.
+
+    A divergence has two arrays of logits.
+    """
+    compiled = program(loss(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
     accumulator = 4 * WIDTH * CLASSES
     # A CPU computes everything in float32.
     chunk = 4 * CHUNK * CLASSES
-    assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + chunks * chunk
     text = compiled.as_text()
     assert f"bf16[{ROWS},{CLASSES}]" not in text
     assert f"f32[{WIDTH},{CLASSES}]" in text

@@ -46,6 +46,8 @@ CALLS = [
         spec("log_prob_and_entropy", logit_softcap=30.0),
         "log_prob_and_entropy with logit_softcap",
     ),
+    (spec("kl_divergence", teacher_dtype=BF16), "kl_divergence"),
+    (spec("kl_divergence", teacher_dtype=BF16, reverse=True), "kl_divergence with reverse"),
 ]
 
 

@@ -5,7 +5,7 @@ and uses the library's public API. That function returns y, or a tuple of severa
 
 * for a norm: x, scale and bias
 * for a block: the operands with rows (x, residual, ...), then the parameters
-* for a loss: x, weight (if any) and labels
+* for a loss: x, weight (if any), and labels or the same arrays of a teacher
 * for a norm with a matmul: x, weight and scale
 
 A *side* is a framework, JAX or torch, whose providers run in separate processes. An adapter is only

@@ -78,6 +78,9 @@ _LOSSES: dict[str, Callable[..., Any]] = {
     ),
     "log_prob_and_entropy": jaxnorm.log_prob_and_entropy,
     "linear_log_prob_and_entropy": jaxnorm.linear_log_prob_and_entropy,
+    "kl_divergence": jaxnorm.kl_divergence,
+    "reverse_kl_divergence": functools.partial(jaxnorm.kl_divergence, reverse=True),
+    "linear_kl_divergence": jaxnorm.linear_kl_divergence,
 }
 
 

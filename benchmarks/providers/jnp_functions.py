@@ -158,9 +158,23 @@ def linear_log_prob_and_entropy(x: Array, weight: Array, labels: Array) -> tuple
     return log_prob_and_entropy(x @ weight, labels)
 
 
+def kl_divergence(logits: Array, teacher_logits: Array) -> Array:
+    log_q, log_p = (jax.nn.log_softmax(z.astype(jnp.float32)) for z in (logits, teacher_logits))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def reverse_kl_divergence(logits: Array, teacher_logits: Array) -> Array:
+    return kl_divergence(teacher_logits, logits)
+
+
+def linear_kl_divergence(x: Array, weight: Array, teacher_x: Array, teacher_weight: Array) -> Array:
+    return jnp.mean(kl_divergence(x @ weight, teacher_x @ teacher_weight))
+
+
 _LOSSES = (
     *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
     *(log_prob_and_entropy, linear_log_prob_and_entropy),
+    *(kl_divergence, reverse_kl_divergence, linear_kl_divergence),
 )
 _OTHERS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in _LOSSES},

@@ -71,5 +71,27 @@ def _four_backward(
 four.defvjp(_four_forward, _four_backward)
 
 
+@jax.custom_vjp
+def of_two_layers(x: Array, weight: Array, teacher_x: Array, teacher_weight: Array) -> Array:
+    """Return the sum of an element of each layer's logits. The first layer's logits are saved."""
+    return _of_two_layers_forward(x, weight, teacher_x, teacher_weight)[0]
+
+
+def _of_two_layers_forward(
+    x: Array, weight: Array, teacher_x: Array, teacher_weight: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    of_student, saved = _three_forward(x, weight, teacher_x)
+    return of_student + _logits(teacher_x, teacher_weight)[0, 0], saved
+
+
+def _of_two_layers_backward(saved: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
+    return (*_three_backward(saved, cotangent), None)
+
+
+of_two_layers.defvjp(_of_two_layers_forward, _of_two_layers_backward)
+
+
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    return {3: three, 4: four}[LOSSES[op].products]
+    if LOSSES[op].has_teacher:
+        return of_two_layers
+    return three if LOSSES[op].products == 3 else four

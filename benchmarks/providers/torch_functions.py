@@ -136,6 +136,21 @@ def linear_log_prob_and_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tu
     return log_prob_and_entropy(x @ weight, labels)
 
 
+def kl_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    log_q, log_p = (log_softmax(z.float()) for z in (logits, teacher_logits))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    return kl_divergence(teacher_logits, logits)
+
+
+def linear_kl_divergence(
+    x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor
+) -> Tensor:
+    return kl_divergence(x @ weight, teacher_x @ teacher_weight).mean()
+
+
 def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return rms_norm(x, scale) @ weight
 
@@ -143,6 +158,7 @@ def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 _LOSSES = (
     *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
     *(log_prob_and_entropy, linear_log_prob_and_entropy),
+    *(kl_divergence, reverse_kl_divergence, linear_kl_divergence),
 )
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,

@@ -39,7 +39,8 @@ def kl_divergence(
     on-policy distillation uses. A position is an index into the axes of logits other than ``axis``:
     it has one divergence.
 
-    The forward pass writes no array of the logits' size. The residuals are both arrays of logits
+    On a GPU, the forward pass writes no array of the logits' size; on a CPU, it has three float32
+    temporaries of that size. The residuals are both arrays of logits
     and five numbers for each position. The backward pass reads both arrays and writes the gradient
     of logits. The divergence is never negative, and small divergences are nearly as accurate as
     large ones: for equal logits, the divergence and its gradient are exactly 0. The arithmetic is

@@ -78,6 +78,7 @@ def name_of(spec: Spec) -> str:
         "causal": spec.softmax.causal,
         "a bias": spec.softmax.logits_bias_dtype is not None,
         "where": spec.logits.has_mask,
+        "reverse": spec.loss.reverse,
         "logit_softcap": spec.loss.logit_softcap is not None,
         "a gate": spec.op == functions[name].gated,
         "norm_before_gate=False": norm.gate_dtype is not None and not norm.norm_before_gate,

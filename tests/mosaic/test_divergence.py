@@ -11,7 +11,7 @@ import pytest
 from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from reference import assert_within
-from test_kl_divergence import SPECIAL, Divergence, operands
+from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
 from test_losses_mosaic import LossForwardSchedule
 
 import jaxnorm
@@ -126,19 +126,8 @@ def test_equal_logits(dtype, options, reverse):
 
 @DIRECTIONS
 def test_rows_of_all_kinds(reverse):
-    x, teacher = (np.full((len(SPECIAL), 200), -np.inf, np.float32) for _ in range(2))
-    for i, row in enumerate(SPECIAL):
-        x[i, :3], teacher[i, :3] = row[:2]
-    y, dx = run(mosaic, jnp.asarray(x), jnp.asarray(teacher), reverse=reverse)
-    for divergence, gradient, row in zip(y, dx, SPECIAL):
-        outcome = row[2 + reverse]
-        if outcome == "finite":
-            assert 0 <= divergence < np.inf
-            assert np.isfinite(gradient).all()
-        else:
-            np.testing.assert_array_equal(divergence, outcome)
-            if np.isnan(outcome):
-                assert np.isnan(gradient).any()
+    y, dx = run(mosaic, *special_rows(200), reverse=reverse)
+    check_special_rows(y, dx, reverse=reverse)
 
 
 @DIRECTIONS
@@ -223,53 +212,3 @@ def test_registers(cols, dtype, options, compiler):
     assert (forward.spilled, backward.spilled) == (0, 0)
     assert forward.registers <= 128
     assert backward.registers <= 128
-
-
-# ------------------------------------------------------------------------------------ on a GPU
-
-
-@pytest.mark.gpu
-@DIRECTIONS
-@pytest.mark.parametrize(
-    ("rows", "cols", "dtype", "teacher_dtype"),
-    [
-        (300, 131, "float32", "float32"),
-        (300, 1000, "float16", "bfloat16"),
-        (64, 32768, "bfloat16", "bfloat16"),
-        (64, 32768, "float32", "float32"),
-        (64, 50257, "bfloat16", "float32"),
-        (7, 128256, "bfloat16", "bfloat16"),
-    ],
-    ids=str,
-)
-def test_values_on_a_gpu(rows, cols, dtype, teacher_dtype, reverse):
-    x, teacher = operands((rows, cols), dtype, teacher_dtype)
-    function = functools.partial(
-        jaxnorm.kl_divergence, reverse=reverse, implementation="mosaic", logits_scale=1.0
-    )
-    y, vjp = jax.vjp(lambda x: function(x, teacher), x)
-    d = jnp.linspace(-1, 2, rows)
-    of = Divergence(x, teacher, dtype, reverse=reverse)
-    assert_within(y, of.value, of.bound)
-    assert_within(vjp(d)[0], *of.gradient(d))
-    same, vjp = jax.vjp(lambda y: function(y, x), x)
-    np.testing.assert_array_equal(same, 0)
-    np.testing.assert_array_equal(vjp(d)[0], 0)
-    counts = jnp.arange(rows) % 3 > 0
-    y, vjp = jax.vjp(lambda x: function(x, teacher, where=counts), jnp.where(counts[:, None], x, 0))
-    np.testing.assert_array_equal(y[::3], 0)
-    np.testing.assert_array_equal(vjp(d)[0][::3], 0)
-
-
-@pytest.mark.gpu
-@DIRECTIONS
-def test_rows_of_all_kinds_on_a_gpu(reverse):
-    x, teacher = (np.full((len(SPECIAL), 200), -np.inf, np.float32) for _ in range(2))
-    for i, row in enumerate(SPECIAL):
-        x[i, :3], teacher[i, :3] = row[:2]
-    y = jaxnorm.kl_divergence(x, jnp.asarray(teacher), reverse=reverse, implementation="mosaic")
-    for divergence, row in zip(y, SPECIAL):
-        if row[2 + reverse] == "finite":
-            assert 0 <= divergence < np.inf
-        else:
-            np.testing.assert_array_equal(divergence, row[2 + reverse])

@@ -20,8 +20,9 @@ from specs import build_spec, changed
 import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule as Parts
-from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule, choose
+from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
+from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule as Parts
+from jaxnorm_kernels.mosaic.cross_entropy.passes import LossForwardSchedule
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.rows.units import Units
 

@@ -37,6 +37,8 @@ ROWS = Shared(((4, True),), has_columns=True)
 ROPE = {"op": "norm_rope", "subtract_mean": False, "bias_dtype": None}
 ROPE |= {"table_dtype": F32, "table_rows": ROWS, "rotated": 64}
 
+KL = {"op": "kl_divergence", "teacher_dtype": BF16}
+
 WIDE = build_spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
 
@@ -55,6 +57,10 @@ WIDE = build_spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"op": "cross_entropy", "has_mask": True, "mask_rows": ROWS}, "no mask of classes"),
         ({"op": "cross_entropy", "rows": 2**20, "cols": 2**22}, "number programs"),
         ({"op": "cross_entropy", "rows": 2**30, "cols": 2048}, None),
+        (KL, None),
+        (KL | {"teacher_dtype": F64}, "float64"),
+        (KL | {"has_mask": True, "mask_rows": ROWS}, "no mask of classes"),
+        (KL | {"rows": 2**30, "cols": 2048}, "number programs"),
         ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
         ({"op": "softmax", "has_mask": True, "mask_rows": ROWS}, None),
         ({"op": "softmax", "has_mask": True, "mask_rows": ROWS, "masked_logit": -1e9}, "leave out"),

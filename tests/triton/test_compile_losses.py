@@ -19,6 +19,7 @@ from test_compile import (
     schedules,
 )
 
+from jaxnorm import kl_divergence
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.triton import support
 
@@ -27,6 +28,8 @@ from jaxnorm_kernels.triton import support
 WIDTHS = [10, 1000, 3001, 32768, 50257, 128256, 262144]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
+# The dtypes of the student's and the teacher's logits.
+PAIRS = [(BF16, BF16), (F32, F32), (BF16, F32)]
 
 
 def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
@@ -77,6 +80,30 @@ def test_entropies_compile(direction, cols):
         assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("cols", WIDTHS)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_divergences_compile(direction, cols, reverse):
+    """Each width and each GPU meets all dtypes and both kinds of caps."""
+    for turn, (dtype, teacher_dtype) in enumerate(PAIRS, WIDTHS.index(cols) + reverse):
+        caps = CAPPED | {"teacher_softcap": 30.0 if turn % 4 else None} if turn % 2 else {}
+        spec = make_spec(
+            direction,
+            8192,
+            cols,
+            dtype,
+            op="kl_divergence",
+            teacher_dtype=teacher_dtype,
+            reverse=reverse,
+            has_positions=direction == "fwd" and bool(caps),
+            **caps,
+        )
+        gpu = GPUS[[*GPUS][turn % len(GPUS)]]
+        check(spec, gpu)
+        (kernel,) = compile_call(spec, gpu)
+        assert kernel.spilled <= (0 if cols > 2048 else 4 * 16)
+
+
 @pytest.mark.parametrize("label_dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
 def test_labels_compile(label_dtype):
     for direction in ("fwd", "bwd"):
@@ -111,6 +138,22 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
         assert ones == of_rows + (0 if is_aligned else 16)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", [32768, 50257])
+def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
+    """A thread has 8 values of each row."""
+    options = {"op": "kl_divergence", "teacher_dtype": dtype}
+    forward, backward = (
+        compile_call(make_spec(direction, 8192, cols, dtype, **options), GPUS["sm_80"])[0]
+        for direction in ("fwd", "bwd")
+    )
+    assert {*re.findall(r"cp\.async\.c[ag]", forward.ptx)} == {"cp.async.cg"}
+    for access, arrays in (("ld", 2), ("st", 1)):
+        kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
+        # In unaligned rows, only whole blocks are; the other ones have their own code.
+        assert sum(".v4." in kind for kind in kinds) == arrays * 8 * dtype.itemsize // 16
+
+
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
     """Threads exchange values only at the end of a row.
 
@@ -143,16 +186,17 @@ def test_few_rows_are_spread_over_all_warps():
     assert list(warps.values()) == [4, 4, 8, 16, 4, 16, 16, 16]
 
 
+@pytest.mark.parametrize("options", [{}, {"op": "kl_divergence", "teacher_dtype": F32}], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_programs_are_counted_as_support_counts_them(dtype):
+def test_programs_are_counted_as_support_counts_them(dtype, options):
     for gpu in GPUS.values():
         for cols in (1, 131, 2047, 2048, 2049, 4095, 4097, 50257, 128256, 262143):
-            spec = make_spec("bwd", 512, cols, dtype)
+            spec = make_spec("bwd", 512, cols, dtype, **options)
             schedule = choose(spec, gpu)
             blocks = schedules.loss_blocks(spec, schedule)
             assert (blocks - 1) * schedule.block < cols + schedules.loss_vector(spec, schedule)
-            is_short = cols <= support.LOSS_BLOCK
-            assert blocks <= (1 if is_short else cols // support.LOSS_BLOCK + 2)
+            is_short = cols <= support.loss_block(spec)
+            assert blocks <= (1 if is_short else cols // support.loss_block(spec) + 2)
             assert schedule.tile_rows == 1 or is_short
 
 
@@ -175,3 +219,20 @@ def test_calls_lower(cols, setting):
         assert kernels_in(jax.value_and_grad(step), x, labels, where) == 2
         batch = jax.ShapeDtypeStruct((3, *x.shape), BF16)
         assert kernels_in(jax.vmap(jax.grad(step), (0, None, None)), batch, labels, where) == 2
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
+@pytest.mark.parametrize("cols", [300, 50257])
+def test_divergences_lower(cols, setting):
+    x, teacher = (jax.ShapeDtypeStruct((2, 6, cols), dtype) for dtype in (BF16, F32))
+    weights = jax.ShapeDtypeStruct((2, 6), F32)
+
+    def step(x, teacher, weights):
+        y = kl_divergence(x, teacher, where=weights, implementation="triton", logits_scale=0.5)
+        return jnp.sum(y)
+
+    with setting(True):
+        assert kernels_in(jax.value_and_grad(step), x, teacher, weights) == 2
+        batch = jax.ShapeDtypeStruct((3, *x.shape), BF16)
+        assert kernels_in(jax.vmap(jax.grad(step), (0, None, None)), batch, teacher, weights) == 2

@@ -1,7 +1,7 @@
 """Reasons why the kernels cannot run a call, or why the default implementation leaves it to XLA."""
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
+from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads

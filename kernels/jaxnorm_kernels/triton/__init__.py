@@ -11,6 +11,7 @@ from jaxnorm_kernels.triton import extra
 extra.check()  # raise a helpful error before the imports below, which need Triton and jax-triton
 
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # noqa: E402
+from jaxnorm_kernels.triton.kl_divergence import kl_divergence_bwd, kl_divergence_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_forward import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_rope import norm_rope_bwd, norm_rope_fwd  # noqa: E402
@@ -27,12 +28,14 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,
+    "kl_divergence": kl_divergence_fwd,
     "norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
 }
 _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
     "loss": cross_entropy_bwd,
+    "kl_divergence": kl_divergence_bwd,
     "norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "norm_rope": norm_rope_bwd,

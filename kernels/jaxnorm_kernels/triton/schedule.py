@@ -343,9 +343,9 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     )
 
 
-# A thread of a cross-entropy's kernel holds 16 values of a row, which take 64 registers together
-# with intermediate values. While the threads of an SM reduce one block, the loads of the next 2
-# blocks (of 16-bit elements) or the next block (of 32-bit elements) are in flight.
+# A cross-entropy holds 16 values of a row per thread, and a divergence 8 of each of its two rows;
+# with intermediates these take 64 registers. While the threads of an SM reduce one block, other
+# blocks are in flight: 2 of 16-bit elements, 1 of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 # Number of warps of a program by default, its maximum, and the bytes of a row that each warp must
@@ -356,19 +356,20 @@ _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 
 def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
-    """Return the schedule of a cross-entropy. It follows from a rule instead of a table."""
-    warps, itemsize = _LOSS_WARPS, spec.x_dtype.itemsize
+    """Return the schedule of a loss or a divergence, which follows a rule instead of a table."""
+    warps, values = _LOSS_WARPS, _LOSS_VALUES // len(spec.operand_dtypes)
+    itemsize = sum(dtype.itemsize for dtype in spec.operand_dtypes)
     while spec.direction == "fwd" and warps < _MOST_LOSS_WARPS:
         # If there are too few rows to occupy all SMs, use more warps for each row, as long as every
         # thread of a warp has elements to load.
         is_few = 2 * warps * spec.rows <= _LOSS_WARPS_OF_AN_SM * gpu.sms
-        least = _WARP * _LOSS_VALUES * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
+        least = _WARP * values * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
         if spec.cols * itemsize < 2 * warps * least:
             break
         warps *= 2
-    share = _WARP * warps * _LOSS_VALUES
+    share = _WARP * warps * values
     block = min(share, _power_of_2_from(spec.cols))
-    blocks_ahead = _BYTES_UNDER_WAY // (_WARP * _LOSS_WARPS_OF_AN_SM * _LOSS_VALUES * itemsize)
+    blocks_ahead = _BYTES_UNDER_WAY // (_WARP * _LOSS_WARPS_OF_AN_SM * values * itemsize)
     stages = min(1 + blocks_ahead, max(1, spec.cols // block))
     return Schedule(
         block=block,
@@ -380,21 +381,19 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Return the number of elements that a thread of a cross-entropy's kernel loads at once.
+    """Return the number of elements of a row that a loss's thread loads at once.
 
-    A load has at most 16 bytes. If the length of rows is not a multiple of 16 bytes, the first
-    block of a row begins at the multiple of 16 bytes before its first column. Rows too short to
-    contain a whole block use narrower loads instead.
+    These are at most 16 bytes of the widest dtype. If rows are not a multiple of that, the blocks
+    of a row begin before its first column. Rows too short to have a whole block inside use narrower
+    loads instead.
     """
-    most = min(_VECTOR // spec.x_dtype.itemsize, schedule.block)
+    widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
+    most = min(_VECTOR // widest, schedule.block)
     return most if spec.cols >= 2 * schedule.block else math.gcd(most, spec.cols)
 
 
 def loss_blocks(spec: Spec, schedule: Schedule) -> int:
-    """Return the number of blocks that cover a row of a cross-entropy.
-
-    The first block may begin before the first column; see `loss_vector`.
-    """
+    """Return the number of blocks in a row of a loss."""
     vector = loss_vector(spec, schedule)
     lead = vector - 1 if spec.cols % vector else 0
     return math.ceil((spec.cols + lead) / schedule.block)

@@ -17,9 +17,9 @@ _MOST = 2**31 - 2**21
 # schedule exists for wider heads.
 _MOST_ROTATED = 1024
 
-#: The minimum number of columns of a block in a cross-entropy's backward pass. The first and the
-#: last block of a row may have fewer.
-LOSS_BLOCK = 2048
+# Minimum columns of a block in a cross-entropy's backward pass, except for the first and the last
+# block of a row.
+_LOSS_BLOCK = 2048
 
 
 @functools.cache
@@ -34,7 +34,6 @@ def can_lower() -> bool:
 _CANNOT: Table = (
     *NO_ROWS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
-    ("it has no kernel of a divergence", lambda s: s.op == "kl_divergence"),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
@@ -56,8 +55,8 @@ _CANNOT: Table = (
         lambda s: (
             s.is_loss
             and s.direction == "bwd"
-            and s.cols > LOSS_BLOCK
-            and s.rows * (s.cols // LOSS_BLOCK + 2) > _MOST
+            and s.cols > loss_block(s)
+            and s.rows * (s.cols // loss_block(s) + 2) > _MOST
         ),
     ),
     (
@@ -112,6 +111,14 @@ _LEFT_TO_XLA: Table = (
         lambda s: _is_layer(s, "fwd") and 64 < s.cols <= 128 and _is_16_bit(s),
     ),
 )
+
+
+def loss_block(spec: Spec) -> int:
+    """Return the minimum columns of a block in a loss's backward pass.
+
+    The first and the last block of a row may be smaller. A divergence reads two rows.
+    """
+    return _LOSS_BLOCK // len(spec.operand_dtypes)
 
 
 def platforms() -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import Scale, scale_of, times
 from jaxnorm_kernels.xla.reductions import (
     fused_row_sums,
+    on_cpu,
     over_shards,
     row_any,
     row_max,
@@ -104,6 +105,8 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
         m = row_max(kept, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
+        # On a CPU, XLA would otherwise fuse the differences with the maximum, and store them.
+        m = on_cpu(lax.optimization_barrier, m)
         found.append((_Depths(z.below(m, mask), z.factor), m))
     (d_q, m_q), (d_p, m_p) = found
     first, second = (d_q, d_p) if spec.loss.reverse else (d_p, d_q)

@@ -20,41 +20,18 @@ So a block needs only a part of a row, and dx may overwrite x. If the row's posi
 forward pass saves log(s) = -inf, and dx is 0. If the label is not a class, log(s) and dx are NaN.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.cross_entropy.forward import read_label, units_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.device.layouts import Ref, flat_index, load, widen
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.cross_entropy.passes import Label, LossBackwardSchedule, launch_backward
+from jaxnorm_kernels.mosaic.rows.units import Unit
 from jaxnorm_kernels.specs import Spec
-
-
-@dataclasses.dataclass(frozen=True)
-class LossBackwardSchedule:
-    """How the rows of a loss's backward pass are split into blocks of one warpgroup (128 threads).
-
-    Attributes:
-      units: number of units per block. A unit consists of one vector of at most 16 bytes per thread
-        (`Unit`). Over 32768 columns of bfloat16, four units reach 0.98 of a copy's bandwidth and
-        two reach 0.97; with a softcap, 0.90 and 0.86 (H200). With more units, a block takes so many
-        registers that fewer blocks run on an SM.
-    """
-
-    units: int = 4
-
-    def parts(self, spec: Spec) -> int:
-        """Return the number of blocks per row."""
-        return -(-units_of(spec, padded=True).count // self.units)
 
 
 def cross_entropy_bwd(
@@ -66,58 +43,26 @@ def cross_entropy_bwd(
 ) -> Operands:
     """Return the gradient of the logits x. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
-    schedule = schedule or LossBackwardSchedule()
-    of_rows = units_of(spec, padded=True)
-    parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
-    of_one_row = [*residuals.stats, cotangents.y]
+    numbers = [*residuals.stats, cotangents.y]
     if spec.returns_entropy:
-        of_one_row += [residuals.entropy, cotangents.entropy]
-
-    def body(x: Ref, labels: Ref, *refs: Ref) -> None:
-        of_row, (dx,) = refs[: len(of_one_row)], refs[len(of_one_row) :] or (x,)
-        block = lax.axis_index(BLOCK)
-        row, part = lax.div(block, parts), lax.rem(block, parts)
-
-        def write(of_block: Sequence[Unit]) -> None:
-            # Start the loads of the logits first, so that the loads of the row's statistics and
-            # cotangents overlap them.
-            raw = load_units(of_block, x, row)
-            label = read_label(labels, row)
-            numbers = [load(ref.at[row], None) for ref in of_row]
-            has_entry = numbers[1] != -jnp.inf
-
-            shape, layout = of_block[0].shape, of_block[0].layout
-            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # relative to the unit's first column
-            have_label = [unit.has(label) for unit in of_block]
-            for unit, value, has_label in zip(of_block, raw, have_label):
-                of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
-                gradient = functools.partial(_gradient, *of_unit)
-                unit.store(dx, row, lax.cond(has_entry, gradient, lambda: zero))
-
-        write([of_rows.unit(row, part * units + k) for k in range(units)])
-        if of_rows.has_edges:
-            pl.when(part == 0)(lambda: write(of_rows.edges(row)))
-
-    (dx,) = launch(
-        body,
-        [residuals.saved, residuals.labels, *of_one_row],
-        name=f"jaxnorm_{spec.op}_bwd",
-        outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
-        overwritten=int(spec.overwrites_x),
-        blocks=spec.rows * parts,
+        numbers += [residuals.entropy, cotangents.entropy]
+    return launch_backward(
+        spec,
+        schedule or LossBackwardSchedule(),
+        [residuals.saved],
+        residuals.labels,
+        numbers,
+        functools.partial(_gradient, spec),
     )
-    return Operands(dx)
 
 
 def _gradient(
+    spec: Spec,
     x: jax.Array,
     unit: Unit,
     columns: jax.Array,
-    label: jax.Array,
-    has_label: jax.Array,
+    label: Label,
     numbers: Sequence[jax.Array],
-    spec: Spec,
 ) -> jax.Array:
     """Return dx in float32 for one unit (one vector per thread) of an unmasked row."""
     top, log_sum, d, *of_entropy = numbers
@@ -137,10 +82,10 @@ def _gradient(
             dz = dz - (spec.loss.label_smoothing / spec.classes) * d
 
     def with_label() -> jax.Array:
-        return jnp.where(columns == label - unit.start, dz + of_label, dz)
+        return jnp.where(columns == label.label - unit.start, dz + of_label, dz)
 
-    # Compare columns with the label's column only if it is among them, which is rare.
-    dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
+    # Only a few units contain the label, so the other units' columns are not compared with it.
+    dx = times_slope(lax.cond(label.is_in_unit, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx
     return jnp.where(columns < spec.classes - unit.start, dx, 0.0)

@@ -25,31 +25,29 @@ accurate, while the logarithm of the rounded sum is not::
              log1p(s_o - 1 + exp(-D))   otherwise: s_o contains the maximum's term, which is 1
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
-from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.device.layouts import (
-    VECTOR_BYTES,
-    Layout,
-    Ref,
-    flat_index,
-    load,
-    store,
-    widen,
+from jaxnorm_kernels.mosaic.cross_entropy.passes import (
+    LossForwardSchedule,
+    Steps,
+    fresh_of,
+    launch_forward,
+    read_label,
+    store_row,
+    units_of,
+    where,
 )
+from jaxnorm_kernels.mosaic.device import numerics
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, widen
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     of_threads,
@@ -57,38 +55,19 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
+from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-_F32 = np.dtype(np.float32)
-
-#: m and s of the columns read so far, as the module's docstring defines them. There may be a third
-#: array: with label smoothing, it is the sum of x - r; for the entropy, it is T / f.
+#: m and s, as the module's docstring defines them, of the columns read so far. If there is a third
+#: element, it is the sum of x - r (with label smoothing), or T / f (for the entropy).
 Sums = tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class LossForwardSchedule:
-    """How the forward pass of a loss reads a row.
-
-    Attributes:
-      units: number of units per step. A unit consists of one vector of at most 16 bytes per thread
-        (`Unit`). A warpgroup loads the units of the next step while it adds up those of the current
-        step.
-      warpgroups: number of warpgroups (of 128 threads) in a block. They read different units of the
-        same row.
-    """
-
-    units: int
-    warpgroups: int = 1
-
-
-# `_SHARE_BYTES` is the minimum number of bytes of a row per warpgroup, and `_SHARE_BYTES_OF_FEW`
-# the minimum for calls with at most as many rows as the GPU has SMs. With 64 KiB per warpgroup, the
-# time to start a block and to merge its sums is negligible. Small blocks are better, because some
-# start while others load: over 32768 columns of bfloat16, one warpgroup per block reaches 1.01 of a
-# copy's bandwidth and two reach 0.94 (H200).
+# The bytes of a row for each warpgroup of a block. With this much to load, the time to
+# start a block and to merge its sums does not matter. Small blocks are better, because some start
+# while others load: over 32768 columns of bfloat16, one warpgroup reaches 1.01 of a copy's
+# bandwidth and two reach 0.94 (H200). The second number is for calls with few rows, where smaller
+# parts are better. The third is the maximum number of warpgroups.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 # Number of columns that a thread adds up per step. With this number, a thread needs at most 64
 # registers, so an SM runs 1024 threads. Together they have 32 KiB of loads in flight.
@@ -110,16 +89,6 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     return LossForwardSchedule(min(step, max(1, units.count // warpgroups)), warpgroups)
 
 
-@functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Return the column ranges (units of one vector per thread) that cover a row's classes.
-
-    If `padded` is True, they also cover the padding columns after the classes.
-    """
-    widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
-    return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
-
-
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
@@ -131,23 +100,9 @@ def cross_entropy_fwd(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
-    gather = Gather(schedule.warpgroups, values=_sums(spec))
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
-
-    def body(*refs: Ref) -> None:
-        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        result_refs, scratch = refs[:results], refs[results:]
-        _row(spec, schedule, gather, operand_refs, result_refs, scratch)
-
-    y, *rest = launch(
-        body,
-        arrays,
-        name=f"jaxnorm_{spec.op}_fwd",
-        outputs=[((spec.rows,), _F32)] * results,
-        blocks=spec.rows,
-        warpgroups=schedule.warpgroups,
-        scratch=gather.scratch(),
-    )
+    compute = functools.partial(_row, spec, schedule)
+    y, *rest = launch_forward(spec, schedule, arrays, compute, results=results, sums=_sums(spec))
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
     entropy, *stats = rest
@@ -162,159 +117,69 @@ def _sums(spec: Spec) -> int:
 def _row(
     spec: Spec,
     schedule: LossForwardSchedule,
-    gather: Gather,
+    row: Any,
     operands: Sequence[Ref],
     results: Sequence[Ref],
-    scratch: Sequence[Any],
+    gather: Callable[..., list[jax.Array]],
 ) -> None:
     x, labels, *positions = operands
-    row = lax.axis_index(BLOCK)
-    share = _Share(spec, units_of(spec), schedule, row)
-    # Start the slowest loads first. The load of the label's logit must wait for the label.
+    steps = Steps(units_of(spec), schedule, row)
+    # Start the slowest loads first: the label's logit waits for the label.
     label = read_label(labels, row)
-    first = load_units(share.first(), x, row)
-    # An invalid label is clipped to a valid column, so that no load is outside the row.
+    first = load_units(steps.first(), x, row)
+    # An invalid label is clipped to a column, so that nothing outside the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
 
-    def write(*values: Any) -> None:
-        @pl.when(lax.axis_index(WARPGROUP) == 0)
-        def _() -> None:
-            for ref, value in zip(results, values):
-                store(ref.at[row], jnp.float32(value))
-
-    def reduce() -> None:
+    def reduce() -> list[jax.Array]:
         r = None
         if spec.loss.label_smoothing:
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
-        parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
-        # Use the label's logit only now, because its first use waits for its load.
+        nothing: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(spec) - 1))
+        read = functools.partial(load_units, ref=x, row=row)
+        add = functools.partial(_add, label=label, r=r, spec=spec)
+        parts = gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
+        # Without smoothing, the label's logit is needed only here, not before the row.
         sums = _merge(parts, spec)
-        write(*_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
+        return _finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec)
 
-    if not positions:
-        reduce()
-        return
-    counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
-    pl.when(counts)(reduce)
-    pl.when(jnp.logical_not(counts))(
-        lambda: write(*[0.0] * (1 + spec.returns_entropy), 0.0, -jnp.inf)
-    )
+    zeros = [0.0] * (1 + spec.returns_entropy)
+    store_row(row, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
 
 
-def read_label(labels: Ref, row: Any) -> jax.Array:
-    """Load the label of a row as int32.
-
-    A label outside the range of int32 becomes -1, which is not a class.
-    """
-    label = load(labels.at[row], None)
-    if label.dtype.itemsize < 8:
-        return label.astype(jnp.int32)
-    # Kernels are traced without 64-bit types, so the comparison is in float32.
-    fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
-    return jnp.where(fits, label.astype(jnp.int32), -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """The units of a row that one warpgroup reads, grouped into steps of ``schedule.units`` units.
-
-    A unit consists of one vector per thread (`Unit`). If n warpgroups share the row, each reads
-    every n-th unit.
-    """
-
-    spec: Spec
-    units: Units
-    schedule: LossForwardSchedule
-    row: Any
-
-    @functools.cached_property
-    def whole_steps(self) -> int:
-        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
-        return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
-
-    def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's units in step `index`, which must be below `whole_steps`."""
-        return self._of(index, self.schedule.units, whole=True)
-
-    def rest(self) -> list[Unit]:
-        """Return this warpgroup's units after the first `whole_steps` steps; there may be none."""
-        shares = self.schedule.warpgroups
-        left = self.units.count - self.whole_steps * self.schedule.units * shares
-        return self._of(self.whole_steps, -(-left // shares), whole=False)
-
-    def first(self) -> list[Unit]:
-        return self.step(0) if self.whole_steps else self.rest()
-
-    def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
-        """Return the thread's sums over this warpgroup's units of the row, as `Sums`.
-
-        `raw` contains the elements of the units in `first()`, which the caller has already loaded.
-        `r` is the number that is subtracted from each logit for label smoothing.
-        """
-        sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
-
-        def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
-            raw, sums = carry
-            coming = load_units(self.step(i + 1), x, self.row)
-            return coming, self.add(sums, self.step(i), raw, label, r)
-
-        rest = self.rest()
-        if self.whole_steps:
-            last = self.whole_steps - 1
-            raw, sums = lax.fori_loop(0, last, advance, (raw, sums))
-            coming = load_units(rest, x, self.row) if rest else []
-            sums, raw = self.add(sums, self.step(last), raw, label, r), coming
-        if rest:
-            sums = self.add(sums, rest, raw, label, r)
-        for edge in self.units.edges(self.row):
-            read = load_units([edge], x, self.row)
-            sums = self.add(sums, [edge], read, label, r, lax.axis_index(WARPGROUP) == 0)
-        return sums
-
-    def add(
-        self,
-        sums: Sums,
-        units: Sequence[Unit],
-        raw: Sequence[jax.Array],
-        label: jax.Array,
-        r: jax.Array | None,
-        mine: Any = None,
-    ) -> Sums:
-        """Add the loaded elements `raw` of `units` to the thread's sums, and return the new sums.
-
-        If `mine` is given and False, nothing is added, because another warpgroup adds these
-        elements.
-        """
-        m, s, *t = sums
-        v, layout = units[0].vector, units[0].layout
-        x = [g(widen(value, layout), self.spec) for value in raw]
-        fresh = [unit.is_fresh() for unit in units]
-        if mine is not None:
-            fresh = [jnp.logical_and(f, mine) for f in fresh]
-        if r is not None:
-            shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
-            t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
-        others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Compare columns with the label's column only if it is among them, which is rare.
-        has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
-        others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
-        grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
-        of_each = spread(grown, v)
-        exp = functools.partial(numerics.exp_of_term, times=self.spec.logit_factor)
-        depth = [value - of_each for value in others]
-        e = [exp(d) for d in depth]
-        s, *t = _rescaled(s, t, m - grown, exp(m - grown), self.spec)
-        s = s + thread_sum(functools.reduce(jnp.add, e))
-        if self.spec.returns_entropy:
-            products = [a * finite(d) for a, d in zip(e, depth)]
-            t = [t[0] + thread_sum(functools.reduce(jnp.add, products))]
-        return grown, s, *t
-
-    def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
-        shares = self.schedule.warpgroups
-        first = step * (self.schedule.units * shares) + lax.axis_index(WARPGROUP)
-        return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
+def _add(
+    sums: Sums,
+    units: Sequence[Unit],
+    raw: Sequence[jax.Array],
+    mine: Any,
+    *,
+    label: jax.Array,
+    r: jax.Array | None,
+    spec: Spec,
+) -> Sums:
+    """Add the elements of `units` to each thread's sums; see `Steps.reduce`."""
+    m, s, *t = sums
+    v, layout = units[0].vector, units[0].layout
+    x = [g(widen(value, layout), spec) for value in raw]
+    fresh = fresh_of(units, mine)
+    if r is not None:
+        shifted = [where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
+        t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
+    others = [where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
+    # Only a few units contain the label, so the other units' columns are not compared with it.
+    has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
+    others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
+    grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
+    of_each = spread(grown, v)
+    exp = functools.partial(numerics.exp_of_term, times=spec.logit_factor)
+    depth = [value - of_each for value in others]
+    e = [exp(d) for d in depth]
+    s, *t = _rescaled(s, t, m - grown, exp(m - grown), spec)
+    s = s + thread_sum(functools.reduce(jnp.add, e))
+    if spec.returns_entropy:
+        products = [a * finite(d) for a, d in zip(e, depth)]
+        t = [t[0] + thread_sum(functools.reduce(jnp.add, products))]
+    return grown, s, *t
 
 
 def _without(
@@ -325,10 +190,6 @@ def _without(
     return [
         jnp.where(columns == label - unit.start, -jnp.inf, value) for unit, value in zip(units, x)
     ]
-
-
-def _where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
-    return value if mask is None else jnp.where(mask, value, other)
 
 
 def _of_warps(sums: Sums, spec: Spec) -> Sums:

@@ -27,24 +27,29 @@ probabilities, and d is the cotangent of the divergence:
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
-from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule, units_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
+from jaxnorm_kernels.mosaic.cross_entropy.passes import (
+    LossBackwardSchedule,
+    LossForwardSchedule,
+    Steps,
+    fresh_of,
+    launch_backward,
+    launch_forward,
+    store_row,
+    units_of,
+    where,
+)
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.device.layouts import Ref, flat_index, load, store, widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     of_threads,
@@ -52,15 +57,12 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
+from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-_F32 = np.dtype(np.float32)
-# `_SHARE_BYTES` is the minimum number of bytes of both rows per warpgroup, and
-# `_SHARE_BYTES_OF_FEW` the minimum for calls with at most as many rows as the GPU has SMs. With
-# more than two warpgroups per block, an SM's registers would not suffice for two blocks, because
-# each thread has two maxima and four sums.
+# The bytes of both rows for each warpgroup of a block, as in `forward`, and the maximum number of
+# warpgroups. With more than two, an SM's registers would not suffice for two blocks, because each
+# thread has six sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
@@ -131,24 +133,16 @@ def kl_divergence_fwd(
     """Return the divergence and the statistics. `schedule` replaces the default schedule."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
-    results = 1 + len(spec.statistics) * spec.has_stats
-    gather = Gather(schedule.warpgroups, values=len(_Sums._fields))
     arrays = [operands.x, operands.teacher_logits]
     if operands.positions is not None:
         arrays.append(operands.positions)
-
-    def body(*refs: Ref) -> None:
-        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        _row(spec, schedule, gather, operand_refs, refs[:results], refs[results:])
-
-    y, *stats = launch(
-        body,
+    y, *stats = launch_forward(
+        spec,
+        schedule,
         arrays,
-        name=f"jaxnorm_{spec.op}_fwd",
-        outputs=[((spec.rows,), _F32)] * results,
-        blocks=spec.rows,
-        warpgroups=schedule.warpgroups,
-        scratch=gather.scratch(),
+        functools.partial(_row, spec, schedule),
+        results=1 + len(spec.statistics) * spec.has_stats,
+        sums=len(_Sums._fields),
     )
     return Results(y, stats=tuple(stats))
 
@@ -156,136 +150,53 @@ def kl_divergence_fwd(
 def _row(
     spec: Spec,
     schedule: LossForwardSchedule,
-    gather: Gather,
+    row: Any,
     operands: Sequence[Ref],
     results: Sequence[Ref],
-    scratch: Sequence[Any],
+    gather: Callable[..., list[jax.Array]],
 ) -> None:
     x, teacher, *positions = operands
-    row, pair = lax.axis_index(BLOCK), _Pair.of(spec)
+    pair, steps = _Pair.of(spec), Steps(units_of(spec), schedule, row)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
-    share = _Share(pair, units_of(spec), schedule, row)
-    first = share.load(share.first(), refs)
 
-    def write(*values: Any) -> None:
-        @pl.when(lax.axis_index(WARPGROUP) == 0)
-        def _() -> None:
-            for ref, value in zip(results, values):
-                store(ref.at[row], jnp.float32(value))
+    def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
+        """Return the elements of P's row and of Q's row."""
+        return [load_units(units, ref, row) for ref in refs]
 
-    def reduce() -> None:
-        parts = gather(scratch, *_of_warps(share.reduce(refs, first), pair))
-        write(*_finish(_merge(_Sums(*parts), pair), spec))
+    first = read(steps.first())
 
-    if not positions:
-        reduce()
-        return
-    counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
-    pl.when(counts)(reduce)
-    pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf, 0.0, 0.0))
-
-
-#: Loaded elements of P's row and of Q's row: for each row, one array per unit (`Unit`).
-_Raw = tuple[list[jax.Array], list[jax.Array]]
-
-
-class _Share(NamedTuple):
-    """The units of both rows that one warpgroup reads, in steps of ``schedule.units`` units.
-
-    A unit consists of one vector per thread (`Unit`). If n warpgroups share the rows, each reads
-    every n-th unit.
-    """
-
-    pair: _Pair
-    units: Units
-    schedule: LossForwardSchedule
-    row: Any
-
-    @property
-    def whole_steps(self) -> int:
-        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
-        return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
-
-    def step(self, index: Any) -> list[Unit]:
-        """Return this warpgroup's units in step `index`, which must be below `whole_steps`."""
-        return self._of(index, self.schedule.units, whole=True)
-
-    def rest(self) -> list[Unit]:
-        """Return this warpgroup's units after the first `whole_steps` steps; there may be none."""
-        shares = self.schedule.warpgroups
-        left = self.units.count - self.whole_steps * self.schedule.units * shares
-        return self._of(self.whole_steps, -(-left // shares), whole=False)
-
-    def first(self) -> list[Unit]:
-        return self.step(0) if self.whole_steps else self.rest()
-
-    def load(self, units: Sequence[Unit], refs: Sequence[Ref]) -> _Raw:
-        p, q = (load_units(units, ref, self.row) if units else [] for ref in refs)
-        return p, q
-
-    def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
-        """Return the thread's sums over this warpgroup's columns of the two rows.
-
-        `raw` contains the elements of the units in ``first()``, which the caller has already
-        loaded.
-        """
+    def reduce() -> list[jax.Array]:
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
-        sums = _Sums(lowest, lowest, zero, zero, zero, zero)
+        nothing = _Sums(lowest, lowest, zero, zero, zero, zero)
+        sums = steps.reduce(read, functools.partial(_add, pair=pair), nothing, first)
+        return _finish(_merge(_Sums(*gather(*_of_warps(sums, pair))), pair), spec)
 
-        def advance(i: Any, carry: tuple[_Raw, _Sums]) -> tuple[_Raw, _Sums]:
-            raw, sums = carry
-            coming = self.load(self.step(i + 1), refs)
-            return coming, self.add(sums, self.step(i), raw)
-
-        rest = self.rest()
-        if self.whole_steps:
-            last = self.whole_steps - 1
-            raw, sums = lax.fori_loop(0, last, advance, (raw, sums))
-            coming = self.load(rest, refs)
-            sums, raw = self.add(sums, self.step(last), raw), coming
-        if rest:
-            sums = self.add(sums, rest, raw)
-        for edge in self.units.edges(self.row):
-            read = self.load([edge], refs)
-            sums = self.add(sums, [edge], read, lax.axis_index(WARPGROUP) == 0)
-        return sums
-
-    def add(self, sums: _Sums, units: Sequence[Unit], raw: _Raw, mine: Any = None) -> _Sums:
-        """Add the loaded elements `raw` of `units` to the thread's sums, and return the new sums.
-
-        If `mine` is given and False, nothing is added, because another warpgroup adds these
-        elements.
-        """
-        v, layout = units[0].vector, units[0].layout
-        fresh = [unit.is_fresh() for unit in units]
-        if mine is not None:
-            fresh = [jnp.logical_and(f, mine) for f in fresh]
-        x_p, x_q = (
-            [
-                _where(is_fresh, g(widen(value, layout), spec), -jnp.inf)
-                for is_fresh, value in zip(fresh, values)
-            ]
-            for values, spec in zip(raw, self.pair)
-        )
-        grown_p, grown_q = (
-            jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, x)))
-            for m, x in ((sums.m_p, x_p), (sums.m_q, x_q))
-        )
-        sums = _rescaled(sums, grown_p, grown_q, self.pair)
-        top_p, top_q = spread(grown_p, v), spread(grown_q, v)
-        terms = [_terms(p - top_p, q - top_q, self.pair) for p, q in zip(x_p, x_q)]
-        added = [thread_sum(functools.reduce(jnp.add, values)) for values in zip(*terms)]
-        totals = (total + more for total, more in zip(sums[2:], added))
-        return _Sums(grown_p, grown_q, *totals)
-
-    def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
-        shares = self.schedule.warpgroups
-        first = step * (self.schedule.units * shares) + lax.axis_index(WARPGROUP)
-        return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
+    store_row(row, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
 
 
-def _where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
-    return value if mask is None else jnp.where(mask, value, other)
+def _add(
+    sums: _Sums, units: Sequence[Unit], raw: list[list[jax.Array]], mine: Any, *, pair: _Pair
+) -> _Sums:
+    """Add the elements of `units` to each thread's sums; see `Steps.reduce`."""
+    v, layout = units[0].vector, units[0].layout
+    fresh = fresh_of(units, mine)
+    x_p, x_q = (
+        [
+            where(is_fresh, g(widen(value, layout), spec), -jnp.inf)
+            for is_fresh, value in zip(fresh, values)
+        ]
+        for values, spec in zip(raw, pair)
+    )
+    grown_p, grown_q = (
+        jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, x)))
+        for m, x in ((sums.m_p, x_p), (sums.m_q, x_q))
+    )
+    sums = _rescaled(sums, grown_p, grown_q, pair)
+    top_p, top_q = spread(grown_p, v), spread(grown_q, v)
+    terms = [_terms(p - top_p, q - top_q, pair) for p, q in zip(x_p, x_q)]
+    added = [thread_sum(functools.reduce(jnp.add, values)) for values in zip(*terms)]
+    totals = (total + more for total, more in zip(sums[2:], added))
+    return _Sums(grown_p, grown_q, *totals)
 
 
 def _terms(
@@ -358,54 +269,26 @@ def kl_divergence_bwd(
 ) -> Operands:
     """Return the gradient of the student's logits. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
-    schedule = schedule or LossBackwardSchedule(units=2)
-    of_rows = units_of(spec, padded=True)
-    parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
-    of_one_row = [*residuals.stats, cotangents.y]
+    numbers = [*residuals.stats, cotangents.y]
     if spec.loss.reverse:
-        of_one_row.append(residuals.y)
-
-    def body(x: Ref, teacher: Ref, *refs: Ref) -> None:
-        of_row, (dx,) = refs[: len(of_one_row)], refs[len(of_one_row) :] or (x,)
-        block = lax.axis_index(BLOCK)
-        row, part = lax.div(block, parts), lax.rem(block, parts)
-
-        def write(of_block: Sequence[Unit]) -> None:
-            # Start the loads of the logits first, so that the loads of statistics and cotangents
-            # overlap them.
-            raw = [load_units(of_block, ref, row) for ref in (x, teacher)]
-            numbers = [load(ref.at[row], None) for ref in of_row]
-            has_entry = numbers[1] != -jnp.inf
-            shape, layout = of_block[0].shape, of_block[0].layout
-            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)
-            for unit, *values in zip(of_block, *raw):
-                wide = [widen(value, layout) for value in values]
-                gradient = functools.partial(_gradient, *wide, unit, columns, numbers, spec)
-                unit.store(dx, row, lax.cond(has_entry, gradient, lambda: zero))
-
-        write([of_rows.unit(row, part * units + k) for k in range(units)])
-        if of_rows.has_edges:
-            pl.when(part == 0)(lambda: write(of_rows.edges(row)))
-
-    (dx,) = launch(
-        body,
-        [residuals.saved, residuals.teacher_logits, *of_one_row],
-        name=f"jaxnorm_{spec.op}_bwd",
-        outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
-        overwritten=int(spec.overwrites_x),
-        blocks=spec.rows * parts,
+        numbers.append(residuals.y)
+    return launch_backward(
+        spec,
+        schedule or LossBackwardSchedule(units=2),
+        [residuals.saved, residuals.teacher_logits],
+        None,
+        numbers,
+        functools.partial(_gradient, spec),
     )
-    return Operands(dx)
 
 
 def _gradient(
+    spec: Spec,
     x: jax.Array,
     teacher: jax.Array,
     unit: Unit,
     columns: jax.Array,
     numbers: Sequence[jax.Array],
-    spec: Spec,
 ) -> jax.Array:
     """Return dx in float32 for one unit (one vector per thread) of an unmasked row."""
     m_q, log_s_q, m_p, log_s_p, d, *of_reverse = numbers

@@ -1,0 +1,305 @@
+"""The two passes over rows of logits: what the kernels of losses and of divergences share.
+
+The forward pass reads a row once, in a loop over steps, and reduces it to a few numbers. In the
+backward pass, elements do not depend on each other: each block processes a part of a row, and may
+store the gradient over the logits.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.implementation import Operands
+from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    VECTOR_BYTES,
+    Ref,
+    flat_index,
+    load,
+    store,
+    widen,
+)
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
+from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
+from jaxnorm_kernels.specs import Spec
+
+_F32 = np.dtype(np.float32)
+
+
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+def units_of(spec: Spec, *, padded: bool = False) -> Units:
+    """Return the units of a row's classes; if `padded`, also of the columns after the classes."""
+    widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
+    return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
+
+
+# -------------------------------------------------------------------------------------- forward
+
+
+@dataclasses.dataclass(frozen=True)
+class LossForwardSchedule:
+    """How a row is read.
+
+    Attributes:
+      units: the number of units that a thread loads at a time, while it adds up as many others.
+      warpgroups: the number of warpgroups in a block; they share a row.
+    """
+
+    units: int
+    warpgroups: int = 1
+
+
+class Steps(NamedTuple):
+    """The units of a row that belong to one warpgroup, grouped into steps.
+
+    Warpgroups that share a row take turns: each reads every n-th unit.
+    """
+
+    units: Units
+    schedule: LossForwardSchedule
+    row: Any
+
+    @property
+    def whole_steps(self) -> int:
+        """The number of steps that consist of whole units."""
+        return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
+
+    def step(self, index: Any) -> list[Unit]:
+        """Return the units of the step with this index, one of the whole steps."""
+        return self._of(index, self.schedule.units, whole=True)
+
+    def rest(self) -> list[Unit]:
+        """Return the units that follow the whole steps, if there are any."""
+        shares = self.schedule.warpgroups
+        left = self.units.count - self.whole_steps * self.schedule.units * shares
+        return self._of(self.whole_steps, -(-left // shares), whole=False)
+
+    def first(self) -> list[Unit]:
+        """Return the units of the first step."""
+        return self.step(0) if self.whole_steps else self.rest()
+
+    def reduce[Raw, Sums](
+        self,
+        load: Callable[[Sequence[Unit]], Raw],
+        add: Callable[[Sums, Sequence[Unit], Raw, Any], Sums],
+        sums: Sums,
+        raw: Raw,
+    ) -> Sums:
+        """Return each thread's sums over its units. A step is loaded while the last one is added.
+
+        Args:
+          load: returns the elements of units.
+          add: adds the elements of units to the sums; unless the last argument is None, only if it
+            is True.
+          sums: the sums over no units.
+          raw: the elements of the `first` units.
+        """
+
+        def advance(i: Any, carry: tuple[Raw, Sums]) -> tuple[Raw, Sums]:
+            raw, sums = carry
+            coming = load(self.step(i + 1))
+            return coming, add(sums, self.step(i), raw, None)
+
+        rest = self.rest()
+        if self.whole_steps:
+            last = self.whole_steps - 1
+            raw, sums = lax.fori_loop(0, last, advance, (raw, sums))
+            coming = load(rest) if rest else raw
+            sums, raw = add(sums, self.step(last), raw, None), coming
+        if rest:
+            sums = add(sums, rest, raw, None)
+        for edge in self.units.edges(self.row):
+            read = load([edge])
+            sums = add(sums, [edge], read, lax.axis_index(WARPGROUP) == 0)
+        return sums
+
+    def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
+        shares = self.schedule.warpgroups
+        first = step * (self.schedule.units * shares) + lax.axis_index(WARPGROUP)
+        return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
+
+
+def fresh_of(units: Sequence[Unit], mine: Any) -> list[jax.Array | None]:
+    """Return True for the elements that take part, for each unit; None if all of them do.
+
+    Unless `mine` is None, elements take part only if it is True.
+    """
+    fresh = [unit.is_fresh() for unit in units]
+    if mine is not None:
+        fresh = [jnp.logical_and(f, mine) for f in fresh]
+    return fresh
+
+
+def where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
+    """Return `value` where the mask is True or None, and `other` elsewhere."""
+    return value if mask is None else jnp.where(mask, value, other)
+
+
+def launch_forward(
+    spec: Spec,
+    schedule: LossForwardSchedule,
+    arrays: Sequence[jax.Array],
+    compute: Callable[..., None],
+    *,
+    results: int,
+    sums: int,
+) -> tuple[jax.Array, ...]:
+    """Launch a block for each row, and return `results` numbers of each row.
+
+    Args:
+      compute: a function of the row, the operands' refs, the results' refs, and a function that
+        gathers a row's sums from its warps.
+      sums: the number of sums that each warp contributes.
+    """
+    gather = Gather(schedule.warpgroups, values=sums)
+
+    def body(*refs: Ref) -> None:
+        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
+        result_refs, scratch = refs[:results], refs[results:]
+        row = lax.axis_index(BLOCK)
+        compute(row, operand_refs, result_refs, functools.partial(gather, scratch))
+
+    return launch(
+        body,
+        arrays,
+        name=f"jaxnorm_{spec.op}_fwd",
+        outputs=[((spec.rows,), _F32)] * results,
+        blocks=spec.rows,
+        warpgroups=schedule.warpgroups,
+        scratch=gather.scratch(),
+    )
+
+
+def store_row(
+    row: Any,
+    results: Sequence[Ref],
+    positions: Sequence[Ref],
+    reduce: Callable[[], Sequence[Any]],
+    otherwise: Sequence[float],
+) -> None:
+    """Store the results of a row: those of `reduce`, or `otherwise` if the position is masked.
+
+    `positions` has the mask of positions, if there is one.
+    """
+
+    def write(values: Sequence[Any]) -> None:
+        @pl.when(lax.axis_index(WARPGROUP) == 0)
+        def _() -> None:
+            for ref, value in zip(results, values):
+                store(ref.at[row], jnp.float32(value))
+
+    if not positions:
+        write(reduce())
+        return
+    counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
+    pl.when(counts)(lambda: write(reduce()))
+    pl.when(jnp.logical_not(counts))(lambda: write(otherwise))
+
+
+def read_label(labels: Ref, row: Any) -> jax.Array:
+    """Load a label as int32. A label out of int32's range becomes -1, which is not a class."""
+    label = load(labels.at[row], None)
+    if label.dtype.itemsize < 8:
+        return label.astype(jnp.int32)
+    # Kernels are traced without 64-bit types, so compare in float32.
+    fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
+    return jnp.where(fits, label.astype(jnp.int32), -1)
+
+
+# ------------------------------------------------------------------------------------- backward
+
+
+@dataclasses.dataclass(frozen=True)
+class LossBackwardSchedule:
+    """How rows are split into blocks, which have one warpgroup each.
+
+    Attributes:
+      units: the number of units per block. Over 32768 columns of bfloat16, four units reach 0.98 of
+        a copy's bandwidth and two 0.97; with a cap of the logits, 0.90 and 0.86 (H200). More units
+        per block take registers that other blocks of the SM need.
+    """
+
+    units: int = 4
+
+    def parts(self, spec: Spec) -> int:
+        """Return the number of blocks per row."""
+        return -(-units_of(spec, padded=True).count // self.units)
+
+
+class Label(NamedTuple):
+    """A row's label, and whether it is in a unit."""
+
+    label: jax.Array
+    is_in_unit: jax.Array
+
+
+def launch_backward(
+    spec: Spec,
+    schedule: LossBackwardSchedule,
+    logits: Sequence[jax.Array],
+    labels: jax.Array | None,
+    numbers: Sequence[jax.Array],
+    gradient: Callable[..., jax.Array],
+) -> Operands:
+    """Return the gradient of x.
+
+    Args:
+      logits: x, and the other arrays of its shape.
+      labels: a label for each row, or None.
+      numbers: arrays with a number for each row. The second one is the log(s) of x, which is -inf
+        for rows without an entry.
+      gradient: returns dx of a unit in float32, for a row that has entries. It takes the logits'
+        elements in float32, the unit, its columns (from its start on), the `Label` if there are
+        labels, and the row's numbers.
+    """
+    of_rows = units_of(spec, padded=True)
+    parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
+    arrays = [*logits, *([] if labels is None else [labels]), *numbers]
+
+    def body(*refs: Ref) -> None:
+        operand_refs, (dx,) = refs[: len(arrays)], refs[len(arrays) :] or refs[:1]
+        logit_refs, others = operand_refs[: len(logits)], operand_refs[len(logits) :]
+        block = lax.axis_index(BLOCK)
+        row, part = lax.div(block, parts), lax.rem(block, parts)
+
+        def write(of_block: Sequence[Unit]) -> None:
+            # Load the logits first. The row's few other numbers (statistics, cotangents) then
+            # arrive at the same time.
+            raw = [load_units(of_block, ref, row) for ref in logit_refs]
+            label = None if labels is None else read_label(others[0], row)
+            values = [load(ref.at[row], None) for ref in others[labels is not None :]]
+            has_entry = values[1] != -jnp.inf
+
+            shape, layout = of_block[0].shape, of_block[0].layout
+            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+            columns = flat_index(shape, layout)  # of a unit's elements, from its start on
+            of_units: list[list[Label]] = [[] for _ in of_block]
+            if label is not None:
+                of_units = [[Label(label, unit.has(label))] for unit in of_block]
+            for unit, of_label, *elements in zip(of_block, of_units, *raw):
+                wide = [widen(value, layout) for value in elements]
+                of_unit = functools.partial(gradient, *wide, unit, columns, *of_label, values)
+                unit.store(dx, row, lax.cond(has_entry, of_unit, lambda: zero))
+
+        write([of_rows.unit(row, part * units + k) for k in range(units)])
+        if of_rows.has_edges:
+            pl.when(part == 0)(lambda: write(of_rows.edges(row)))
+
+    (dx,) = launch(
+        body,
+        arrays,
+        name=f"jaxnorm_{spec.op}_bwd",
+        outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
+        overwritten=int(spec.overwrites_x),
+        blocks=spec.rows * parts,
+    )
+    return Operands(dx)

@@ -1,0 +1,316 @@
+"""Rows of logits in the kernels of losses and divergences: their blocks, scales and caps.
+
+The forward pass reads a row once, block after block, without exchange between threads. Each thread
+holds the maximum of what it has read so far, and sums relative to it (Milakov, Gimelshein 2018).
+The sums of the threads are merged at the end.
+
+In the backward pass, elements do not depend on each other. A program reads each element of its
+block before it stores the result, which may overwrite x.
+
+Rows that are not a multiple of 16 bytes may begin between two multiples. The blocks of such a row
+begin at the multiple of 16 bytes before its first column. All blocks but the first and the last can
+then be loaded and stored 16 bytes at a time.
+
+With a scale or a cap, the logits are z = f g(x)::
+
+    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
+    g = x                f = a    dz / dx = a              c = logit_softcap
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import triton
+import triton.language as tl
+
+from jaxnorm_kernels.implementation import Operands
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
+
+# The lower bound of exponents that are used as factors. Its exponential is 0. A lower exponent,
+# such as -inf or float32's lowest number in masks, could become infinite when multiplied by a sum
+# or a cotangent, and 0 times infinity is NaN.
+FAR = tl.constexpr(-1e20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the rows of a call are split into blocks.
+
+    Attributes:
+      classes: the number of columns that are classes; these are the first columns.
+      blocks: the number of blocks in a row.
+      vector: the number of elements that a thread loads at once.
+    """
+
+    classes: int
+    blocks: int
+    vector: int
+
+    @classmethod
+    def of(cls, spec: Spec, schedule: Schedule) -> "Layout":
+        """Return the layout of a call."""
+        return cls(spec.classes, loss_blocks(spec, schedule), loss_vector(spec, schedule))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cap:
+    """How logits z = f g(x) are computed from x.
+
+    Attributes:
+      scale: a.
+      softcap: c; 0 for no cap.
+      factor: f.
+    """
+
+    scale: float
+    softcap: float
+    factor: float
+
+    @classmethod
+    def of(cls, scale: float, softcap: float | None) -> "Cap":
+        """Return the scale and cap of one array of logits."""
+        return cls(scale, softcap or 0.0, scale if softcap is None else softcap)
+
+
+# ------------------------------------------------------------------------------------- launches
+
+
+def launch_forward(
+    kernel: Any,
+    spec: Spec,
+    schedule: Schedule,
+    results: Mapping[str, bool],
+    **arguments: Any,
+) -> list[jax.Array]:
+    """Launch a forward kernel, and return the results that are not omitted, in the kernel's order.
+
+    `results` maps the kernel's parameters to False if a result is omitted. Each result has a number
+    for each row.
+    """
+    layout = Layout.of(spec, schedule)
+    of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
+    return schedule.launch(
+        kernel,
+        spec,
+        name=f"jaxnorm_{spec.op}_fwd",
+        outputs={name: of_rows if is_returned else None for name, is_returned in results.items()},
+        layout=layout,
+        lanes=min(32 * schedule.warps, schedule.block // layout.vector),
+        stages=schedule.stages,
+        **arguments,
+    )
+
+
+def launch_backward(
+    kernel: Any, x: jax.Array, spec: Spec, schedule: Schedule, **arguments: Any
+) -> Operands:
+    """Launch a backward kernel, each program of which has a block, and return the gradient of x."""
+    layout = Layout.of(spec, schedule)
+    (tiles,) = schedule.grid(spec)
+    place = jax.new_ref(x) if spec.overwrites_x else None
+    dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.dx_dtype)
+    results = schedule.launch(
+        kernel,
+        spec,
+        name=f"jaxnorm_{spec.op}_bwd",
+        outputs={"dx_ptr": dx},
+        grid=(tiles * layout.blocks,),
+        x_ptr=x if place is None else place,
+        layout=layout,
+        **arguments,
+    )
+    return Operands(results[0] if place is None else jax.freeze(place))
+
+
+# --------------------------------------------------------------------------------------- blocks
+
+
+@triton.jit
+def rows_at(tile, rows, tiling: tl.constexpr):
+    """Return the rows of a tile, and which of them exist."""
+    row = tile * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
+    return row, row < rows
+
+
+@triton.jit
+def that_count(positions_ptr, row, exists):
+    """Return True for the rows that exist and are not masked."""
+    counts = exists
+    if positions_ptr is not None:
+        counts = exists & tl.load(positions_ptr + row, exists, 0)
+    return counts
+
+
+@triton.jit
+def start(row, cols: tl.constexpr, vector: tl.constexpr):
+    """Return the start of each row's first block, and its distance from the first column."""
+    first_col = row.to(tl.int64)[:, None] * cols
+    begin = first_col // vector * vector
+    return begin, (first_col - begin).to(tl.int32)
+
+
+@triton.jit
+def over_blocks(
+    add: tl.constexpr,
+    sums,
+    of_rows,
+    counts,
+    layout: tl.constexpr,
+    options: tl.constexpr,
+    tiling: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Add all blocks of the rows that count to the sums of each thread, and return the sums.
+
+    ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds the block that starts at
+    `first`, relative to the first block. `is_whole` is True if the block is entirely inside the
+    row.
+    """
+    block: tl.constexpr = tiling.block
+    first_whole: tl.constexpr = 0 if tiling.cols % layout.vector == 0 else 1
+    whole: tl.constexpr = layout.classes // block
+    blocks: tl.constexpr = layout.blocks
+    if first_whole > 0:
+        sums = add(sums, of_rows, 0, layout, options, tiling, False)
+    # If no row of a tile counts, no block is loaded.
+    end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
+    for first in tl.range(first_whole * block, end, block, num_stages=stages):
+        sums = add(sums, of_rows, first, layout, options, tiling, True)
+    for i in tl.static_range(max(whole, first_whole), blocks):
+        sums = add(sums, of_rows, i * block, layout, options, tiling, False)
+    return sums
+
+
+@triton.jit
+def store_block(
+    store: tl.constexpr,
+    pointers,
+    rows,
+    layout: tl.constexpr,
+    options: tl.constexpr,
+    tiling: tl.constexpr,
+):
+    """Run `store` on the block of a program in the backward pass.
+
+    ``store(pointers, row, exists, nth, layout, options, tiling, is_whole)`` stores the gradient of
+    block number `nth` of the rows. `is_whole` is True if the block is inside the row.
+    """
+    row, exists = rows_at(tl.program_id(0) // layout.blocks, rows, tiling)
+    nth = tl.program_id(0) % layout.blocks
+    if tiling.cols % layout.vector == 0:
+        fits: tl.constexpr = tiling.cols % tiling.block == 0
+        store(pointers, row, exists, nth, layout, options, tiling, fits)
+    elif (nth > 0) & (nth < tiling.cols // tiling.block):
+        store(pointers, row, exists, nth, layout, options, tiling, True)
+    else:
+        store(pointers, row, exists, nth, layout, options, tiling, False)
+
+
+@triton.jit
+def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
+    """Return block number `nth` of the rows in the backward pass.
+
+    The block consists of the offsets of its elements, which of them exist, their indices in the
+    block, and the index of the row's first column, which is negative after the first block.
+    """
+    begin, lead = start(row, tiling.cols, layout.vector)
+    lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
+    read = exists[:, None]
+    if not is_whole:
+        read = read & is_column(lane, first, lead, tiling.cols, tiling.cols, layout.vector)
+    return begin + first + lane, read, lane, lead - first
+
+
+@triton.jit
+def is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
+    """Return True for the elements of a block that are columns before `end`.
+
+    `vector` neighbours have equal values if `vector` divides `cols` and `end`.
+    """
+    if cols % vector == 0:
+        is_inside = lane + first < end
+    else:
+        is_inside = (lane >= lead - first) & (lane < end + lead - first)
+    return is_inside
+
+
+@triton.jit
+def by_lanes(x, m, vector: tl.constexpr):
+    """Reshape a block to `(tile_rows, n, lanes, vector)`.
+
+    A thread holds all elements along the second and the last axis.
+    """
+    tile_rows: tl.constexpr = m.shape[0]
+    lanes: tl.constexpr = m.shape[1]
+    return tl.reshape(x, [tile_rows, x.shape[1] // (lanes * vector), lanes, vector])
+
+
+@triton.jit
+def lane_max(x):
+    """Return the maximum of each thread's elements of a block in the shape of `by_lanes`."""
+    return tl.max(tl.max(x, axis=3), axis=1)
+
+
+@triton.jit
+def lane_sum(x):
+    """Return the sum of each thread's elements of a block in the shape of `by_lanes`."""
+    return tl.sum(tl.sum(x, axis=3), axis=1)
+
+
+# --------------------------------------------------------------------------------------- logits
+
+
+@triton.jit
+def load_classes(ptr, read, cap: tl.constexpr):
+    """Load g of logits in float32, with -inf where `read` is False."""
+    x = of_logits(tl.load(ptr, read, float("-inf")), cap)
+    if cap.softcap > 0.0:  # The tanh of -inf is finite.
+        x = tl.where(read, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def of_logits(x, cap: tl.constexpr):
+    """Return g(x), in float32."""
+    x = x.to(tl.float32)
+    if cap.softcap > 0.0:
+        x = tanh(x * (cap.scale / cap.softcap))
+    return x
+
+
+@triton.jit
+def times_slope(dz, g, cap: tl.constexpr):
+    """Return the gradient of x, given the gradient dz of the logits z."""
+    if cap.softcap > 0.0:
+        dz *= (1.0 - g) * (1.0 + g)
+    if cap.scale != 1.0:
+        dz *= cap.scale
+    return dz
+
+
+@triton.jit
+def log1p(x):
+    """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
+
+    1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x.
+    """
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def tanh(x):
+    """Compute the tanh, accurate to a few units in the last place even for small x.
+
+    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used wherever it is accurate
+    enough.
+    """
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    e = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -size, size))
