@@ -24,14 +24,11 @@ def who(measured: Figures) -> str:
         by_name = any(
             "mosaic" in answers and "jaxnorm" not in answers for answers in measured.values()
         )
-        return (
-            f"Measured: {labels}. `jaxnorm` is the implementation that a call uses by default"
-            + (
-                ". The exception is forward norms of up to 4 MiB: their default is XLA's code, but "
-                "the kernel was timed."
-                if by_name
-                else "."
-            )
+        return f"Measured: {labels}. `jaxnorm` is the implementation that runs by default" + (
+            ", except for the forward pass of norms of up to 4 MiB: the default runs XLA's "
+            "code, but the kernel was timed."
+            if by_name
+            else "."
         )
     return (
         f"Measured: {labels}. Figures are those of the kernels, requested by name. If they are "

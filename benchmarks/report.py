@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import figures, page_tables, plots, report_tables, text
 from benchmarks.blocks import BlockWorkload
-from benchmarks.models import LAYERS
+from benchmarks.models import LAYERS, PLAIN
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, path, read
 from benchmarks.suites import SUITES
@@ -78,6 +78,7 @@ def readme_section(found: Results) -> str:
     steps = [row for row in training if row["layers"] == LAYERS[0]]
     if not steps:
         return ""
+    with_jaxnorm = [row for row in fitting if row["provider"] != PLAIN]
     parts = [
         page_tables.steps(steps, fitting),
         paragraph(
@@ -85,10 +86,12 @@ def readme_section(found: Results) -> str:
             'is `jax.checkpoint` of each layer; "-": not measured.',
             "Temp is the step's temporary memory by XLA's memory plan, without arguments and "
             "results.",
-            text.provenance(steps),
-            "The largest batch was not run: it is the largest whose arguments, results and temp "
-            "memory fit in 80 GB by XLA's memory plan.",
-            text.provenance(fitting) if fitting else "",
+            f"Times and temp are from {text.source(steps)}.",
+            "The largest batch is the largest whose arguments, results and temp memory fit in "
+            "80 GB by XLA's memory plan.",
+            f"These steps were compiled for {text.source(with_jaxnorm)}, and not run."
+            if with_jaxnorm
+            else "",
         ),
     ]
     return "\n\n".join(parts)
@@ -103,7 +106,10 @@ def page_section(found: Results) -> str:
     """Return the text between the markers of docs/results.md: the main results of all suites."""
     here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
-        paragraph(text.provenance(found.rows["kernels"]), page_tables.who(found.kernels)),
+        paragraph(
+            f"The figures are from {text.source(found.rows['kernels'])}.",
+            page_tables.who(found.kernels),
+        ),
         _image(found, "kernels", PAGE),
         paragraph(
             _ROOF,
@@ -136,7 +142,8 @@ def _captioned(found: Results, name: str) -> list[str]:
     """Return a suite's caption, its table and, if docs/results.md shows it, its plot."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name == "linear" else []
-    return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
+    source = f"The figures are from {text.source(found.rows[name])}."
+    return [paragraph(_CAPTIONS[name], source), *plot, table(found)]
 
 
 def paragraph(*sentences: str) -> str:

@@ -56,16 +56,26 @@ def variants(rows: Iterable[Row]) -> list[str]:
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    """Return a sentence on how rows were measured: device, software, commits."""
+    """Return a line on how rows were measured: device, software, commits."""
+    return f"One {_device(rows)}; {_software(rows)}."
 
-    def values(column: str) -> str:
-        return ", ".join(dict.fromkeys(row[column] for row in rows))
 
+def source(rows: Sequence[Row]) -> str:
+    """Return the same for the middle of a sentence: "one <device> (<software, commits>)"."""
+    return f"one {_device(rows)} ({_software(rows)})"
+
+
+def _device(rows: Sequence[Row]) -> str:
+    return _values(rows, "device")
+
+
+def _software(rows: Sequence[Row]) -> str:
     packages = sorted({package for row in rows for package in row["software"].split(" + ")})
-    return (
-        f"One {values('device')}; {', '.join(packages)}; jaxnorm's kernels of commit "
-        f"{values('commit')}."
-    )
+    return f"{', '.join(packages)}; jaxnorm's kernels of commit {_values(rows, 'commit')}"
+
+
+def _values(rows: Sequence[Row], column: str) -> str:
+    return ", ".join(dict.fromkeys(row[column] for row in rows))
 
 
 def notes(measured: Figures) -> str:
