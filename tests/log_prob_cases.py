@@ -34,7 +34,7 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def _mean_depth(self):
-        """The mean, weighted by p, of the logits minus their maximum. It is at most 0."""
+        """The mean of (logit - maximum), weighted by the probabilities p. It is at most 0."""
         return -np.sum(self.p * self._depth, -1)
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def above_mean(self):
-        """Return log p + H, where H is the entropy, for all classes that are not masked."""
+        """For each class, log p + H, where H is the row's entropy; 0 for masked classes."""
         log_p = -self._depth - self.log_s[..., None]
         return np.where(self.p > 0, log_p + np.nan_to_num(self.entropy)[..., None], 0)
 
@@ -88,8 +88,8 @@ class Linear(linear_loss_cases.Linear):
     def bounds(self):
         """Return the bounds of both results.
 
-        They use that the derivatives of an entropy with respect to the logits have magnitudes that
-        sum to at most twice the entropy.
+        The bound of the entropy relies on this fact: the magnitudes of its derivatives with
+        respect to the logits sum to at most twice the entropy.
         """
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]
@@ -108,7 +108,7 @@ class Linear(linear_loss_cases.Linear):
 def mixed(log_prob, entropy):
     """Return one number per row that depends on both results.
 
-    Its derivatives with respect to the two results differ from row to row.
+    The derivatives of this number with respect to both results differ from row to row.
     """
     return jnp.sin(log_prob) - 0.7 * entropy**2
 

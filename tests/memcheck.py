@@ -50,7 +50,7 @@ LOGITS = [
 
 
 def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls over axis 1 of each shape, each with the shapes and dtypes of its operands."""
+    """Yield calls of `name` over axis 1 of arrays of several shapes, with their operands' types."""
     function = FUNCTIONS[name]
     operation = OPERATIONS[function.op]
     kinds = [OPERANDS[operand] for operand in operation.operands]
@@ -129,9 +129,10 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls of `name` (or of the loss, if `name` is no function) and their operands' types.
+    """Yield calls of the function `name`, each with its operands' types.
 
-    Most labels are classes; two are far out of range.
+    If no function has this name, the calls are cross-entropies. Two of the labels are far out of
+    range.
     """
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:

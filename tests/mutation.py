@@ -93,7 +93,10 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A mutant: in a file, `instead` replaces `code`, which are the characters `span`."""
+    """A mutant: in `file`, the text `instead` replaces the text `code`.
+
+    `span` has the first and the last index of `code` in the file's text.
+    """
 
     file: str
     line: int
@@ -108,7 +111,8 @@ class Mutant(NamedTuple):
 def mutations(node: ast.AST) -> Iterator[ast.AST]:
     """Yield variants of a node.
 
-    A variant has another operator, comparison, constant or sign, or lacks a term of a sum.
+    In a variant, an operator, a comparison, a constant or a sign is replaced by another one, or a
+    sum lacks one of its terms.
     """
     changed = copy.deepcopy(node)
     match changed:

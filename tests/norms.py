@@ -26,7 +26,7 @@ def normal(shape, dtype, seed, scale=1.0, shift=0.0):
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
-    """Return cos and sin of random angles, multiplied by a factor, as in YaRN."""
+    """Return cos and sin of random angles. They are multiplied by `factor`, as in YaRN."""
     angle = np.random.default_rng(seed).uniform(-np.pi, np.pi, size=shape)
     return jnp.asarray(factor * np.cos(angle), dtype), jnp.asarray(factor * np.sin(angle), dtype)
 
@@ -213,7 +213,7 @@ def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
 
 
 def grouped(n, kind="layer_norm"):
-    """Return the fields of a `Spec` that give each of n groups of rows its own parameters."""
+    """Return fields of a `Spec`: x has `n` groups of rows, each with its own parameters."""
     names = ("scale", "bias", "branch_scale") if kind == "layer_norm" else ("scale", "branch_scale")
     return {f"{name}_groups": n for name in names}
 
@@ -250,7 +250,8 @@ def dtype_of(spec, name):
 def names_of(spec):
     """Return the names of the arrays that a pass takes, in the order of `contract.call`.
 
-    It omits `logits_scale`, a scale of each row's logits, which no kernel supports.
+    The list does not have `logits_scale` (a scale for each row's logits), because no kernel
+    supports it.
     """
     operation = spec.operation
     if spec.direction == "fwd":
@@ -307,10 +308,10 @@ def _index(spec, name):
 
 
 def expected_of(spec, arrays, h):
-    """Return three things: a pass's expected values, its operands, and indices of parameters.
+    """Return three things: a pass's expected values, its operands, and the dict `index`.
 
-    The last is a dict. For each operand that is no array of rows, it maps elements of x to elements
-    of the operand.
+    For each operand that broadcasts to x (a parameter or a table), `index` has an integer array of
+    x's shape: for each element of x, the index of the operand's element that belongs to it.
     """
     operands = {n: arrays[n] for n in spec.operation.operands if arrays[n] is not None}
     index = {n: _index(spec, n) for n in operands if OPERANDS[n] != "array"}

@@ -1,7 +1,7 @@
 """Schedules, calls and float64 references for the tests of the backward kernels.
 
-"ring" in a name means `PipelinedRows`, and "rows_ring" `PipelinedNarrowRows`: rows pass through a
-ring of stages in shared memory.
+In names of cases, "ring" stands for the schedule `PipelinedRows`, and "rows_ring" for
+`PipelinedNarrowRows`. In both, rows pass through a ring of stages in shared memory.
 """
 
 import functools
@@ -117,7 +117,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            bias[..., ::7] = 0  # Next to a nonzero bias, y would lose x_hat times the floor.
+            # Where the floor replaces a scale of 0, a nonzero bias would round floor * x_hat away.
+            bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
@@ -153,9 +154,10 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     """Return `call` under `jax.jit`.
 
-    `blocks`, the function that sets the number of blocks, is only a part of the cache's key.
+    `blocks` is the function that returns the number of blocks. It is an argument only because a
+    program depends on it: the cache's key consists of the arguments.
     """
-    del blocks  # The kernel looks it up in its own module.
+    del blocks  # The kernel itself finds this function in its own module.
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 

@@ -332,9 +332,9 @@ def no_races(spec: Spec, case: Case) -> bool:
     return not interpret_pallas_call.get_races().races_found
 
 
-# There are two kinds of loop over rows (`ring` and `rows_ring`). If the residual is float32 and x
-# is not, the kernel itself stores both gradients, so both kinds run. For other dtypes, x's gradient
-# is cast outside the kernel, so one kind suffices.
+# If the residual is float32 and x is not, the kernel itself stores both gradients. This is tested
+# in both kinds of loop over rows (`ring` and `rows_ring`). For other dtypes, x's gradient is cast
+# outside the kernel, so testing one kind suffices.
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [

@@ -71,8 +71,9 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# The widths give: full steps, a partial last step, unaligned rows, and rows with less than 16 bytes
-# per thread. Logits and teacher have equal or different dtypes.
+# A thread processes a row in steps of 16 bytes. With these widths, all steps are full, or the last
+# one is partial, or rows are unaligned, or a row has less than 16 bytes per thread. The logits and
+# the teacher's logits have equal or different dtypes.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),

@@ -40,9 +40,9 @@ class Family(NamedTuple):
 
     Attributes:
       options: the values of each option. The tests cover every pair of values.
-      changes: other changes to the default call, each tested on 16 rows.
-      shapes: (rows, columns) of the lowered and compiled calls; a third number is the number of
-        groups of rows.
+      changes: dicts of other options to change in the default call, each tested on 16 rows.
+      shapes: for each call that is lowered or compiled, its numbers of rows and columns and, if
+        groups of rows have their own parameters, the number of groups.
       mixes: the number of combinations of dtypes that are compiled.
     """
 
@@ -160,10 +160,10 @@ def check(spec: Spec, schedule: Any) -> None:
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Yield each schedule with one combination of options, and one fast schedule with all of them.
+    """Yield cases in which each schedule runs one combination of options.
 
-    One combination per schedule suffices: the loops over rows do not depend on the formula, and
-    each kind of loop has several schedules.
+    One fast schedule runs every combination. This suffices, because the loops over rows do not
+    depend on the formula, and each kind of loop has several schedules.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:
@@ -173,8 +173,8 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # `cases` lists two schedules of each kind in a row. So the value of the first option
-        # changes after every second case.
+        # `cases` has two successive schedules of each kind. Both run with different values of the
+        # first option.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)
@@ -204,9 +204,10 @@ RINGS = (
 
 
 def check_both(family: str, **given: Any) -> None:
-    """Check the forward and the backward with different loops over rows.
+    """Check the forward and the backward, each with several schedules.
 
-    The forward loads parameters before or after x. The backward runs both kinds of loop.
+    For a scaled sum, the forward runs twice: it loads parameters before or after x. The backward
+    runs both kinds of loop over rows.
     """
     if "fwd" in FAMILIES[family].directions and "adds_dh" not in given:
         for row_tile in ROW_TILES if family == "scaled sum" else ROW_TILES[:1]:

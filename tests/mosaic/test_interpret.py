@@ -77,11 +77,11 @@ RESIDUAL_CALLS = [
 
 
 def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case]]:
-    """Return each case with every second call, so that each kind of schedule runs every call.
+    """Return pairs of a call and a case, such that each kind of schedule runs every call.
 
-    `CASES` has pairs of schedules of one kind: with rows that divide evenly, and with overlapping
-    rows. One of the pair runs the calls with even indices, and the other the rest. Which of them
-    runs the even ones alternates from pair to pair.
+    Successive cases in `CASES` have schedules of the same kind. One of the two runs the calls with
+    even indices, and the other runs the calls with odd indices. From pair to pair, the two change
+    roles.
     """
     found = [
         (call, case)
@@ -352,7 +352,7 @@ def test_no_races(op: str, case: Case) -> None:
 
 
 def test_deterministic() -> None:
-    """Two runs give the same bits, although two warpgroups store some columns in any order."""
+    """Two runs give the same bits. Both of two warpgroups store some columns, in any order."""
     case = BY_NAME["split_row_tail"]
     spec = make_spec("softmax", case.rows, case.cols, F32, F32)
     (x,) = make_operands(spec)

@@ -52,9 +52,10 @@ def compiled(
     ids=["mean", "none", "log_prob", "rows that chunks do not divide"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
-    """A loss with gradients runs 3 matmuls, or 4 if it has no reduction.
+    """A loss and its gradients take 3 matmuls, or 4 if the loss has no reduction.
 
-    One of them, for the weight's gradient, adds its result to its output in place.
+    The matmul that computes the weight's gradient adds its result in place to the gradient of
+    earlier chunks.
     """
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
@@ -86,7 +87,7 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
-    workspace = 2**26  # bytes, for cuBLAS and for arrays with one number per row
+    workspace = 2**26  # bytes for cuBLAS's own memory, and for arrays with one number per row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
 
 

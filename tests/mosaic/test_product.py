@@ -189,7 +189,7 @@ def test_rows_keep_to_themselves(dtype, scale):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("power", [6, -13])
 def test_numbers_that_float16_has_not(power, dtype):
-    """Results are correct even if x times scale, or scale times weight, leaves float16's range."""
+    """Results are correct even if ``x * scale`` or ``scale * weight`` leaves float16's range."""
     spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
@@ -227,7 +227,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """Under `jax.vmap` over x, the batch becomes rows of one call; over parameters, a loop."""
+    """`jax.vmap` over x gives one call with more rows. `jax.vmap` over parameters gives a loop."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -270,9 +270,9 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program is one kernel, and a multiplication of the weight by the scale.
+    """The program runs one kernel. If there is a scale, it multiplies the weight by it before.
 
-    No other operation works on an array of x's size.
+    No other operation has an operand or a result of x's size.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
