@@ -36,7 +36,7 @@ PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
 
 
 def test_flops_and_bytes():
-    """FLOPs are those of M x K times K x N; bytes count each array once per pass."""
+    """A matmul of (M, K) and (K, N) has 2 * M * K * N FLOPs. Each pass counts each array once."""
     x, weight, y = 10 * 20 * 2, 20 * 30 * 2, 10 * 30 * 2
     forward = LinearWorkload("product", "fwd", "10x20x30", "bfloat16")
     assert forward.flops == 2 * 10 * 20 * 30
@@ -218,7 +218,7 @@ def test_the_tables(tmp_path):
     found = written(tmp_path, ROWS)
     mine = PROVIDERS["jaxnorm"].label
     asked = "8192 x 4096 x 6144, bf16"
-    # 412.3 GFLOP in 600 us are 687 TFLOP/s.
+    # The matmul has 412.3 GFLOP. In 600 us, this is 687 TFLOP/s.
     assert report_tables.linear(found.rows["linear"]).splitlines()[:7] == [
         "| cell | provider | us | TFLOP/s | of the product | jaxnorm's speed | temp MiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
