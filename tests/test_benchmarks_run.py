@@ -35,7 +35,7 @@ def test_rows_survive_the_csv(tmp_path):
     for row in (first, failed):
         table.append(row)
     assert results.read(table.file, KERNELS.columns) == [first, failed]
-    assert table.rows() == [failed]  # the last row of a cell counts
+    assert table.rows() == [failed]  # the last row that was written for a cell
     assert first["roof"] == "0.9877"
     assert failed["us"] == ""
 
@@ -223,7 +223,7 @@ def test_training_steps_are_selected():
 
 
 def test_training_steps_on_a_mesh():
-    """On a mesh, the batch grows with the number of devices, and the mesh has a name."""
+    """On a mesh, the batch is larger by the number of devices, and the cell names the mesh."""
     found = asked("--ops", "llama-1b", "--quick", "--variants", "jnp", "--devices", "1", "2")
     assert [(c.batch, c.mesh, c.devices) for c in found] == [(4, "", 1), (8, "fsdp=2", 2)]
 
