@@ -55,7 +55,10 @@ def arrays():
 
 
 def placed(mesh, spec):
-    """Shard the arrays: logits by `spec`, and arrays with one number per row by its first axes."""
+    """Shard the arrays. The logits have the sharding `spec`.
+
+    The other arrays have one number per row. They are sharded like the first axes of the logits.
+    """
     specs = [spec, *[P(*spec[:2])] * 3]
     return in_shards(arrays(), mesh, specs), specs
 
@@ -66,7 +69,7 @@ def expected_of(function):
 
 
 def check(results, function, spec=None):
-    """Assert that values are correct and that the gradient is sharded like the logits."""
+    """Assert that values are correct and that the gradient has the sharding `spec`."""
     assert_analysed(results, expected_of(function))
     if spec is not None:
         _, dx = results
@@ -82,7 +85,8 @@ def sizes(found):
 def test_vocabulary_split(kernels, kind, function):
     """If the vocabulary is split, devices exchange only maxima and sums of rows, not logits.
 
-    Where XLA partitions its own code, it gathers the sums of all shards.
+    If XLA partitions the code itself (without kernels, on Auto axes), devices also exchange the
+    sums of each shard.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, _ = placed(mesh, VOCABULARY)

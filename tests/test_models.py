@@ -85,9 +85,9 @@ def kernels_in(function, *arguments):
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Assert that outputs and gradients in `context` are as accurate as the model's own.
+    """Assert that outputs and gradients in `context` are as accurate as outside of it.
 
-    All norms must be replaced by jaxnorm's, which are kernels on CUDA.
+    In `context`, all of the model's norms must be jaxnorm's, and run kernels on CUDA.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)

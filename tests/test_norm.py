@@ -40,7 +40,10 @@ def checked(
     of_scale=(0.3, 1.0),
     **given,
 ):
-    """Check a norm of random x, by default with the parameters that the function usually has."""
+    """Check a norm of random x.
+
+    By default, layer_norm has a scale and a bias, and rms_norm has a scale.
+    """
     axes = np.atleast_1d(given.get("axis", -1)) % len(shape)
     normalised = tuple(shape[a] for a in sorted(axes))
     if parameters is None:

@@ -93,7 +93,10 @@ def test_float64(activation):
 
 
 def test_it_is_the_composition():
-    """Results and gradients are those of the composition, also for rows of NaN, infinity and 0."""
+    """Results and gradients are those of rms_norm followed by a matmul.
+
+    This also holds for rows with NaN or infinity, and for rows of zeros.
+    """
     a = operands(6, 16, 8)
     x = a["x"].at[1].set(jnp.nan).at[2, 3].set(jnp.inf).at[4].set(0)
 
