@@ -48,7 +48,7 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Apply the weights with query heads in groups, as Tunix's Gemma and Qwen do."""
+    """Multiply the weights by the values, which a group of query heads shares, as Tunix does."""
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
 
@@ -85,7 +85,7 @@ def above(logits, v, padding):
 
 
 def with_one_more(logits, v, padding):
-    """Attend with a mask that also allows one key above the diagonal, so it is not causal."""
+    """Compute attention with a mask that is not causal: it allows one key above the diagonal."""
     where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool), 1)
     return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
 
@@ -168,7 +168,8 @@ def test_a_mask_that_something_else_uses():
 def test_a_reshape_of_the_softmax_s_own_axis():
     """There is no advice if the softmax's own axis is reshaped afterwards.
 
-    A softmax of reshaped logits would normalise over other elements.
+    With jaxnorm's softmax, the logits would be reshaped before. It would then normalise over other
+    elements.
     """
 
     def attend(logits, v, padding):
