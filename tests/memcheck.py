@@ -153,7 +153,10 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield losses of linear layers, computed in chunks, whose gradient overwrites the logits."""
+    """Yield calls of a loss of linear logits, each with its operands' types.
+
+    The loss is computed in two chunks. In each, the gradient of the logits overwrites the logits.
+    """
     function = getattr(jaxnorm, name, jaxnorm.linear_softmax_cross_entropy)
     for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
 

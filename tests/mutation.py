@@ -95,7 +95,7 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 class Mutant(NamedTuple):
     """A mutant: in `file`, the text `instead` replaces the text `code`.
 
-    `span` has the first and the last index of `code` in the file's text.
+    `span` has the indices of the start and the end of `code` in the file's text.
     """
 
     file: str

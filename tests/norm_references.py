@@ -50,7 +50,7 @@ class GatedNorm:
             False,
             self.epsilon,
             "input",
-            wide,  # the norm's own results are not rounded
+            wide,  # the norm is not rounded before it is multiplied
             wide,
         )
         if before:
@@ -96,7 +96,7 @@ class GatedNorm:
         return *rows, dscale
 
     def _of_cotangent(self, error: np.ndarray) -> np.ndarray:
-        """Return the error of dx, if the cotangent of the norm's result has this error."""
+        """Return the error of dx, if the cotangent of the norm's result has the error `error`."""
         norm, error = self.norm, error * np.abs(self.gain)
         c2 = np.mean(error * np.abs(norm.xh), -1, keepdims=True)
         return norm.r * (error + np.abs(norm.xh) * c2) * (1 + SAFETY * self.u)
@@ -203,7 +203,7 @@ class RotatedNorm(Norm):
         return v[..., self.first], v[..., self.second]
 
     def _of_pairs(self, v):
-        """Return |c v| + |s v'| for each column, where v' is v in the other column of the pair.
+        """Return |cos * v| + |sin * v'|, where v' has the columns of each pair exchanged.
 
         This is the sum of the terms' magnitudes in ``R @ v``, and also in ``R.T @ v``.
         """
@@ -217,7 +217,7 @@ class RotatedNorm(Norm):
 
     def _stored_error(self):
         """Return the error of y from the arithmetic of the rotation and from rounding y."""
-        # A table is rounded, too, if its dtype differs from that of the arithmetic.
+        # This includes the rounding of the tables to the dtype of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
 
@@ -297,7 +297,8 @@ def expected(
       h: the sum that the call stored.
       dtypes: the dtypes of x, of the residual or the gate, and of y.
     """
-    # With a new first axis of size 1, sums over the first axis keep a term for each row.
+    # The classes above sum gradients of parameters over the first axis. Here the terms of these
+    # sums are needed, so all arrays get a new first axis of size 1.
     a = {name: array[None] for name, array in given.items()}
     x, scale, bias, dy, dh = (a[name] for name in ("x", "scale", "bias", "dy", "dh"))
     of_x, of_second, of_y = dtypes
@@ -311,7 +312,7 @@ def expected(
         rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
         gradients = ref.gradients()
         rows |= {name: gradients.pop(name) for name in ("x", "residual")}
-        if op == "add_norm":  # Both gradients are one array, rounded to both dtypes.
+        if op == "add_norm":  # The gradients of x and the residual differ only by rounding.
             value, error = rows["residual"]
             rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
         terms, norms = gradients, [ref.norm]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 # Targets of the custom calls that launch this library's kernels.
 TARGETS = ("mosaic_gpu", "triton_kernel_call")
-# Bytes per element of types whose names do not end in a number of bits.
+# Maps a type of HLO whose name does not contain its number of bits to its number of bytes.
 _ITEMSIZE = {"pred": 1}
 
 

@@ -262,8 +262,9 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
     return Value(value, np.where(np.isfinite(value), error, 0))
 
 
-# Each rule below returns two things. The first is the result, with the error that the operands
-# bring in. The second is the magnitude to which the equation's own roundoff applies.
+# Each rule below returns two things. The first is the result, with the error that is due to errors
+# of the operands. The second is a number per element. The rounding of the equation itself adds an
+# error of this number times the unit roundoff.
 
 
 def _product(a: Value, b: Value) -> Value:

@@ -223,7 +223,7 @@ def test_a_line_needs_few_questions():
     assert len(asked) <= 5
 
 
-# What the providers compute.
+# What the measured implementations ("providers") compute.
 
 
 def plain(op):
@@ -283,9 +283,10 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_adapters_have_what_the_table_offers(name, monkeypatch):
-    """Each adapter has all functions that the provider table lists for it.
+    """Each adapter has all functions that the table `PROVIDERS` lists for it.
 
-    Libraries that need a GPU are replaced by mocks.
+    An adapter is a module that calls the functions of a measured library. Libraries that need a GPU
+    are replaced by mocks.
     """
     provider = PROVIDERS[name]
     adapter = f"benchmarks.providers.{provider.adapter}"

@@ -78,14 +78,15 @@ def result(cell):
 
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed"])
 def test_the_providers_compute_the_product_of_a_norm(name):
-    """All providers compute the same y and gradients of x, weight and scale as jnp."""
+    """All measured implementations compute the same y and gradients as plain JAX."""
     actual = result(dataclasses.replace(BOTH, provider=name))
     expected = result(dataclasses.replace(BOTH, provider="jnp"))
     assert [a.shape for a in actual] == [(6, 48), (6, 32), (32, 48), (32,)]
     assert [a.dtype for a in actual] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
     for a, e in zip(actual, expected):
         a, e = (np.asarray(array, np.float64) for array in (a, e))
-        # A few intermediate arrays are rounded to 8 bits, differently by each provider.
+        # A few intermediate arrays are rounded to bfloat16, which has a precision of 8 bits. Each
+        # implementation rounds other arrays.
         assert np.linalg.norm(a - e) <= 4 * 2**-8 * np.linalg.norm(e)
 
 

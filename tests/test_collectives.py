@@ -42,7 +42,7 @@ PLAIN = plain._PLAIN
 
 
 class Kernels(StandIn):
-    """A stand-in for kernels. XLA's partitioner cannot split its calls, like those of kernels."""
+    """A stand-in for kernels. XLA's partitioner can split neither its calls nor kernels."""
 
     def __getattr__(self, name):
         return getattr(xla, name)

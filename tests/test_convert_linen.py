@@ -248,7 +248,7 @@ def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
     of_two = REASON.replace("2 of 16", "4 of 32")
     message = f"jaxnorm.linen.converted: 1 of 3 {KEPT}layers/LayerNorm_0 {of_two}"
     assert record.getMessage() == message
-    # JAX traces the model again only if other norms save their input than before.
+    # JAX traces the model again only if the set of norms that save their input has changed.
     with jaxnorm.linen.converted():
         assert programs() == ["output"] * 3
     with jaxnorm.linen.converted(params=jax.tree.map(jnp.copy, params)):

@@ -40,9 +40,9 @@ SLOWER_ON_H100 = {
 
 
 def replaced(device, workload):
-    """Return True if the committed timing of this call is that of an older kernel.
+    """Return True if the committed timing of this call was measured with an older kernel.
 
-    This is the case for long rows of odd length (50257) in the backward on the H200.
+    On the H200, this is the case for backward passes over rows of length 50257.
     """
     return device == H200 and (workload.direction, workload.cols) == ("bwd", 50257)
 

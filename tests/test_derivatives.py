@@ -57,7 +57,7 @@ def test_one_hot_rows(save):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_second_derivative_through_a_rounded_bias(dtype):
-    """The bias is rounded to the output's dtype, but its derivative is that of the identity."""
+    """The bias is rounded to the output's dtype, but is differentiated as if it were not."""
     x, d = normal(3, 8).astype(jnp.float32), normal(3, 8, seed=1).astype(jnp.float32)
     for bias in (jnp.full(8, 1e-5, jnp.float32), jnp.full(8, 1.001, jnp.float32)):
 

@@ -271,9 +271,9 @@ def test_errors_reach_the_user(make, ours, theirs):
     ids=lambda f: "-".join(f) or "default",
 )
 def test_residual(make, ours, theirs, fields, x_dtype, save):
-    """With a residual, a module returns y, Flax's norm of h, and h = x + residual.
+    """With a residual, a module returns two results, y and h.
 
-    h has the residual's dtype.
+    h is x + residual in the residual's dtype, and y is the result of Flax's norm for h.
     """
     x, residual = data(x_dtype), jnp.sin(data())
     ours, theirs = make(ours, residual, **fields, save=save), make(theirs, residual, **fields)

@@ -185,9 +185,9 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """Only names inside cuDNN's attention prevent its recomputation.
+    """To prevent the recomputation of cuDNN's attention, names must be inside of its derivative.
 
-    A `checkpoint_name` of its output does not.
+    A `checkpoint_name` of the attention's output does not prevent it.
     """
 
     def counts(attention):

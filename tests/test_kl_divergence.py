@@ -101,7 +101,8 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 def test_small_divergences(x64, reverse, gap):
     """For small divergences, the error is at most some roundoffs times `gap`.
 
-    `gap` is the difference of the two logits. The divergence is about half of its square.
+    `gap` is about the difference between the logits of student and teacher. The divergence is about
+    half of its square.
     """
     x, noise = operands((4, 30000), "float32")
     teacher = x + gap * noise

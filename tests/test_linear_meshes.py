@@ -195,7 +195,7 @@ class Layout(NamedTuple):
     Attributes:
       exchanges: the names of the collectives.
       out: the sharding that is requested for the matmul's result, or None. It is required if
-        partial sums shall be reduce-scattered.
+        partial sums are to be reduce-scattered.
       in_loop: True if classes are split, so that the loop over chunks exchanges statistics.
     """
 

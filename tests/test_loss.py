@@ -302,7 +302,10 @@ def test_more_than_float32_halves():
 @each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis, of):
-    """Over several axes, results are those of the transposed, flattened array, also with masks."""
+    """A loss over several axes equals the loss over one axis into which they are flattened.
+
+    This also holds with masks.
+    """
     x = operands((4, 5, 6), "float32")[0]
     axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]

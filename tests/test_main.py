@@ -126,7 +126,7 @@ def test_missing_extras(monkeypatch):
     assert dict(machine._missing_extras()) == {
         name: f'pip install -e ".[{name}]"' for name in ("cuda12", "cuda13", "triton")
     }
-    installed |= {"jax-cuda13-plugin"}  # one of CUDA's plugins is enough
+    installed |= {"jax-cuda13-plugin"}  # either of CUDA's plugins suffices
     assert [extra for extra, _ in machine._missing_extras()] == ["triton"]
 
 
@@ -134,7 +134,7 @@ def test_missing_extras(monkeypatch):
 
 
 def shifted(function, factor):
-    """Return a public function whose results are wrong by a factor."""
+    """Return a function whose results are those of `function`, multiplied by `factor`."""
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 

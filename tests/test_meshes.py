@@ -257,7 +257,8 @@ def test_a_second_operand_of_rows_that_lies_otherwise(name):
 def test_kernels_read_tables_as_they_are(lead):
     """Kernels read rotary tables without expanding them to the rows of x.
 
-    `lead` has the axes of the tables before the columns. They broadcast to (4, 8, 2), those of x.
+    `lead` has the sizes of the tables' axes before the columns. They broadcast to (4, 8, 2), the
+    sizes of x's axes before the columns.
     """
     x, scale = (jnp.cos(jnp.arange(math.prod(s)) + 1.0).reshape(s) for s in ((4, 8, 2, 16), (16,)))
     angles = jnp.arange(math.prod(lead) * 8.0).reshape(*lead, 8)

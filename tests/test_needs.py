@@ -33,7 +33,7 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Define the requirements a, b and c for a test.
+    """Define three requirements, a, b and c.
 
     Return a dict that maps a requirement to what is missing, or to None if it is met. Tests with
     the mark a or b, or with the fixture c, have the requirement of this name.

@@ -20,7 +20,8 @@ from jaxnorm.tools import selfcheck
 def with_fused_sizes(case, **options):
     """Return the case with sizes of 1024 instead of 1000.
 
-    Arrays are then multiples of 256 bytes long. Only such slices does XLA pass to kernels directly.
+    Arrays are then multiples of 256 bytes long. XLA passes a slice to a kernel directly only if its
+    length is such a multiple.
     """
     shapes = {
         name: tuple(1024 if size == 1000 else size for size in shape)
@@ -94,7 +95,10 @@ def windows(x, scale):
 
 
 def layers(x, scales, unroll=1):
-    """Apply one norm per layer. All scales are one slice of `scales`, which begins at element 1."""
+    """Apply one norm per layer.
+
+    The scales of all layers are a single slice, which starts at element 1 of `scales`.
+    """
     stack = scales[1:].reshape(-1, 1024)
     return jax.lax.scan(lambda x, scale: (x + rms_norm(x, scale), None), x, stack, unroll=unroll)[0]
 

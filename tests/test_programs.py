@@ -108,7 +108,7 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
 @pytest.mark.remat
 @each
 def test_scan_over_layers(name, x64):
-    """In a scan over three layers, gradients of all operands are those of plain JAX."""
+    """In a scan over three layers, gradients of all operands equal plain JAX's gradients."""
     function, plain, _ = FUNCTIONS[name]
     stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
     wrt = floats_in(stacked)
@@ -158,7 +158,8 @@ def of_symbols(name, operands):
 
 
 LINEAR_LOSSES = [name for name in FUNCTIONS if name.startswith("linear_")]
-# Functions with operands that belong to positions, samples or groups, whose numbers are fixed here.
+# Functions with operands that have an axis for positions, samples or groups. These axes cannot have
+# a symbolic size in this test.
 OF_POSITIONS = {"softmax with a mask", "softmax with a bias", "layer_norm of groups"}
 OF_POSITIONS |= {"rms_norm_gated of heads"}
 OF_POSITIONS |= {n for n, f in FUNCTIONS.items() if {"cos", "of_samples"} & {*f.kinds.split()}}

@@ -329,7 +329,10 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """Without a policy, a norm is recomputed: the test above would detect this by its counts."""
+    """With `jax.checkpoint` but no policy, a norm is recomputed, so there are twice as many norms.
+
+    So the number of norms in the test above shows whether norms are recomputed.
+    """
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
     step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
@@ -339,7 +342,10 @@ def test_checkpoint_runs_a_norm_again(stack):
 
 @pytest.mark.parametrize(("policy", "kernels"), [("save_policy", 2), ("checkpoint", 3)])
 def test_kernels_in_a_program_for_a_gpu(policy, kernels):
-    """A program has one forward and one backward kernel; without a policy, two forward kernels."""
+    """With a policy, the program has one forward kernel and one backward kernel.
+
+    Without a policy, it has a second forward kernel, which recomputes the norm.
+    """
     x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
     weights = jax.ShapeDtypeStruct((LAYERS, 1024, 1024), "bfloat16")
     step = jax.grad(functools.partial(scanned, AROUND[policy]), argnums=(0, 1))
@@ -392,8 +398,8 @@ DERIVATIVES = {
 def test_derivatives(name, derivative):
     """First and second derivatives do not depend on whether residuals have names.
 
-    An element of a first derivative is a sum of at most rows * cols^2 terms. A second derivative
-    sums over the square of this number.
+    An element of a first derivative is a sum of at most n = rows * cols^2 terms. An element of a
+    second derivative is a sum of at most n^2 terms.
     """
     with jax.enable_x64(True):
         arrays = operands("float64")

@@ -81,10 +81,11 @@ def test_addition_between_two_norms(
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("shared", ["scale", "next_scale"])
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
-    """In rms_norm_add_rms_norm, one scale is shared by all groups of rows; the other is not.
+    """The gradient of a scale that all groups of rows share is rounded to bfloat16 only once.
 
-    A kernel then computes the gradient of the shared scale separately for each group. These
-    gradients must be added in float32, so that only their sum is rounded to bfloat16.
+    The function has two scales, and the other one differs between groups. A kernel then computes
+    the gradient of the shared scale separately for each group. These gradients must be added in
+    float32, so that only their sum is rounded.
     """
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))

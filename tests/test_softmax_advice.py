@@ -48,7 +48,10 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Multiply the weights by the values, which a group of query heads shares, as Tunix does."""
+    """Multiply attention weights by values. A group of query heads shares a head of values.
+
+    This is the code of Tunix's Gemma and Qwen.
+    """
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
 
@@ -168,8 +171,8 @@ def test_a_mask_that_something_else_uses():
 def test_a_reshape_of_the_softmax_s_own_axis():
     """There is no advice if the softmax's own axis is reshaped afterwards.
 
-    With jaxnorm's softmax, the logits would be reshaped before. It would then normalise over other
-    elements.
+    The advice would be to reshape the logits before the softmax. The softmax would then normalise
+    over other elements.
     """
 
     def attend(logits, v, padding):

@@ -110,7 +110,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     if spec.norm.scale_dtype is not None:
         shape = parameter_shape(spec.norm.scale_groups, spec)
         scale = rng.normal(1, 0.5, shape).astype(spec.norm.scale_dtype)
-        scale[..., ::7] = 0  # The forward replaces 0 by a floor, if y's dtype has enough range.
+        # If y's dtype has enough range, the forward replaces these scales by a tiny floor.
+        scale[..., ::7] = 0
         y = y * of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
     if spec.norm.bias_dtype is not None:
         bias = rng.normal(0, 1, parameter_shape(spec.norm.bias_groups, spec)).astype(

@@ -236,7 +236,7 @@ def norm_reference(
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
     # An error of the mean adds its square to the variance. The variance itself is a sum of squares.
-    # They are not negative, so the rounding error of the sum is relative to the variance.
+    # Squares are not negative, so the rounding error of the sum is relative to the variance.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
     error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)

@@ -35,7 +35,10 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
+    """Run kernels with two persistent blocks.
+
+    Two suffice to test sums over blocks, and take the interpreter little time.
+    """
     monkeypatch.setattr(schedules, "persistent_blocks", _two)
 
 
@@ -238,7 +241,7 @@ def test_groups_with_64_bit_types(name: str) -> None:
         check(spec, case.schedule_for(BF16), *make_operands(spec))
 
 
-# Each group has enough rows that both blocks reuse the stages of their rings.
+# Each group has so many rows that both blocks reuse the stages of their rings.
 @pytest.mark.parametrize(("name", "rows"), [("ring_two_warpgroups", 5), ("rows_ring", 17)])
 def test_results_are_the_same_again(name: str, rows: int) -> None:
     case = BY_NAME[name]
@@ -292,7 +295,7 @@ def test_float16_has_no_floor() -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("name", ["ring_two_warpgroups_tail", "rows_ring"])
 def test_float16_that_overflows(name: str, op: str) -> None:
-    """An infinite y whose cotangent is 0 does not affect the rest of its row.
+    """An infinite y whose cotangent is 0 does not affect other elements of its row.
 
     The cotangent is 0 if, for example, a tanh follows.
     """

@@ -141,7 +141,10 @@ IN_BOTH_ORDERS = [{"norm_before_gate": before} for before in (True, False)]
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
+    """Run kernels with two persistent blocks.
+
+    Two suffice to test sums over blocks, and take the interpreter little time.
+    """
     monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
 

@@ -255,7 +255,7 @@ def types(spec: Spec) -> list[Any]:
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
 
 
-#: Shapes (outer, cols, inner). Each rule of the schedule table has one. In other shapes, `inner` is
+#: Shapes (outer, cols, inner). Each rule of the table applies to one. In other shapes, `inner` is
 #: no multiple of the strip's width, or `cols` is no multiple of the number of warps. Each group is
 #: one channel.
 SHAPES = [(64, 8, 4096), (16, 32, 256), (16, 64, 3136), (32, 256, 4096), (8, 1000, 784)]

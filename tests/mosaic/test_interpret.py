@@ -352,7 +352,7 @@ def test_no_races(op: str, case: Case) -> None:
 
 
 def test_deterministic() -> None:
-    """Two runs give the same bits. Both of two warpgroups store some columns, in any order."""
+    """Two runs give the same bits, even if two warpgroups store the same columns in any order."""
     case = BY_NAME["split_row_tail"]
     spec = make_spec("softmax", case.rows, case.cols, F32, F32)
     (x,) = make_operands(spec)

@@ -1,7 +1,8 @@
 """Functions of linear logits, compiled by XLA for an H100: matmuls and memory traffic.
 
-The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS here. On a real GPU it may choose
-Triton's matmuls if they are faster, which can also add to their output (`test_products`).
+The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS here. On a real GPU, XLA may choose
+Triton's matmuls if they are faster. Like cuBLAS, these can add a matmul to an existing array
+(`test_products`).
 """
 
 import re

@@ -1,6 +1,6 @@
 """The size of kernels' modules, which determines how long a first call takes.
 
-Lowering runs in Python and takes time for each operation. Compilation then takes more time for it.
+Lowering runs in Python and takes time for each operation. Compiling each operation takes more time.
 So a kernel must not emit separate operations for each row, or for each vector of a thread. It must
 use a loop, or a single Mosaic operation for all of them. For example, one operation copies several
 rows, and an array gets its layout where it is created, not by a later conversion.

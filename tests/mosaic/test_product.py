@@ -241,7 +241,10 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """The derivatives in both modes are bitwise those of the composition of rms_norm and matmul."""
+    """Derivatives equal, bit by bit, those of rms_norm followed by a matmul.
+
+    This is tested in forward mode and in reverse mode.
+    """
     spec = dataclasses.replace(GELU, rows=8)
     arrays = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)
@@ -270,7 +273,7 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program runs one kernel. If there is a scale, it multiplies the weight by it before.
+    """The program runs one kernel. If there is a scale, the weight is first multiplied by it.
 
     No other operation has an operand or a result of x's size.
     """
@@ -414,7 +417,7 @@ def test_rows_keep_to_themselves_on_a_gpu(dtype):
 def test_gradients_on_a_gpu():
     """With implementation="mosaic", values and gradients on a GPU are within their bounds.
 
-    The forward is the kernel; the derivative is that of the composition.
+    The kernel computes the forward. The derivative is that of rms_norm followed by a matmul.
     """
     spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
     x, weight, scale, bias = arrays_of(spec)
