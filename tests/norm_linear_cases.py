@@ -103,7 +103,7 @@ class NormLinear:
             self.y, self.slope = exact(self.y), exact(self.slope)
 
     def _norm(self, d):
-        """Return the reference of the norm. `d` is the gradient of its result."""
+        """Return the reference of the norm. `d` is the cotangent of the norm's result."""
         zero = np.zeros(self.x.shape[-1])
         dtypes = self.x_dtype, self.product_dtype
         norm = _Norm(self.x, self.gain, zero, d, False, self.epsilon, "input", *dtypes)

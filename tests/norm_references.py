@@ -189,7 +189,7 @@ class RotatedNorm(Norm):
             self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
         )
         self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
-        # In each column, y = c n + s n', where n' is the other column of the pair.
+        # In each column, y = c * n + s * n', where n' is n in the other column of the pair.
         self.c, self.s = rotation.cos, rotation.sin
         self.dy = self.d
         self.d = rotation.transposed(self.dy)

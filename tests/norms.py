@@ -59,8 +59,8 @@ def _numbers(shape):
 def _spread(shape, of_x, axes):
     """Return, for each element of x, the index of the parameter's element that belongs to it.
 
-    The result has the shape (rows, cols). A parameter broadcasts to the axes of x, in an order in
-    which the normalised axes are last.
+    The result has the shape (rows, cols): x's normalised axes, whose indices are `axes`, become the
+    columns. The parameter broadcasts to x's axes, ordered with the normalised axes last.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -353,9 +353,10 @@ def check_forward(call, spec, arrays=None):
 
 
 def backward_operands(spec, arrays=None, made=None):
-    """Return arrays by name, the forward's results, and the operands of the backward.
+    """Return three things: a dict of arrays, a dict of the forward's results, and a list.
 
-    The saved arrays come from XLA's forward, unless `made` has the results and statistics.
+    The list has the operands of the backward that `spec` describes. If `made` is None, XLA's code
+    computes the forward. Otherwise, `made` has the results and the statistics of the forward.
     """
     arrays = make_operands(spec) if arrays is None else arrays
     forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)

@@ -211,7 +211,7 @@ def test_derivatives_in_both_modes_to_second_order(kind):
 
             return f(*given), jax.jvp(f, given, along), jax.jvp(gradient, given, along)
 
-        # Some 100 roundings follow one another, and condition numbers are below 100.
+        # An error is at most the sum of some 100 roundings, each amplified by less than 100.
         bound = reference.of_roundings(100 * 100, "float64", 1.0)
         for a, b in zip(*map(jax.tree.leaves, map(all_orders, (ours, plain)))):
             np.testing.assert_allclose(a, b, rtol=bound, atol=bound)

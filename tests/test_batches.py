@@ -34,7 +34,10 @@ CASES = [
 
 
 def batched(array, dim):
-    """Return the array stacked with similar ones along axis `dim`, or unchanged if that is None."""
+    """Return `array`, stacked with similar arrays along the new axis `dim`.
+
+    If `dim` is None, return `array` itself.
+    """
     if dim is None:
         return array
     each = [

@@ -103,7 +103,7 @@ def double(tree):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
 def test_every_field(pair, fields, dtype):
-    """Parameters equal Flax's; values and gradients are as accurate as Flax's, against float64."""
+    """Parameters equal those of Flax's module. Values and gradients are as accurate as Flax's."""
     check(pair, fields, dtype)
 
 

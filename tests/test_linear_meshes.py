@@ -232,7 +232,7 @@ LOSS = {
     "rows": Layout(P("data", "model"), P(), SUMS),
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
-    # A device gathers either 96 rows of x or 64 columns of the weight, whichever are fewer.
+    # A device could gather 96 rows of x or 64 columns of the weight. It gathers the smaller number.
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
     # Here a device gathers 24 rows of x.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),

@@ -123,12 +123,13 @@ def test_vocabulary_split_beside_manual_rows(function):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_several_axes_of_classes_split(kind, function):
-    """With several split axes of classes, labels still count classes in row-major order."""
+    """If the classes have several axes, and all are split, a label is still a row-major index."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
-    # 24 classes are 4 x 6, with both axes split. The last two labels are invalid.
+    # The classes are the elements of axes 0 and 2, which have the sizes 4 and 6. The mesh splits
+    # both axes. The labels from 24 on are invalid.
     both = jax.value_and_grad(
         lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
     )

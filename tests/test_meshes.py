@@ -197,7 +197,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
             assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
 
 
-# Derivatives of a function of floating-point operands, evaluated at the operands.
+# Maps a name to a function that takes a function f and its operands, and returns a derivative.
 DERIVATIVES = {
     "jvp": lambda f, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
     "forward over reverse": lambda f, *a: jax.jvp(

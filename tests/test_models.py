@@ -79,7 +79,7 @@ def calls_in(function, *arguments):
 
 
 def kernels_in(function, *arguments):
-    """Return True if a program for CUDA has kernels. Equal kernels share one function in it."""
+    """Return True if the function's program for CUDA has kernels."""
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return "@mosaic_gpu" in text
 

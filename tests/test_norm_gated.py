@@ -151,7 +151,7 @@ def test_gates_of_all_sizes(activation, before, implementation):
 
 
 def test_a_row_of_zeros(implementation):
-    """If a row of x, or of x times the gate, is 0, nothing is NaN: epsilon is added."""
+    """If all elements of a row of x or of the gate are 0, results are correct and not NaN."""
     x, gate, scale = operands((70, 64), *["float32"] * 3)
     x, gate = x.at[3].set(0), gate.at[5].set(0)
     for before in (True, False):
@@ -173,9 +173,9 @@ def test_kernels(shape, dtype, before, kernels):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero(dtype, before):
-    """With a scale of 0, the column of y is exactly 0, and the scale's gradient is correct.
+    """If the scale of a column is 0, y is exactly 0 there, and the scale's gradient is correct.
 
-    The input is saved, so there is no floor.
+    No floor replaces the scale, because the input is saved instead of y.
     """
     x, gate, scale = operands((70, 64), dtype, dtype, "float32")
     scale = scale.at[6].set(0).at[9].set(1e-6)

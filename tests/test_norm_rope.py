@@ -264,8 +264,9 @@ def test_the_law(ratio, dtype, interleaved):
     for of, partner in ((small, ratio), (large, 1 / ratio)):
         predicted = 0.83 * unit_roundoff(dtype) / 2 * np.sqrt((3 + partner**2) / 4)
         error = relative_error(dscale[of], ref.dscale[of])
-        # In float32, every product and sum is rounded like y: about ten roundings instead of one.
-        # Sums over rows add more, which dominate in the column with the large scale.
+        # In float32, the arithmetic has the same precision as y. So there are about ten equally
+        # large rounding errors instead of one. Sums over rows add more errors. For the column with
+        # the large scale, these are larger than all others.
         most = np.sqrt(10) if dtype == "float32" else 1.5
         assert error < most * predicted + SAFETY * 2.0**-24
         assert of is large or error > predicted / 1.5

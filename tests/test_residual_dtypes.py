@@ -77,9 +77,9 @@ def derivatives(function, operands, along):
 
 
 def of_given(function, *options):
-    """Return a function that computes `derivatives` with respect to the present operands.
+    """Return a function that computes `derivatives` with respect to the operands it is given.
 
-    Absent operands are None.
+    `function` has four operands. The last ones are None if they are not given.
     """
 
     def call(operands, along):

@@ -45,7 +45,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _two(spec: Spec, schedule: Any) -> int:
     """Return 2, the number of blocks.
 
-    All tests use this one function, because it is a part of the key of the cache of programs.
+    All tests use this same function, because the cache of programs has it in its keys.
     """
     return 2
 

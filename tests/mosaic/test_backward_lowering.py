@@ -216,7 +216,10 @@ def test_every_call_has_a_schedule_that_fits(
     adds_dh: bool,
     groups: int,
 ) -> None:
-    """Each supported call has a schedule that fits. `rows` is the number of rows per group."""
+    """Each supported call has a schedule whose blocks fit into the memory of an SM.
+
+    `rows` is the number of rows per group.
+    """
     softmax = "softmax" in op
     change = {"scale_dtype": scale, "saved": saved, "adds_dh": adds_dh, "bias_groups": groups}
     if op != "layer_norm":
@@ -263,7 +266,7 @@ class Device:
     shared_memory_per_block_optin: int = HOPPER.smem
 
 
-# For each of two GPUs, a dict from a cluster size to the number of clusters that fit.
+# For each of two GPUs, a dict from the cluster size to the number of clusters that run at once.
 CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})
 
 

@@ -93,7 +93,10 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
 
 
 def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
-    """A larger chunk needs no more memory, up to the default of as many rows as the weight has."""
+    """A chunk of the default size needs no more memory than a smaller chunk.
+
+    By default, a chunk has as many rows as the weight here.
+    """
     default, fewer = (
         compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
         for options in ({}, CHUNKS)
