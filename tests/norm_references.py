@@ -62,7 +62,10 @@ class GatedNorm:
         self.dscale = self.norm.dscale
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return bounds of y, dx, dgate and dscale. dscale is a sum that is not rounded yet."""
+        """Return bounds on the errors of y, dx, dgate and dscale.
+
+        The bound of dscale excludes its final rounding.
+        """
         norm, u, few = self.norm, self.u, 8 * self.u
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
         if self.norm_before_gate:

@@ -160,7 +160,7 @@ def activated(
     a, a_error = g * s, np.abs(g) * s_error + few * np.abs(g * s)
     product = np.abs(a) * other * dz
     error = s_error + dz * (a_error * other + np.abs(a) * (s_error + u)) + few * (s + product)
-    # 1 - tanh^2 also has an error of u, relative to 1.
+    # 1 - tanh^2 also has an absolute error of u.
     return a, s + a * other * dz, a_error, error + lost * np.abs(g) * dz
 
 

@@ -147,7 +147,10 @@ def test_a_run_of_first_calls(tmp_path, capfd):
 
 
 def test_first_calls_of_training_steps(monkeypatch):
-    """Training steps of plain JAX, of jaxnorm's norms and of all of jaxnorm lower for a GPU."""
+    """Training steps can be lowered for a GPU, in three variants.
+
+    They use plain JAX, only jaxnorm's norms, or all of jaxnorm.
+    """
     tiny = Size("gpt2", 2, 64, 2, 2, 128, 96, seq=16, batch=2)
     monkeypatch.setitem(MODELS, "tiny", tiny)
     monkeypatch.setitem(compile_times.STEPS, "tiny scan", ("tiny", "scan", 2))

@@ -129,7 +129,10 @@ def check(pair, fields, dtype):
 @each
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_activation(pair, activation):
-    """`activation=` applies the activation to Flax's result, also in calls left to Flax."""
+    """With `activation=`, the result is that of Flax's module followed by the activation.
+
+    This includes calls for which our module runs Flax's code.
+    """
     (parameters, ours), (_, theirs) = pair(random_init, activation=activation)
 
     def expected(p, x, **options):

@@ -264,7 +264,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
         )
 
     of_results, of_dx, is_nan, is_zero, is_entropy = differences(x, labels, cotangents, where)
-    # An entropy is a sum of p log p. The logarithm may be as large as the range of the logits.
+    # An entropy is the sum of -p * log(p). |log(p)| may be as large as the range of the logits.
     size = float(jnp.max(jnp.abs(x)))
     assert of_results <= 2 * size * loss_error(x)
     assert of_dx <= 2 * (size * loss_error(x) + 2 * unit_roundoff(dtype))

@@ -405,7 +405,10 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kind):
 
 @pytest.fixture
 def product_kernel(monkeypatch):
-    """Replace Mosaic's kernel by the composition, and return a list of its operands' shapes."""
+    """Replace Mosaic's kernel by rms_norm and a matmul.
+
+    Return a list. Each call appends the shapes of its operands to it.
+    """
     shapes = []
 
     def kernel(x, weight, scale, bias, *, activation, **options):
@@ -424,7 +427,7 @@ def product_kernel(monkeypatch):
 def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
     """In `jax.shard_map`, implementation="mosaic" runs the kernel on each shard.
 
-    The derivative is that of the composition, rms_norm followed by a matmul.
+    The derivative is that of rms_norm followed by a matmul.
     """
     function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")

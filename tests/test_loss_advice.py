@@ -170,9 +170,9 @@ def waves(logits):
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """For logits that no matmul computed, the advice is the loss of logits.
+    """For logits that no matmul computed, the advice is jaxnorm's loss of logits.
 
-    It takes 16-bit logits and saves no cast.
+    This loss takes 16-bit logits and does not save a float32 cast of them.
     """
 
     def before(x, weight, labels):

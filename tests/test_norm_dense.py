@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """A checkpoint of RMSNorm and Dense can be loaded into RMSNormDense, and the other way round."""
+    """A checkpoint of RMSNorm and Dense can be loaded into RMSNormDense, and vice versa."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)

@@ -32,7 +32,7 @@ def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, *
         assert h.dtype == arrays["residual"].dtype
         total = exact(x) + exact(arrays["residual"])
         assert_within(h, total, rounding(total, h.dtype) + 2.0**-24 * np.abs(total))
-    # XLA may use the sum before it is rounded, in either pass.
+    # In both passes, XLA may use the sum h before h is rounded.
     excess = rounding(exact(h), h.dtype) if "residual" in arrays else np.zeros(h.shape)
     expected = NormLinear(
         excess=excess.reshape(-1, cols),

@@ -255,7 +255,10 @@ def test_results_are_the_same_again(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "rows_ring_tail"])
 def test_nan_stays_in_its_row(name: str) -> None:
-    """A NaN in one row makes only that row of dx NaN; dscale and dbias are sums over all rows."""
+    """A NaN in one row of an operand makes only this row of dx NaN.
+
+    dscale and dbias are NaN, too, because they are sums over all rows.
+    """
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
     saved, stats, scale, bias, d = make_operands(spec)

@@ -343,7 +343,7 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
 )
 @pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
-    # The number of rows is a multiple of the schedule's, so that blocks do not overlap.
+    # The number of rows is a multiple of a block's rows, so that blocks do not overlap.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
     spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)
