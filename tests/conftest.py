@@ -131,7 +131,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # This hook runs last, so it sees only the cases that -k and -m have selected.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases that cannot run on this machine, and with ``--every N`` all but one in N."""
+    """Deselect cases that cannot run on this machine.
+
+    With ``--every N``, only about one in N of the other cases is kept.
+    """
     needs.leave_out(config, items)
     every = config.getoption("--every")
     if every > 1:

@@ -444,7 +444,7 @@ def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tu
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
     """Return `function` as a function of its floating-point operands, which come first.
 
-    The other operands (labels and masks) are passed already.
+    The other operands (labels and masks) have the values that are given here.
     """
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)

@@ -15,8 +15,8 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 class LogProbs(CrossEntropy):
     """Log-probabilities and entropies of rows of logits. A log-probability is a negated loss.
 
-    The bound of the entropy follows the way it is computed: log(s) - sum(e t) / s, where t <= 0 is
-    a logit minus the maximum, e = exp(t) and s = sum(e).
+    The bound of the entropy follows its computation as log(s) - sum(e * t) / s. Here t <= 0 is a
+    logit minus the row's maximum, e = exp(t) and s = sum(e).
     """
 
     @functools.cached_property
@@ -40,7 +40,7 @@ class LogProbs(CrossEntropy):
     @functools.cached_property
     def _entropy_bound(self):
         few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
-        # A term of the sum is e t. Its error has two parts: the error of the exponential e, which
+        # A term of the sum is e * t. Its error has two parts: the error of the exponential e, which
         # comes from its argument t, and the error of the factor t.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)

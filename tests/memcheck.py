@@ -30,7 +30,7 @@ from benchmarks import triton_programs
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 # Rows and columns: narrow rows, odd and prime widths, widths that fill all fragments of a
-# warpgroup, and rows shared by a cluster of blocks; some with few rows.
+# warpgroup, and rows shared by a cluster of blocks. Some shapes have few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
 SHAPES += [(3, 131072)]
 # Rows and columns of calls with two large operands: x and a residual or a gate.

@@ -57,8 +57,8 @@ def test_bytes(direction, dtypes, arrays):
         # residual, y, h. Backward: y, dy, dh, and one gradient for both x and the residual.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # The same arrays; residual, h and dh are float32, so x and the residual have separate
-        # gradients.
+        # The same arrays as above, but the residual, h and dh are float32. So x and the residual
+        # have separate gradients.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
         # Forward: x, residual, y. Backward: x, dy, dx; the residual's gradient is dy itself.
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),

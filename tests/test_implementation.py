@@ -67,7 +67,10 @@ class Stub(types.ModuleType):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Register the stand-in. Calling the fixture with platforms makes it their default."""
+    """Register the stand-in, and yield a function of platforms.
+
+    The function makes the stand-in the default on these platforms.
+    """
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()

@@ -98,7 +98,7 @@ def test_logits_that_stand_for_none(lowest, options, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_what_is_infinite(options, implementation):
-    """Results are correct if the label is at -inf, or all logits of the row are."""
+    """Results are correct if the label's logit is -inf, or if all logits of the row are -inf."""
     x, labels, d = operands((3, 300), "float32")
     x = x.at[0, labels[0]].set(-jnp.inf).at[1].set(-jnp.inf)
     static = tuple({**options, "implementation": implementation}.items())
@@ -121,7 +121,7 @@ rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-100, 100, width=32))
 @few
 @given(rows)
 def test_entropies_are_of_no_label_and_between_0_and_that_of_even_rows(x):
-    """An entropy is the sum of -p log p over all classes; it is between 0 and log(5)."""
+    """An entropy is the sum of -p * log(p) over all 5 classes. It is between 0 and log(5)."""
 
     def of_label(k):
         return lambda x: log_prob_and_entropy(x, np.full(3, k, np.int32))

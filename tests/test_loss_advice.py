@@ -144,7 +144,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
 def test_a_tied_embedding_in_float32():
     """A tied embedding, which is also the weight of the logits, gets the advice.
 
-    There may be casts, a transpose and a bias between them.
+    There may be casts, a transpose and a bias between the embedding table and the loss.
     """
 
     def hidden(x, embedding, labels):

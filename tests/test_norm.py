@@ -108,7 +108,7 @@ def test_widths(name, cols, save, implementation):
 
 
 def test_one_column():
-    """The norm of a single column is its sign for RMSNorm, and 0 for LayerNorm.
+    """If x has a single column, RMSNorm returns the sign of x, and LayerNorm returns 0.
 
     The gradient of x is (about) 0.
     """

@@ -123,7 +123,7 @@ def test_it_is_the_composition():
 
 
 def test_shapes():
-    """Arrays may have no rows, no features, a single feature, or no axis of rows."""
+    """The operands may have 0 rows, 0 or 1 features, or only one axis."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         x, weight = jnp.ones(shape), jnp.ones((shape[-1], features))
 

@@ -144,7 +144,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """Arrays with few axes or rows are correct; they are too small for a kernel."""
+    """Results are correct for arrays with few axes or rows. They are too small for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
@@ -332,7 +332,10 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_of_a_pair_zero(dtype):
-    """If both scales of a pair are 0, gradients are correct: the forward uses 2^-60 instead."""
+    """If both scales of a pair are 0, gradients are correct.
+
+    The forward replaces the scales by 2^-60, so x_hat can be recovered.
+    """
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))
     )

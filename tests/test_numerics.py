@@ -168,7 +168,7 @@ def test_the_law(dtype, case):
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """A recovered x_hat is clipped to sqrt(N), its maximum, which rounding y may exceed."""
+    """A recovered x_hat is clipped to its maximum sqrt(N), which rounding errors could exceed."""
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):

@@ -186,7 +186,7 @@ def additions_of(jaxpr, shape):
 @pytest.mark.parametrize("layers", [unrolled, scanned])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
-    """In unchanged models, x + branch(norm(x)), the norm's backward adds the residual's gradient.
+    """In models with x + branch(norm(x)), the norm's backward adds the residual's gradient.
 
     So the jaxpr has no addition of gradients.
     """

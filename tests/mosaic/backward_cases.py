@@ -95,7 +95,7 @@ def parameter_shape(groups: int, spec: Spec) -> tuple[int, ...]:
 
 
 def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
-    """Return the backward's arguments: what the forward saves (in float64), and cotangents."""
+    """Return the backward's arguments: the arrays that the forward saves, and cotangents."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 3, (spec.rows, spec.cols))
     d = rng.normal(0, 1, (spec.rows, spec.cols)).astype(spec.y_dtype)
@@ -193,7 +193,7 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
         # u.
         total, total_error = (a / y.sum(axis=1, keepdims=True) for a in (total, total_error))
         total_error += (_TERMS + 4) * _U * np.abs(total)
-    # The kernel may compute exp(y) as 2^(y log2(e)), which rounds the exponent once more.
+    # The kernel may compute exp(y) as 2^(y * log2(e)), which rounds the exponent once more.
     weight, weight_error = (np.exp(y), 4 * (1 + np.abs(y)) * _U) if log else (y, 0)
     dx = log_softmax_gradient(y, d, 1) if log else y * (d - total)
     error = np.abs(weight) * (total_error + weight_error * np.abs(total))

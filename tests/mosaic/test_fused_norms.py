@@ -255,7 +255,7 @@ def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
 @interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation: str) -> None:
-    """The gate's activation is correct for 0 and where its exponential overflows or underflows."""
+    """The activation is correct for a gate of 0, and if its exponential over- or underflows."""
     spec = FAMILIES["gate"].spec("fwd", 8, 512, mix=MIXES[1], activation=activation)
     gate = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 255)), [-0.0]])
     arrays = norms.make_operands(spec)
