@@ -1,4 +1,4 @@
-"""A complete example of adding an operation in plain JAX: ``norm_scaled``, y = factor norm(x).
+"""A complete example of adding an operation in plain JAX: ``factor * norm(x)``.
 
 Each comment names the file in which CONTRIBUTING.md would put the code below it.
 """
@@ -38,7 +38,7 @@ class OptionsWithFactor(NormOptions):
 
 
 def norm_scaled_fwd(operands, spec):
-    """Compute y = factor norm(x)."""
+    """Compute ``y = factor * norm(x)``."""
     results = norm_fwd(operands, _unrounded(spec))
     return results._replace(y=(spec.norm.factor * results.y).astype(spec.y_dtype))
 

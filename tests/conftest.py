@@ -131,7 +131,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # This hook runs last, so it sees only the cases that -k and -m have selected.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases that cannot run on this machine, and with ``--every N`` all but one in N."""
+    """Deselect cases that cannot run on this machine.
+
+    With ``--every N``, only about one in N of the other cases is kept.
+    """
     needs.leave_out(config, items)
     every = config.getoption("--every")
     if every > 1:
@@ -155,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_testnodedown(node: Any) -> None:
     """Copy the counts of left-out cases from a pytest-xdist worker to the main process.
 
-    The first worker that ends is enough, because all workers leave out the same cases.
+    Only the first worker that ends is counted, because all workers leave out the same cases.
     """
     counts = needs.left_out(node.config)
     if not counts:
@@ -252,5 +255,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Return True in a worker of pytest-xdist, which has seen only a part of the run."""
+    """Return True in a worker process of pytest-xdist. A worker runs only a part of the tests."""
     return hasattr(config, "workerinput")

@@ -20,9 +20,10 @@ class Sizes(NamedTuple):
     """Sizes of operands.
 
     Attributes:
-      rows: the shape of the axes before the last; the last of them counts attention heads.
+      rows: the sizes of x's axes before its last axis. The last of these sizes is the number of
+        attention heads.
       cols: the size of the last axis of x.
-      features: the number of output features of a matmul, and of classes.
+      features: the number of output features of a matmul. It is also the number of classes.
     """
 
     rows: tuple[int, ...] = (4, 2)
@@ -36,8 +37,8 @@ class Function(NamedTuple):
     Attributes:
       ours: a function of the operands and of options such as `implementation`. It calls jaxnorm.
       plain: the same formula in plain JAX.
-      kinds: the kind of each operand, separated by spaces. They are keys of `SHAPES`. Operands with
-        floating-point values are differentiated.
+      kinds: a string with the kind of each operand (a key of `SHAPES`), separated by spaces.
+        Operands with floating-point values are differentiated.
     """
 
     ours: Callable[..., Any]
@@ -147,14 +148,14 @@ def of_candidates(logits, candidates, counts):
 
 
 def scales_of(labels):
-    """Return a different scale of the logits for each position."""
+    """Return a `logits_scale` with one value per position, computed from the labels."""
     return 1 / (1 + jnp.asarray(labels % 3, jnp.float32))
 
 
 def layer_of_a_teacher(labels, weight):
-    """Return a teacher's hidden states (one row per position) and the weight of its logits.
+    """Return a teacher's hidden states (one row per position) and the weight of its last layer.
 
-    Neither depends on a differentiated operand.
+    Both are constants: neither depends on an operand that is differentiated.
     """
     features = jnp.arange(5, dtype=weight.dtype)
     classes = jnp.arange(weight.shape[1], dtype=weight.dtype)
@@ -180,10 +181,10 @@ def causal_softmax(x, bias):
 
 
 def of_groups(norm):
-    """Return a norm as a function of x and of parameters whose first axis is the head.
+    """Return `norm` as a function of x and of parameters whose first axis is the head.
 
-    The norm is over positions and columns, like GroupNorm. Its own parameters have the head as
-    their second axis.
+    `norm` normalises over positions and columns, as GroupNorm does. It takes parameters whose
+    second axis is the head, so this function moves that axis.
     """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
 
@@ -418,7 +419,8 @@ FUNCTIONS = {
 }
 #: One entry for each public function, and for each form of it that is a separate operation.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
-# Tables are constant in this entry, because a call that needs their gradients runs XLA's code.
+# In this entry, the rotary tables are constants. If their gradients were needed, XLA's code would
+# run instead of kernels.
 BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
 #: Entries that differ from another entry only in one option.
@@ -442,7 +444,7 @@ def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tu
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
     """Return `function` as a function of its floating-point operands, which come first.
 
-    The other operands (labels and masks) are passed already.
+    The other operands (labels and masks) have the values that are given here.
     """
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)

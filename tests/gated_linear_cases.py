@@ -78,8 +78,8 @@ class Expected:
       gradients: a dict from each operand's name to its gradient and bound. The bound excludes the
         final rounding to the gradient's dtype.
 
-    The bounds account for these roundings: of the elementwise result, of both operands of the
-    matmul, of its sums (whose errors add up like a random walk), of its cotangent, and of results.
+    The bounds cover the rounding of the elementwise result, of the matmul's operands, of its sums,
+    of its cotangent, and of the results. The errors of sums add up like a random walk.
     """
 
     def __init__(self, arrays, d, mix, activation):
@@ -142,7 +142,7 @@ class Expected:
         }
 
     def walk(self, terms):
-        """Return a bound on the error of a sum of `terms` terms, relative to their magnitudes."""
+        """Return a bound on the error of a sum, divided by the sum of its terms' magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 

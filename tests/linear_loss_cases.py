@@ -94,7 +94,10 @@ class Linear:
         return self.rows.loss_bound() + slope * self.error
 
     def gradients(self, *d):
-        """Yield the gradients of x, weight and bias with their bounds; d has one value per row."""
+        """Yield the gradients of x, weight and bias, each with its bound.
+
+        `d` has one cotangent per row for each result.
+        """
         dlogits = self.rows.gradient(*d)
         error = self.rows.gradient_bound(*d) + self.factor_v * np.abs(dlogits)
         error = error + self.logits_scale * self.moved(*d)
@@ -112,14 +115,14 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """Return a bound on the error that the logits' errors cause in their gradient."""
+        """Return a bound on the error that errors of the logits cause in the logits' gradient."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
-            # The derivative of 1 - tanh(x / cap)^2 is below 0.77 / cap. p and the targets each sum
-            # to 1.
+            # The derivative of 1 - tanh(x / cap)^2 with respect to x is below 0.77 / cap. The
+            # probabilities p sum to 1, and so do the targets.
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)
         return np.abs(exact(d))[..., None] * moved

@@ -15,8 +15,8 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 class LogProbs(CrossEntropy):
     """Log-probabilities and entropies of rows of logits. A log-probability is a negated loss.
 
-    The bound of the entropy follows the way it is computed: log(s) - sum(e t) / s, where t <= 0 is
-    a logit minus the maximum, e = exp(t) and s = sum(e).
+    The bound of the entropy follows its computation as log(s) - sum(e * t) / s. Here t <= 0 is a
+    logit minus the row's maximum, e = exp(t) and s = sum(e).
     """
 
     @functools.cached_property
@@ -34,13 +34,13 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def _mean_depth(self):
-        """The mean, weighted by p, of the logits minus their maximum. It is at most 0."""
+        """The mean of (logit - maximum), weighted by the probabilities p. It is at most 0."""
         return -np.sum(self.p * self._depth, -1)
 
     @functools.cached_property
     def _entropy_bound(self):
         few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
-        # A term of the sum is e t. Its error has two parts: the error of the exponential e, which
+        # A term of the sum is e * t. Its error has two parts: the error of the exponential e, which
         # comes from its argument t, and the error of the factor t.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)
@@ -51,7 +51,7 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def above_mean(self):
-        """Return log p + H, where H is the entropy, for all classes that are not masked."""
+        """For each class, log p + H, where H is the row's entropy; 0 for masked classes."""
         log_p = -self._depth - self.log_s[..., None]
         return np.where(self.p > 0, log_p + np.nan_to_num(self.entropy)[..., None], 0)
 
@@ -88,8 +88,8 @@ class Linear(linear_loss_cases.Linear):
     def bounds(self):
         """Return the bounds of both results.
 
-        They use that the derivatives of an entropy with respect to the logits have magnitudes that
-        sum to at most twice the entropy.
+        The bound of the entropy relies on this fact: the magnitudes of its derivatives with
+        respect to the logits sum to at most twice the entropy.
         """
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]
@@ -108,7 +108,7 @@ class Linear(linear_loss_cases.Linear):
 def mixed(log_prob, entropy):
     """Return one number per row that depends on both results.
 
-    Its derivatives with respect to the two results differ from row to row.
+    The derivatives of this number with respect to both results differ from row to row.
     """
     return jnp.sin(log_prob) - 0.7 * entropy**2
 

@@ -75,7 +75,7 @@ KINDS = {
 
 
 def of_width(kind: str, rows: int, cols: int) -> Case:
-    """Return the case `KINDS[kind]` with `rows` queries and `cols` keys (each is S there)."""
+    """Return `KINDS[kind]` with `rows` queries and `cols` keys in place of the size S."""
 
     def sized(shape):
         if shape is None:
@@ -166,7 +166,10 @@ def assert_near(implementation, call, *operands):
 
 @jax.jit
 def difference(ours, theirs, least):
-    """Return the largest relative difference, and whether the non-finite elements are equal."""
+    """Return two things: the largest difference, and True if non-finite elements are equal.
+
+    The difference is divided by the largest element of `theirs`, or by `least` if that is larger.
+    """
     finite = jnp.isfinite(theirs)
     alike = jnp.all(finite | (ours == theirs))
     ours, theirs = (jnp.where(finite, a, 0).astype(jnp.float32) for a in (ours, theirs))

@@ -107,10 +107,10 @@ class CrossEntropy:
 
     @functools.cached_property
     def _sum_error(self):
-        """A bound on the error of log(s) that the errors of the exponentials cause.
+        """A bound on the part of log(s)'s error that is due to errors of the exponentials.
 
-        Each exponential has an error from its argument. The label's exponential has none if it is
-        the largest.
+        The rounding of its argument makes an exponential inexact. The label's exponential is
+        exact if its logit is the largest of the row.
         """
         terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
         if self.label_smoothing == 1:
@@ -141,8 +141,8 @@ class CrossEntropy:
         dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(*d), self._of_x(*d)))
         bound, few = self._of_x_bound(*d), SAFETY * self.u
         if self.logit_softcap is not None:
-            # `wrong` is the error of the cap's derivative 1 - t^2, where t = tanh(...) has an error
-            # of x_error / cap.
+            # `wrong` is the error of the softcap's derivative, 1 - t^2. It is due to t = tanh(...),
+            # whose error is x_error / cap.
             wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
             bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
         elif self.logits_scale != 1:
@@ -151,7 +151,7 @@ class CrossEntropy:
 
     @functools.cached_property
     def _depth(self):
-        """The distance of each logit below the maximum of its row; 0 for masked classes."""
+        """For each logit, the maximum of its row minus the logit; 0 for masked classes."""
         x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
         return np.abs(x - self.m[..., None])
 

@@ -32,7 +32,7 @@ from benchmarks import triton_programs
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 # Rows and columns: narrow rows, odd and prime widths, widths that fill all fragments of a
-# warpgroup, and rows shared by a cluster of blocks; some with few rows.
+# warpgroup, and rows shared by a cluster of blocks. Some shapes have few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
 SHAPES += [(3, 131072)]
 # Rows and columns of calls with two large operands: x and a residual or a gate.
@@ -54,7 +54,7 @@ LOGITS = [
 
 
 def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls over axis 1 of each shape, each with the shapes and dtypes of its operands."""
+    """Yield calls of `name` over axis 1 of arrays of several shapes, with their operands' types."""
     function = FUNCTIONS[name]
     operation = OPERATIONS[function.op]
     kinds = [OPERANDS[operand] for operand in operation.operands]
@@ -133,9 +133,10 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls of `name` (or of the loss, if `name` is no function) and their operands' types.
+    """Yield calls of the function `name`, each with its operands' types.
 
-    Most labels are classes; two are far out of range.
+    If no function has this name, the calls are cross-entropies. Two of the labels are far out of
+    range.
     """
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in OF_LOSSES:
@@ -168,7 +169,10 @@ def divergences(name: str, dtype: str, implementation: str) -> Iterator[tuple[An
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield losses of linear layers, computed in chunks, whose gradient overwrites the logits."""
+    """Yield calls of a loss of linear logits, each with its operands' types.
+
+    The loss is computed in two chunks. In each, the gradient of the logits overwrites the logits.
+    """
     function = getattr(jaxnorm, name, jaxnorm.linear_softmax_cross_entropy)
     for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
 

@@ -82,7 +82,11 @@ def specs_of(mesh_axes, axes):
 
 
 def in_shards(arrays, mesh, specs):
-    """Shard NumPy arrays over a mesh. Sharding an array on a device would run a program."""
+    """Shard arrays over a mesh.
+
+    They are converted to NumPy arrays first. To shard a JAX array, JAX would run a program on the
+    device that has it.
+    """
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 

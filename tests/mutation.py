@@ -7,7 +7,8 @@
 The 60 mutants are drawn with a fixed seed from the formulas and rules of XLA's code, the
 primitives, Mosaic and Triton. A mutant is killed if a test fails, and survives if all pass. Each
 run stops at the first failure. Without ``--tests``, `COVERING` names the tests of the mutated file.
-Kernels run in interpreters here; Triton's need ``--python`` of an environment with Triton.
+Kernels run in interpreters here. To run Triton's kernels, pass ``--python``: the Python of an
+environment in which Triton is installed.
 """
 
 import argparse
@@ -94,7 +95,10 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A mutant: in a file, `instead` replaces `code`, which are the characters `span`."""
+    """A mutant: in `file`, the text `instead` replaces the text `code`.
+
+    `span` has the indices of the start and the end of `code` in the file's text.
+    """
 
     file: str
     line: int
@@ -109,7 +113,8 @@ class Mutant(NamedTuple):
 def mutations(node: ast.AST) -> Iterator[ast.AST]:
     """Yield variants of a node.
 
-    A variant has another operator, comparison, constant or sign, or lacks a term of a sum.
+    In a variant, an operator, a comparison, a constant or a sign is replaced by another one, or a
+    sum lacks one of its terms.
     """
     changed = copy.deepcopy(node)
     match changed:
@@ -195,7 +200,7 @@ def tests_of(mutant: Mutant) -> list[str]:
 def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> dict[str, object]:
     """Run tests in a copy of the project.
 
-    The copy contains the mutant; if that is None, it is unchanged.
+    The copy contains the mutant. If `mutant` is None, the copy is unchanged.
     """
     with tempfile.TemporaryDirectory() as folder:
         for name in ("jaxnorm", "kernels", "tests", "benchmarks", "examples", "docs"):

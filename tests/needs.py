@@ -106,7 +106,13 @@ def _triton_extra() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A requirement of all tests that have one of these marks or one of these fixtures."""
+    """A requirement, and the tests that have it.
+
+    Attributes:
+      missing: a function that returns what is missing, or None if the requirement is met.
+      marks: a test has the requirement if it has one of these pytest marks.
+      fixtures: a test also has the requirement if it uses one of these fixtures.
+    """
 
     missing: Callable[[], str | None]
     marks: Sequence[str] = ()
@@ -119,7 +125,7 @@ class Need:
         )
 
 
-# A case that fails several requirements counts for the first of them.
+# If several requirements of a case are not met, it counts for the first of them.
 NEEDS = (
     Need(hopper, marks=["gpu"]),
     Need(second_gpu, marks=["multigpu"]),

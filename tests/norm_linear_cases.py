@@ -41,7 +41,7 @@ def operands(rows, cols, features, dtypes="float32", seed=0, lead=()):
 
 
 class _Norm(Norm):
-    """A norm whose input may differ from x by up to `excess`."""
+    """A norm whose bounds allow that its input differs from x by up to `excess`."""
 
     @property
     def r_error(self):
@@ -59,10 +59,10 @@ class _Norm(Norm):
 
 @dataclasses.dataclass
 class NormLinear:
-    """y = activation(rms_norm(x) weight + bias) and its gradients, with error bounds.
+    """``y = activation(rms_norm(x) @ weight + bias)`` and its gradients, with error bounds.
 
-    All inputs are exact. With a residual, x is the stored sum h. A kernel may round the normalised
-    x, or scale times weight, to the matmul's dtype.
+    All inputs are exact. With a residual, x is the stored sum h. The bounds allow that a kernel
+    rounds the normalised x, or ``scale * weight``, to the matmul's dtype.
     """
 
     x: np.ndarray
@@ -70,7 +70,7 @@ class NormLinear:
     gain: np.ndarray
     bias: np.ndarray
     d: np.ndarray
-    excess: np.ndarray  # the maximum difference between x and the x that a pass uses
+    excess: np.ndarray  # per element: how far the input that a pass uses may be from x
     x_dtype: str
     weight_dtype: str
     product_dtype: str
@@ -103,7 +103,7 @@ class NormLinear:
             self.y, self.slope = exact(self.y), exact(self.slope)
 
     def _norm(self, d):
-        """Return the reference of the norm. `d` is the gradient of its result."""
+        """Return the reference of the norm. `d` is the cotangent of the norm's result."""
         zero = np.zeros(self.x.shape[-1])
         dtypes = self.x_dtype, self.product_dtype
         norm = _Norm(self.x, self.gain, zero, d, False, self.epsilon, "input", *dtypes)
@@ -154,12 +154,12 @@ class NormLinear:
         }
 
     def walk(self, terms):
-        """Return a bound on the error of a sum of `terms` terms, relative to their magnitudes."""
+        """Return a bound on the error of a sum, divided by the sum of its terms' magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
 
 
-# Each entry has a tuple of dtypes (of x, residual, weight, scale and bias), the dtype of the
-# matmul, the dtype of y, and whether y's dtype is requested.
+# Each entry has four items: the dtypes of x, residual, weight, scale and bias; the dtype of the
+# matmul; the dtype of y; True if the call requests these two dtypes.
 MIXES = [
     *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
     (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),

@@ -1,8 +1,12 @@
 """Norms, and operations fused with them, in float64: results, gradients and error bounds.
 
-Each class takes rows (..., N) and parameters that broadcast to them; these inputs are exact.
-`expected` covers every operation of the family. r is the reciprocal of the root mean square or of
-the standard deviation, xh = (x - mean) r is the normalised row, and gain is scale + scale_offset.
+Each class takes arrays of rows (..., N) and parameters that broadcast to them. These inputs are
+taken as exact. `expected` covers every operation of the family. Three names have the same meaning
+everywhere:
+
+- r is the reciprocal of the root mean square or of the standard deviation;
+- xh = (x - mean) * r is the normalised row;
+- gain is scale + scale_offset.
 """
 
 import dataclasses
@@ -19,7 +23,7 @@ from jaxnorm.tools import references
 class GatedNorm:
     """A norm whose input or result is multiplied by a = activation(gate).
 
-    Rows are (..., N); parameters broadcast to them.
+    Arrays of rows have the shape (..., N), and parameters broadcast to it.
     """
 
     x: np.ndarray
@@ -46,7 +50,7 @@ class GatedNorm:
             False,
             self.epsilon,
             "input",
-            wide,  # the norm's own results are not rounded
+            wide,  # the norm is not rounded before it is multiplied
             wide,
         )
         if before:
@@ -58,12 +62,15 @@ class GatedNorm:
         self.dscale = self.norm.dscale
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return bounds of y, dx, dgate and dscale. dscale is a sum that is not rounded yet."""
+        """Return bounds on the errors of y, dx, dgate and dscale.
+
+        The bound of dscale excludes its final rounding.
+        """
         norm, u, few = self.norm, self.u, 8 * self.u
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
         if self.norm_before_gate:
             y = np.abs(self.a) * n + (np.abs(norm.y) + n) * self.a_error
-            # The norm's cotangent is dy a. The gradients are linear in it.
+            # The norm's cotangent is dy * a. The gradients are linear in it.
             error = np.abs(self.d) * self.a_error + u * np.abs(norm.d)
             dx = dt + self._of_cotangent(error)
             dscale = dscale + np.sum(error * np.abs(norm.xh), 0)
@@ -71,8 +78,8 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # `t` is the error of the norm's input x a. It causes a relative error of r: the mean
-            # over the row of |xh| r t.
+            # `t` is the error of the norm's input, x * a. The relative error of r that it causes is
+            # the mean of |xh| * r * t over the row.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -92,7 +99,7 @@ class GatedNorm:
         return *rows, dscale
 
     def _of_cotangent(self, error: np.ndarray) -> np.ndarray:
-        """Return the error of dx that an error of the norm's cotangent causes."""
+        """Return the error of dx, if the cotangent of the norm's result has the error `error`."""
         norm, error = self.norm, error * np.abs(self.gain)
         c2 = np.mean(error * np.abs(norm.xh), -1, keepdims=True)
         return norm.r * (error + np.abs(norm.xh) * c2) * (1 + SAFETY * self.u)
@@ -100,7 +107,10 @@ class GatedNorm:
 
 @dataclasses.dataclass
 class ScaledSum:
-    """h = residual + branch_scale x, and y = norm(h), computed from the stored h."""
+    """``h = residual + branch_scale * x`` and ``y = norm(h)``.
+
+    y and the gradients are computed from the stored h, which is an input.
+    """
 
     x: np.ndarray
     residual: np.ndarray
@@ -130,8 +140,8 @@ class ScaledSum:
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
         """Return h and a bound on its error.
 
-        The product branch_scale x and the sum are rounded in the arithmetic, and then h to its
-        dtype.
+        Three roundings are covered: of the product ``branch_scale * x`` and of the sum, both to the
+        dtype of the arithmetic, and of h to its own dtype.
         """
         product = self.branch_scale * self.x
         total = self.residual + product
@@ -139,12 +149,15 @@ class ScaledSum:
         return total, error + rounding(np.abs(total) + error, self.dtypes[1])
 
     def bound(self) -> np.ndarray:
-        """Return a bound of dresidual before it is rounded to its dtype."""
+        """Return a bound on the error of dresidual before it is rounded to its dtype."""
         few = 8 * self.u * (np.abs(self.dresidual) + np.abs(self.dh))
         return self.norm.gradient_bounds()[0] + few
 
     def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return gradients and bounds. Parameters' gradients are sums before rounding."""
+        """Return a dict from each operand's name to its gradient and the bound of its error.
+
+        The bounds of parameters' gradients exclude the final rounding.
+        """
         bound, (_, dscale, dbias) = self.bound(), self.norm.gradient_bounds()
         of_x = np.abs(self.branch_scale) * bound + 2 * self.u * np.abs(self.dx)
         rows = {"x": (self.dx, of_x), "residual": (self.dresidual, bound)}
@@ -163,11 +176,11 @@ class ScaledSum:
 
 @dataclasses.dataclass
 class RotatedNorm(Norm):
-    """y = R n, where n is the RMSNorm of a row and R rotates pairs of its columns.
+    """``y = R @ n``, where n is the RMSNorm of a row, and the matrix R rotates pairs of columns.
 
     Attributes:
-      cos, sin: the rotary table of each row, of shape (..., r / 2), where r columns are rotated.
-      dcos, dsin: each row's term of the tables' gradients.
+      cos, sin: the rotary tables, with one row for each row of x and one column for each pair.
+      dcos, dsin: for each row of x, its term of the tables' gradients.
     """
 
     cos: np.ndarray
@@ -179,7 +192,7 @@ class RotatedNorm(Norm):
             self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
         )
         self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
-        # In each column, y = c n + s n', where n' is the other column of the pair.
+        # In each column, y = c * n + s * n', where n' is n in the other column of the pair.
         self.c, self.s = rotation.cos, rotation.sin
         self.dy = self.d
         self.d = rotation.transposed(self.dy)
@@ -193,18 +206,21 @@ class RotatedNorm(Norm):
         return v[..., self.first], v[..., self.second]
 
     def _of_pairs(self, v):
-        """Return, per column, the sum of the terms' magnitudes in R v or in its transpose R' v."""
+        """Return |cos * v| + |sin * v'|, where v' has the columns of each pair exchanged.
+
+        This is the sum of the terms' magnitudes in ``R @ v``, and also in ``R.T @ v``.
+        """
         return np.abs(self.c * v) + np.abs(self.s * v[..., self.partner])
 
     def _normalised_error(self):
-        """Return a bound on the error of n in the forward."""
+        """Return a bound on the error of the norm n in the forward."""
         floor = 2.0**-60
         error = self._xh_error() * (np.abs(self.gain) + floor) + floor * np.abs(self.xh)
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return the error of y that comes from the rotation's arithmetic and from storing y."""
-        # A table is rounded, too, if its dtype differs from that of the arithmetic.
+        """Return the error of y from the arithmetic of the rotation and from rounding y."""
+        # This includes the rounding of the tables to the dtype of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
 
@@ -212,9 +228,10 @@ class RotatedNorm(Norm):
         return 1.01 * self._of_pairs(self._normalised_error()) + self._stored_error()
 
     def _undone_error(self):
-        """Return the error of the norm n that is recovered from y as R' y / (cos^2 + sin^2).
+        """Return the error of the norm n if the backward recovers it from y.
 
-        It excludes the error that n already had in the forward.
+        The backward computes ``R.T @ y / (cos^2 + sin^2)``. The error that n already had in the
+        forward is not included.
         """
         error = self._of_pairs(self._stored_error()) + 8 * self.u * self._of_pairs(np.abs(self.y))
         square = self.c**2 + self.s**2
@@ -233,9 +250,9 @@ class RotatedNorm(Norm):
         return self._xh_error() + self._undone_error() / np.maximum(np.abs(self.gain), 2.0**-60)
 
     def gradient_bounds(self):
-        """Return bounds of dx and dscale.
+        """Return bounds on the errors of dx and dscale.
 
-        R' dy, the cotangent of n, is rounded to float32 before the norm's backward.
+        The cotangent of n is ``R.T @ dy``. It is rounded to float32 before the norm's backward.
         """
         dx, dscale, _ = super().gradient_bounds()
         error = 4 * self.u * self._of_pairs(self.dy)
@@ -244,7 +261,7 @@ class RotatedNorm(Norm):
         return dx, dscale + 1.01 * np.sum(error * np.abs(self.xh), 0)
 
     def table_terms(self):
-        """Yield dcos and dsin of each row, with bounds and the sums of the terms' magnitudes."""
+        """Yield dcos and then dsin, each with its bounds and the sums of its terms' magnitudes."""
         error = self._normalised_error()
         error = error + (self._undone_error() if self.saved == "output" else 0)
         (da, db), (na, nb), (ea, eb) = (
@@ -257,13 +274,14 @@ class RotatedNorm(Norm):
 
 
 class Expected(NamedTuple):
-    """Expected values with error bounds, by the names of results and operands.
+    """Expected values of a call, each with a bound on its error.
 
     Attributes:
-      rows: results, and gradients of arrays with rows; bounds include rounding to their dtypes.
-      stats: statistics of rows.
-      terms: for the gradient of a parameter or a table, the term that each element of x adds, with
-        the term's bound and magnitude.
+      rows: a dict of the arrays with rows: results, and gradients of operands. The bounds include
+        the rounding to the array's dtype.
+      stats: a list of the statistics of rows.
+      terms: a dict with the gradients of parameters and tables, which are sums. For each, it has
+        the terms (one for each element of x), their bounds, and their magnitudes.
     """
 
     rows: dict[str, tuple[Any, Any]]
@@ -275,14 +293,15 @@ def expected(
     op, given, h, dtypes, *, saved, subtract_mean=False, epsilon=1e-6, activation=None,
     norm_before_gate=True, interleaved=False,
 ):  # fmt: skip
-    """Return the expected values of a call on rows (M, N).
+    """Return the expected values of a call, whose x has the shape (M, N).
 
     Args:
-      given: the operands and the cotangents dy and dh in float64, expanded to the elements of x.
-      h: the stored sum.
+      given: the operands and the cotangents dy and dh in float64, broadcast to the shape of x.
+      h: the sum that the call stored.
       dtypes: the dtypes of x, of the residual or the gate, and of y.
     """
-    # With a new first axis of size 1, sums over the first axis keep a term for each row.
+    # The classes above sum gradients of parameters over the first axis. Here the terms of these
+    # sums are needed, so all arrays get a new first axis of size 1.
     a = {name: array[None] for name, array in given.items()}
     x, scale, bias, dy, dh = (a[name] for name in ("x", "scale", "bias", "dy", "dh"))
     of_x, of_second, of_y = dtypes
@@ -296,7 +315,7 @@ def expected(
         rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
         gradients = ref.gradients()
         rows |= {name: gradients.pop(name) for name in ("x", "residual")}
-        if op == "add_norm":  # Both gradients are one array, rounded to both dtypes.
+        if op == "add_norm":  # The gradients of x and the residual differ only by rounding.
             value, error = rows["residual"]
             rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
         terms, norms = gradients, [ref.norm]

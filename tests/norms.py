@@ -26,7 +26,7 @@ def normal(shape, dtype, seed, scale=1.0, shift=0.0):
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
-    """Return cos and sin of random angles, multiplied by a factor, as in YaRN."""
+    """Return cos and sin of random angles. They are multiplied by `factor`, as in YaRN."""
     angle = np.random.default_rng(seed).uniform(-np.pi, np.pi, size=shape)
     return jnp.asarray(factor * np.cos(angle), dtype), jnp.asarray(factor * np.sin(angle), dtype)
 
@@ -59,8 +59,8 @@ def _numbers(shape):
 def _spread(shape, of_x, axes):
     """Return, for each element of x, the index of the parameter's element that belongs to it.
 
-    The result has the shape (rows, cols). A parameter broadcasts to the axes of x, in an order in
-    which the normalised axes are last.
+    The result has the shape (rows, cols): x's normalised axes, whose indices are `axes`, become the
+    columns. The parameter broadcasts to x's axes, ordered with the normalised axes last.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -213,7 +213,7 @@ def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
 
 
 def grouped(n, kind="layer_norm"):
-    """Return the fields of a `Spec` that give each of n groups of rows its own parameters."""
+    """Return fields of a `Spec`: x has `n` groups of rows, each with its own parameters."""
     names = ("scale", "bias", "branch_scale") if kind == "layer_norm" else ("scale", "branch_scale")
     return {f"{name}_groups": n for name in names}
 
@@ -250,7 +250,8 @@ def dtype_of(spec, name):
 def names_of(spec):
     """Return the names of the arrays that a pass takes, in the order of `contract.call`.
 
-    It omits `logits_scale`, a scale of each row's logits, which no kernel supports.
+    The list does not have `logits_scale` (a scale for each row's logits), because no kernel
+    supports it.
     """
     operation = spec.operation
     if spec.direction == "fwd":
@@ -307,10 +308,10 @@ def _index(spec, name):
 
 
 def expected_of(spec, arrays, h):
-    """Return three things: a pass's expected values, its operands, and indices of parameters.
+    """Return three things: a pass's expected values, its operands, and the dict `index`.
 
-    The last is a dict. For each operand that is no array of rows, it maps elements of x to elements
-    of the operand.
+    For each operand that broadcasts to x (a parameter or a table), `index` has an integer array of
+    x's shape: for each element of x, the index of the operand's element that belongs to it.
     """
     operands = {n: arrays[n] for n in spec.operation.operands if arrays[n] is not None}
     index = {n: _index(spec, n) for n in operands if OPERANDS[n] != "array"}
@@ -352,9 +353,10 @@ def check_forward(call, spec, arrays=None):
 
 
 def backward_operands(spec, arrays=None, made=None):
-    """Return arrays by name, the forward's results, and the operands of the backward.
+    """Return three things: a dict of arrays, a dict of the forward's results, and a list.
 
-    The saved arrays come from XLA's forward, unless `made` has the results and statistics.
+    The list has the operands of the backward that `spec` describes. If `made` is None, XLA's code
+    computes the forward. Otherwise, `made` has the results and the statistics of the forward.
     """
     arrays = make_operands(spec) if arrays is None else arrays
     forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)

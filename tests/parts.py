@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 # Targets of the custom calls that launch this library's kernels.
 TARGETS = ("mosaic_gpu", "triton_kernel_call")
-# Bytes per element of types whose names do not end in a number of bits.
+# Maps a type of HLO whose name does not contain its number of bits to its number of bytes.
 _ITEMSIZE = {"pred": 1}
 
 
@@ -26,10 +26,10 @@ def around(a: jax.Array) -> jax.Array:
 
 
 def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with slices as operands and with results written into larger arrays.
+    """Return a function that computes `function` of slices and stores results in larger arrays.
 
     Each slice and each result starts at the second element of a flat array, so no address is a
-    multiple of 16 bytes. `read` returns the elements of a result.
+    multiple of 16 bytes. The new function returns the larger arrays; `read` extracts the results.
     """
 
     def of_slices(*operands: Any) -> Any:
@@ -41,13 +41,16 @@ def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stored(a: jax.Array) -> jax.Array:
-    # Without the barrier, XLA would replace the update of the slice by a pad of `a`.
+    # Without the barrier, XLA would pad `a` instead of updating a slice of `whole`.
     whole = jax.lax.optimization_barrier(jnp.zeros(1 + a.size, a.dtype))
     return whole.at[1:].set(a.ravel())
 
 
 def read(whole: jax.Array) -> jax.Array:
-    """Return the elements of a result of a function made by `of_parts`, as a flat array."""
+    """Return a result without the element before it, as a flat array.
+
+    `whole` is an array that a function from `of_parts` returned.
+    """
     return whole[1:]
 
 
@@ -55,8 +58,9 @@ class Address(NamedTuple):
     """An address inside an array that XLA passes to a kernel.
 
     Attributes:
-      operation: the slice, or the update of a slice, that XLA fused with the kernel's call.
-      unit: a divisor of the address's offset in the array, in bytes.
+      operation: the text of the slice, or of the update of a slice, that XLA fused with the
+        kernel's call.
+      unit: a number of bytes that divides the address's offset from the start of the array.
     """
 
     operation: str
@@ -66,7 +70,7 @@ class Address(NamedTuple):
 def fused(text: str) -> list[str]:
     """Return the slices and updates of slices that XLA fused with calls of kernels.
 
-    Each is a line of the compiled program, and stands for an address that a kernel receives.
+    Each is a line of the compiled program. For each, a kernel receives an address inside an array.
     """
     return [line for body in _bodies(text) for line in _slices(body)]
 

@@ -8,14 +8,16 @@ but both are within the bound. So a comparison of the two needs no tolerance.
 
 The rounding error of one equation, where u is the unit roundoff of its result's dtype:
 
-- Additions, products and conversions are correctly rounded: u times the result.
+- Additions, products and conversions are correctly rounded. Their error is at most u times the
+  result.
 - Other elementwise functions (exp, rsqrt, tanh, quotients) have an error of ``FEW`` roundoffs. Code
-  for exp or a power first multiplies the argument x by a constant, which adds x u.
-- A sum of n terms, in any order, has an error of at most ``SAFETY sqrt(n) u`` times the sum of the
-  terms' magnitudes (a random walk, as in `reference`).
+  for exp or a power first multiplies the argument x by a constant, which adds ``x * u``.
+- A sum of n terms, in any order, has an error of at most ``SAFETY * sqrt(n) * u`` times the sum of
+  the terms' magnitudes (a random walk, as in `reference`).
 - Results below the smallest normal number may be flushed to zero.
 
-Errors of predicates and indices are not propagated: operands should not be near such thresholds.
+The analysis assumes that errors change no comparison and no index. So an operand of a comparison
+should not be near the value at which the result changes.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
@@ -76,7 +78,8 @@ def _on_the_host(array: Any) -> Any:
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
     """Assert that each array is within the error of its `Value`.
 
-    `other`: the values of a second program, whose errors are added to the bound.
+    If a second program computed the arrays, `other` has its values. Their errors are then added to
+    the bound.
     """
     actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
     others = values if other is None else jax.tree.leaves(other)
@@ -96,9 +99,9 @@ def assert_computes(
     """Assert that `actual` is ``program(*operands)`` to within the program's rounding error.
 
     Args:
-      like: the program that computed `actual`, if its equations differ: its own error is added to
-        the bound.
-      expected: the exact results, if they are known. The program then provides only the bounds.
+      like: the program that computed `actual`, if its equations differ from those of `program`. Its
+        error is then added to the bound.
+      expected: the exact results, if they are known. `program` then provides only the bounds.
     """
     analysed = analyse(program, *operands)
     if expected is not None:
@@ -116,7 +119,7 @@ def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool =
     """Assert that two programs without operands have the same results, in the same dtypes.
 
     By default, each program may have the rounding error that its own analysis allows. With
-    `as_accurate`, ours may only have the error that the analysis of the other one allows.
+    `as_accurate`, both programs may have only the error that the analysis of `theirs` allows.
     """
     results, types = ours(), jax.eval_shape(theirs)
     assert jax.tree.structure(results) == jax.tree.structure(types)
@@ -164,14 +167,14 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         (variable,) = equation.outvars
         result, rounding = _RULES[name](operands, **params)
         return [_stored(result, rounding, variable.aval.dtype)]
-    if name == "psum":  # a sum over the axis of a `jax.vmap`
+    if name == "psum":  # from `jax.lax.psum` over the axis of a `jax.vmap`
         return [
             _stored(*_sum([o], **params), v.aval.dtype)
             for o, v in zip(operands, equation.outvars, strict=True)
         ]
     if name.startswith("jaxnorm."):
         return _run_plain(equation, operands)
-    if name == "call_hi_primitive":  # jax_remat3's checkpoint and names
+    if name == "call_hi_primitive":  # `jax.checkpoint` and `checkpoint_name` with jax_remat3
         return _run_high_level(params["_prim"], equation.invars, operands)
     for key in {*params} & _INNER:
         if not name.startswith(("pallas", "shard_map")):
@@ -240,9 +243,9 @@ def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> li
 
 
 def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
-    """Return the result with the equation's own rounding added to its error.
+    """Return the result with its error increased by the rounding of the equation itself.
 
-    `rounding` is a magnitude per element, in units of the dtype's roundoff.
+    This rounding error is `rounding` (a number for each element) times the dtype's unit roundoff.
     """
     dtype = np.dtype(dtype)
     value = np.asarray(result.value, np.float64)
@@ -251,21 +254,22 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
         np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
     )
     least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
-    # The analysis itself computes in float64. So for a float64 program, it has as many roundings as
-    # the program, and the bound is doubled.
+    # The analysis computes in float64. If the program does, too, both have equally large errors, so
+    # the bound is doubled.
     own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
     error = np.broadcast_to(result.error, value.shape) + np.where(np.isfinite(value), own, 0)
     # Infinities and NaN must be reproduced exactly.
     return Value(value, np.where(np.isfinite(value), error, 0))
 
 
-# Each rule below returns two things. The first is the result, with the error that the operands
-# bring in. The second is the magnitude to which the equation's own roundoff applies.
+# Each rule below returns two things. The first is the result, with the error that is due to errors
+# of the operands. The second is a number per element. The rounding of the equation itself adds an
+# error of this number times the unit roundoff.
 
 
 def _product(a: Value, b: Value) -> Value:
     error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
-    # A select may discard a product of 0 and infinity.
+    # 0 * infinity is NaN here. This raises no error, because a select may discard the product.
     return Value(a.value * b.value, error)
 
 
@@ -279,7 +283,8 @@ def _quotient(a: Value, b: Value) -> Value:
 def _elementwise(function: Callable) -> Callable:
     """Return the rule of an elementwise function of x.
 
-    Within [x - error, x + error], the function must change most at one of the ends.
+    The rule evaluates the function at both ends of the interval [x - error, x + error]. One of
+    these values must be the farthest from the function's value at x.
     """
 
     def rule(operands, **params):
@@ -391,7 +396,7 @@ def _matmul(operands, dimension_numbers, **_):
 def _bilinear(function: Callable, terms: Callable) -> Callable:
     """Return the rule of an operation that is linear in two operands a and b, like a convolution.
 
-    ``terms(b, params)`` returns the number of products that are summed for one result.
+    Each element of the result is a sum of products, and ``terms(b, params)`` is their number.
     """
 
     def rule(operands, **params):
@@ -438,7 +443,7 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
     """
 
     def rule(operands, **params):
-        if adds:  # The traced addition has another dtype.
+        if adds:  # The addition in `params` was traced for the program's dtype, not for float64.
             with jax.enable_x64(True):
                 params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}
 
@@ -550,7 +555,7 @@ _RULES: dict[str, Callable] = {
     "select_n": _select,
     "dot_general": _matmul,
     "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
-    # A sum runs over the rows of the weight or, in the weight's gradient, over the rows of the
+    # The sums are over the rows of b: of the weight or, in the weight's gradient, of the
     # activations. So max(b.shape) is at least the number of terms.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,

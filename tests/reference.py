@@ -3,8 +3,8 @@
 `jaxnorm.tools.references` computes the float64 values. Inputs are taken as exact, so a bound only
 covers arithmetic and storage. In the bounds, u is the unit roundoff of the arithmetic (float32 or
 float64), and v that of the stored output. A sum of n rounded terms has an error of about ``sqrt(n)
-u`` times the sum of magnitudes (a random walk). The factor ``SAFETY`` covers the largest deviation
-among all elements that a test checks.
+* u`` times the sum of their magnitudes (a random walk). The factor ``SAFETY`` covers the largest
+deviation among all elements that a test checks.
 """
 
 import dataclasses
@@ -26,7 +26,10 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def of_roundings(count: int, dtype: str, size: float | np.ndarray) -> np.ndarray:
-    """Return a bound on the error of `count` successive roundings of numbers up to `size`."""
+    """Return a bound on the error of `count` successive roundings to `dtype`.
+
+    The rounded numbers have magnitudes of at most `size`.
+    """
     return np.asarray(count * unit_roundoff(dtype) * size)
 
 
@@ -50,7 +53,10 @@ def exact(x) -> np.ndarray:
 
 
 def arithmetic(*dtypes: str) -> float:
-    """Return the unit roundoff of the arithmetic: float64 if any array is, else float32."""
+    """Return the unit roundoff of the arithmetic.
+
+    The arithmetic is float64 if any of the arrays' dtypes is float64, and float32 otherwise.
+    """
     return unit_roundoff("float64" if "float64" in dtypes else "float32")
 
 
@@ -67,7 +73,10 @@ log_softmax = functools.partial(softmax, log=True)
 
 
 def softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
-    """Return the bound of a softmax: exp's argument x - m, the sum and the result are rounded."""
+    """Return a bound on the error of a softmax.
+
+    It covers the rounding of x - max(x) (the argument of exp), of the sum, and of the result.
+    """
     depth = np.max(x, axis=axis, keepdims=True) - x
     n = y.size / max(1, np.max(y, axis=axis).size)
     return SAFETY * u * y * (depth + np.max(depth) + math.sqrt(n) + 2) + rounding(y, out)
@@ -88,8 +97,9 @@ def softmax_gradient_bound(
 ) -> np.ndarray:
     """Return a bound on the error of dx, where d is the cotangent of y.
 
-    It covers y's error to first order, the arithmetic of d - sum(d y), and the rounding of dx. A
-    16-bit y is divided by its sum, so a constant that all d of a row share cancels.
+    It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
+    dx. The backward divides a 16-bit y by the sum of its row. So if a constant is added to all d of
+    a row, it cancels.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -125,10 +135,12 @@ def activated(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the activation of g, its derivative, and bounds on the errors of both.
 
-    `u` is the unit roundoff. exp(-z) has a relative error of a few u plus u |z|, because z is a
-    rounded product. The relative error of s = 1 / (1 + exp(-z)) is 1 - s times that. Results below
-    the smallest normal number may be flushed to 0. In gelu, 1 + tanh(...) has an absolute error of
-    u, even where the sum is small.
+    `u` is the unit roundoff. The bounds cover these errors:
+
+    - exp(-z) has a relative error of a few u plus ``u * |z|``, because z is a rounded product.
+    - The relative error of s = 1 / (1 + exp(-z)) is ``1 - s`` times the relative error of exp(-z).
+    - Results below the smallest normal number may be flushed to 0.
+    - In gelu, 1 + tanh(...) has an absolute error of u, even where the sum is small.
     """
     few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
     if name in ("relu", "leaky_relu"):
@@ -148,17 +160,17 @@ def activated(
     a, a_error = g * s, np.abs(g) * s_error + few * np.abs(g * s)
     product = np.abs(a) * other * dz
     error = s_error + dz * (a_error * other + np.abs(a) * (s_error + u)) + few * (s + product)
-    # 1 - tanh^2 also has an error of u, relative to 1.
+    # 1 - tanh^2 also has an absolute error of u.
     return a, s + a * other * dz, a_error, error + lost * np.abs(g) * dz
 
 
 def after_norm(
     name: str | None, n: np.ndarray, error: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `activated` returns, for an argument n (a norm's result) that has an error.
+    """Return what `activated` returns, if the argument n is a norm's result with an error.
 
-    `name` is None without an activation. An error of n changes the slope of silu and gelu by less
-    than the error. It changes the slope of relu only if n may have the other sign.
+    `name` is None without an activation. The slopes of silu and gelu change by less than n does.
+    The slope of relu changes only if the error may change the sign of n.
     """
     if name is None:
         return n, np.ones_like(n), error, np.zeros_like(n)
@@ -169,12 +181,14 @@ def after_norm(
 
 @dataclasses.dataclass
 class Norm:
-    """A norm of rows (M, N) and its gradients, with bounds on their errors. Inputs are exact.
+    """A norm of an array (M, N) of rows, and its gradients, with bounds on their errors.
+
+    The inputs are taken as exact.
 
     Attributes:
       r: the reciprocal of the root mean square or of the standard deviation.
-      xh: x_hat = (x - mean) r.
-      c1, c2: the means over a row in dx = r (d gain - c1 - xh c2).
+      xh: ``x_hat = (x - mean) * r``.
+      c1, c2: the means over a row in ``dx = r * (d * gain - c1 - xh * c2)``.
     """
 
     x: np.ndarray
@@ -210,10 +224,11 @@ class Norm:
         return SAFETY * self.u * (math.sqrt(self.n) + 4)
 
     def _xh_error(self) -> np.ndarray:
-        """Return the error of the forward's x_hat: from the mean, the subtraction and r."""
+        """Return the error that x_hat has in the forward, due to errors of the mean and of r."""
         biggest = np.max(np.abs(self.x), -1, keepdims=True) if self.subtract_mean else 0.0
         mean_error = self._walk * biggest
-        # An error of the mean adds its square to the variance; here it is relative to the variance.
+        # An error of the mean adds its square to the variance. This is the variance's relative
+        # error, so the square is divided by the variance.
         variance_error = self._walk + (mean_error * self.r) ** 2
         return mean_error * self.r + np.abs(self.xh) * variance_error
 
@@ -221,7 +236,7 @@ class Norm:
         """Return the error of the norm before the activation and before rounding."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
-        floor = 2.0**-60  # A floor changes a gain by at most this.
+        floor = 2.0**-60  # the largest change of a gain, if a floor replaces it
         return (
             self._xh_error() * (np.abs(self.gain) + floor)
             + floor * np.abs(self.xh)
@@ -247,7 +262,10 @@ class Norm:
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
-        """Return the error of z / gain in c2 = mean(d z), where z = y - bias; it is not clipped."""
+        """Return the error of x_hat in the mean c2, where x_hat is not clipped.
+
+        With a saved output, the backward computes c2 from y - bias, not from the clipped x_hat.
+        """
         if self.saved == "input":
             return self._recovered_error()
         stored = np.abs(self.xh * self.gain) + np.abs(self.bias)
@@ -276,8 +294,8 @@ class Norm:
             + rounding(self.dx, self.x_dtype)
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
-        # The norm's cotangent contains the activation's derivative, so it has an error. The
-        # gradients are linear in this cotangent.
+        # The cotangent of the norm is multiplied by the activation's derivative, which has an
+        # error. The gradients are linear in this cotangent.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)
@@ -295,7 +313,11 @@ class Norm:
 
 @dataclasses.dataclass
 class TwoNorms:
-    """h = residual + norm(x), y = norm(h): RMSNorms of rows (M, N), computed from the stored h."""
+    """``h = residual + norm(x)`` and ``y = norm(h)``, where both norms are RMSNorms.
+
+    Arrays of rows have the shape (M, N). The h from which y is computed is an input: it is the sum
+    that was rounded and stored.
+    """
 
     x: np.ndarray
     h: np.ndarray
@@ -329,9 +351,9 @@ class TwoNorms:
         few = 8 * last.u
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # The first norm has the result u and the cotangent dresidual. Its backward needs the mean
-        # of dresidual u over a row. dresidual is a sum, so a kernel may add the means of its terms
-        # instead.
+        # Let u be the result of the first norm. The cotangent of u is dresidual, so the backward
+        # needs the mean of dresidual * u over a row. A kernel may compute it in parts, because
+        # dresidual is a sum: it adds the means of (term of dresidual) * u.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(
@@ -368,8 +390,9 @@ def relative_error(actual, expected: np.ndarray) -> float:
 def assert_as_accurate(ours, theirs, expected) -> None:
     """Assert that each leaf of `ours` is as close to the float64 `expected` as `theirs` is.
 
-    Both round at the same points but differently, so their errors are two samples from one
-    distribution. If one of the two is exact, the roundoff of its dtype counts as its error.
+    Both programs round at the same points, but their rounding errors differ like two samples from
+    one distribution. So our error may be ``SAFETY`` times theirs. The roundoff of the dtype is
+    added to their error, which may be 0 by chance.
     """
     structure = jax.tree.structure(ours)
     assert structure == jax.tree.structure(theirs) == jax.tree.structure(expected)

@@ -63,7 +63,10 @@ def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
 
 
 def differences(counted: Counts) -> list[str]:
-    """Return the differences from the committed numbers, for tests of which all cases ran."""
+    """Return a message for each test whose number of refusals differs from the committed one.
+
+    Tests are left out if not all of their cases ran.
+    """
     committed = read()
     return [
         f"{test}: {refusals} of {cases} cases refused; expected {committed[test][1]} "

@@ -58,7 +58,10 @@ def build_spec(
 
 
 def changed(spec: Spec, **changes: Any) -> Spec:
-    """Return a copy of a `Spec` with these fields, or flags of `build_spec`, changed."""
+    """Return a copy of a `Spec`, in which the fields in `changes` are changed.
+
+    Flags of `build_spec` are accepted, too.
+    """
     backward = spec.direction == "bwd"
     unused = [name for name in spec.operation.results if name not in spec.outputs]
     flags = {

@@ -19,10 +19,12 @@ from jaxnorm_kernels.specs import LogitsOptions, NormOptions, SoftmaxOptions
 
 
 class StandIn(types.ModuleType):
-    """The common part of stand-ins. Subclasses add the functions and `why_unsupported`.
+    """The base class of modules that replace the kernels of an implementation in tests.
+
+    Subclasses define the functions of the kernels and `why_unsupported`.
 
     Attributes:
-      shapes: the operands' shapes in each call of a function.
+      shapes: a list that a subclass may fill with the shape of x in each call.
     """
 
     def __init__(self) -> None:
@@ -36,12 +38,12 @@ class StandIn(types.ModuleType):
 
 
 class Kernels(StandIn):
-    """XLA's functions, as stand-ins for kernels.
+    """A stand-in for kernels that runs XLA's code.
 
-    Like a kernel, they take two-dimensional arrays of rows and run on a single shard.
+    Like kernels, its functions take two-dimensional arrays of rows and run on a single shard.
 
     Attributes:
-      tables: the shapes of rotary tables.
+      tables: a list of the shapes of rotary tables that calls had.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,10 @@ def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def as_default(module: StandIn) -> Iterator[StandIn]:
-    """Register the module as ``"stand_in"`` and make it the default implementation."""
+    """Register `module` as ``"stand_in"`` and make it the default implementation.
+
+    Both end with the context.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         patch.setitem(backends.MODULES, "stand_in", module.__name__)

@@ -66,7 +66,7 @@ def test_group_norm(module, activation):
 
 
 def test_group_norm_alone():
-    """Flax's GroupNorm saves its result twice, because it reshapes it; advice finds both."""
+    """Flax's GroupNorm saves its result before and after a reshape. The advice counts both."""
     before, after = (of_model(Blocks(m.GroupNorm)) for m in (flax.linen, jaxnorm.linen))
     assert is_true(before, after, "layer_norm")
 

@@ -83,7 +83,7 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Each common test of the suite, as a function that runs it for the added operation.
+# Maps a name to a function that runs one of the suite's common tests for the added operation.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
@@ -215,10 +215,7 @@ def test_every_operation_has_formulas_and_a_reference():
 
 
 def test_the_docs_have_the_names_of_the_table():
-    """The docs list the names of all residuals.
-
-    For each name, they say whether the policy saves it, and which values of `save=` do.
-    """
+    """The docs list the names of all residuals, and say which of them the policy saves."""
     text = section("docs/transformations.md", "Rematerialisation")
     rows = re.findall(r"^\| `(jaxnorm_\w+)` \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
     kept = {name: is_kept == "yes" for name, _, is_kept in rows}
@@ -236,8 +233,8 @@ def test_the_docs_have_the_names_of_the_table():
 def test_the_docs_say_what_the_table_s_entries_keep():
     lines = (ROOT / "docs/memory.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:3] == "| `"]
-    # The last column is about plain JAX and is not tested. The columns before it are for
-    # save="output" and save="input"; functions without `save=` have only one.
+    # In the docs' table, two columns are for save="output" and save="input". Functions without
+    # `save=` have one column instead. The last column is about plain JAX and is not tested.
     said = {name: kept for names, *kept, _ in rows for name in re.findall(r"`(\w+)`", names)}
     for name, function in FUNCTIONS.items():
         operation = OPERATIONS[function.op]

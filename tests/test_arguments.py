@@ -68,7 +68,7 @@ def test_a_chunk_of_more_rows_than_there_are():
 
 W = jnp.ones((4, 5))
 NAMES = sorted(public_functions() - OTHERS)
-# Every option of every function whose value is a number.
+# Pairs of a function and an option: all options that are numbers.
 NUMBERS = [
     *((n, o) for n in NAMES for o, default in options_of(n).items() if type(default) is float),
     *((n, "logit_softcap") for n in NAMES if "logit_softcap" in options_of(n)),
@@ -248,7 +248,8 @@ def test_a_mask_of_classes_for_the_linear_loss(shape):
         LINEAR_LOSSES[name](X, weight, labels, where=mask)
     log_prob, _ = jaxnorm.linear_log_prob_and_entropy(X, weight, labels, where=mask)
     expected = jaxnorm.softmax_cross_entropy_with_integer_labels(X @ weight, labels, where=mask)
-    # Sums of 4 products, 5 exponentials, their sum, and the logarithm: 16 roundings.
+    # At most 16 roundings: of sums of 4 products, of 5 exponentials and their sum, and of the
+    # logarithm.
     bound = of_roundings(16, "float32", 1.0)
     np.testing.assert_allclose(-log_prob, expected, rtol=bound)
     if shape == (1, 1, 5):

@@ -57,9 +57,9 @@ def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
         y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *operands)
         return [y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))]
 
-    # The two functions round logits and weights at different points. For ours, `analyse` gives no
-    # finite bound in bfloat16: it does not use that the weights of a row sum to 1, and the gradient
-    # divides by that sum.
+    # The two functions round logits and weights at different points. In bfloat16, `analyse` gives
+    # no finite bound for ours: our gradient divides by the sum of the weights of a row, and
+    # `analyse` cannot know that this sum is near 1. So the bound of Flax's function is used.
     assert_same_results(lambda: both(ours), lambda: both(theirs), as_accurate=True)
 
 
@@ -125,8 +125,8 @@ def test_complex_operands_in_linen(kind):
         for f in (jaxnorm.linen.dot_product_attention, nn.dot_product_attention)
     )
     assert ours.dtype == theirs.dtype == "complex64"
-    # Sums of 4 and of 5 complex products, which are 8 and 10 real products, with a softmax over 5
-    # keys in between.
+    # The logits are sums of 4 complex products, which are 8 real products. After a softmax over 5
+    # keys, the results are sums of 5 complex products, which are 10 real products.
     size = float(max(jnp.abs(a).max() for a in operands)) ** 2
     bound = SAFETY * unit_roundoff("float32") * (math.sqrt(8) + 2 + math.sqrt(10)) * 8 * size
     assert np.abs(ours - theirs).max() <= bound

@@ -51,8 +51,8 @@ def results(f, q, k, v, ct):
 def expected(q, k, v, ct, kept, *, rounds_logits):
     """Return the results in float64, with bounds on their errors.
 
-    `rounds_logits`: True if the query divided by sqrt(depth) and the logits are rounded to 16 bits,
-    as in linen.
+    `rounds_logits` is True for linen's functions. They round two arrays to 16 bits: the query
+    divided by sqrt(depth), and the logits.
     """
     dtype = q.dtype.name
     u, u16 = reference.arithmetic(dtype), reference.unit_roundoff(dtype)
@@ -94,7 +94,7 @@ def expected(q, k, v, ct, kept, *, rounds_logits):
 
 
 def contracted(subscripts):
-    """Return the einsum axis over which a matmul sums, which only its operands have."""
+    """Return the letter of the einsum axis over which a matmul sums."""
     a, b, y = subscripts.replace("->", ",").split(",")
     (axis,) = ({*a} & {*b}) - {*y}
     return axis
@@ -127,10 +127,10 @@ def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
 @pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
 @pytest.mark.parametrize("dtype", accurate)
 def test_as_accurate_as_flax(dtype, size):
-    """In nnx, our errors exceed Flax's by at most two ulps; in linen, both have similar sizes.
+    """In nnx, our errors exceed Flax's errors by at most two ulps. In linen, both are similar.
 
-    linen rounds the logits. For large logits this rounding exceeds all other errors, so ours and
-    Flax's are two samples from one distribution.
+    Linen rounds the logits. For large logits, this rounding is larger than all other errors. It is
+    random, so our error may be somewhat larger or smaller than Flax's.
     """
     given = operands(dtype, size)
     wanted, _ = expected(*given, np.ones_like(CAUSAL), rounds_logits=False)
@@ -211,7 +211,7 @@ def test_derivatives_in_both_modes_to_second_order(kind):
 
             return f(*given), jax.jvp(f, given, along), jax.jvp(gradient, given, along)
 
-        # Some 100 roundings follow one another, and condition numbers are below 100.
+        # An error is at most the sum of some 100 roundings, each amplified by less than 100.
         bound = reference.of_roundings(100 * 100, "float64", 1.0)
         for a, b in zip(*map(jax.tree.leaves, map(all_orders, (ours, plain)))):
             np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
@@ -274,7 +274,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
     a = results(lambda *a: attend(*a, bias, mask, is_causal=True), q, k, v, ct)
     both = causal if mask is None else causal & mask
     b = results(lambda *a: attend(*a, bias, both), q, k, v, ct)
-    _, _, dk, _ = a  # dv is NaN in both, because of 0 * NaN
+    _, _, dk, _ = a  # dv is NaN in `a` and `b`, because of 0 * NaN
     assert not jnp.isnan(dk[:, 1:]).any()
     for ours, by_mask in zip(a, b):
         np.testing.assert_array_equal(exact(ours), exact(by_mask))
@@ -285,7 +285,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
     """A bias of -1e9 on all unmasked keys gives no weight to masked keys."""
     q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
-    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # so that y has the weights
+    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # the identity, so that y consists of the weights
     padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
     mask = None if is_causal else jnp.tri(4, dtype=bool)[None, None]
     weights = exact(attend(q, k, v, padding, mask, is_causal=is_causal))[0, :, 0, :4]
@@ -293,7 +293,10 @@ def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
 
 
 def biases():
-    """Return float32 biases with a smallest value above, at or below the fill of masked logits."""
+    """Return a dict from names to float32 biases.
+
+    The smallest values of the biases are above, equal to, or below the value of masked logits.
+    """
     lowest = float(np.finfo(np.float32).min)
     first = np.arange(5) < 3
     values = {"normal": 0.5, "-1e9": -1e9, "lowest": lowest, "-inf": -math.inf}
@@ -305,7 +308,7 @@ def biases():
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask, name):
-    """Weights equal Flax's if all keys of a query are masked, or if biases are near the fill."""
+    """Weights equal Flax's, even if all keys of a query are masked or some biases are huge."""
     ours, theirs = {"linen": (jaxnorm.linen, nn), "nnx": (jaxnorm.nnx, nnx)}[api]
     q, k, _, _ = (a[:1, :5, :1, :8] for a in operands(dtype, 1))
     v = jnp.eye(8, dtype=dtype)[None, :5, None]
@@ -315,7 +318,7 @@ def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask
     kept = None if kept is None else kept[None, None]
     bias = biases()[name][None, None, None]
     a, b = (exact(m.dot_product_attention(q, k, v, bias, kept)) for m in (ours, theirs))
-    # The logits are below 4; in linen they are rounded to 16 bits. The weights are rounded in both.
+    # The weights are rounded in linen and in nnx. Linen also rounds the logits, which are below 4.
     bound = 8 * reference.unit_roundoff(dtype) * (np.abs(b) + (api == "linen"))
     np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
     assert np.all((np.abs(a - b) <= bound) | np.isnan(b))

@@ -12,7 +12,7 @@ import pytest
 from functions import BASIC, FUNCTIONS, Sizes, operands_of
 
 ROWS = 70
-KEPT = [0, 33, ROWS - 1]  # rows that stay the same; the last is in a partial tile
+KEPT = [0, 33, ROWS - 1]  # rows that a test does not change; the last one is in a partial tile
 LINEAR = [name for name in BASIC if "linear" in name]
 # Kernels do not support separate parameters for each row.
 NAMES = [n for n in BASIC if n not in LINEAR and "of_samples" not in FUNCTIONS[n].kinds]
@@ -44,7 +44,7 @@ def check(name, sizes, dtype, **options):
     def rows_kept(value=0.0):
         """Return the bits of the unchanged rows, in all results and in the gradient of x.
 
-        If all other rows of x are NaN, assert that all their results are, too.
+        If all other rows of x are NaN, assert that the results of each of these rows have NaN, too.
         """
         found = [np.asarray(a) for a in results(jnp.asarray(values, dtype))]
         if np.isnan(value).all():

@@ -14,7 +14,7 @@ OF_ROWS = {kind for kind in SHAPES if len(SHAPES[kind](Sizes())) == 3} - {"cos",
 
 
 def layouts(kinds):
-    """Yield the batch axes of the operands: of one operand, of all, or of other subsets."""
+    """Yield the operands' batch axes. One operand, all operands, or some of them have one."""
     for i, kind in enumerate(kinds):
         axis = (i + 1) % (len(SHAPES[kind](Sizes())) + 1)
         yield tuple(axis if j == i else None for j in range(len(kinds)))
@@ -23,8 +23,8 @@ def layouts(kinds):
     yield (None, *[0] * (len(kinds) - 1))
 
 
-# Every function is tested with a batch axis in each single operand. Of the other combinations of
-# batch axes, every function is tested with every second one.
+# Every function is tested with a batch axis in one operand, for each operand. It is also tested
+# with half of the combinations in which several operands have a batch axis.
 CASES = [
     pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
     for n, (name, function) in enumerate(FUNCTIONS.items())
@@ -34,7 +34,10 @@ CASES = [
 
 
 def batched(array, dim):
-    """Return the array stacked with similar ones along axis `dim`, or unchanged if that is None."""
+    """Return `array`, stacked with similar arrays along the new axis `dim`.
+
+    If `dim` is None, return `array` itself.
+    """
     if dim is None:
         return array
     each = [

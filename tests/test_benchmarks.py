@@ -53,12 +53,12 @@ def test_bytes(direction, dtypes, arrays):
 @pytest.mark.parametrize(
     ("op", "dtype", "forward", "backward"),
     [
-        # Loaded and stored arrays. Forward: x, residual, y, h. Backward: y, dy, dh, and one
-        # gradient for both x and the residual.
+        # The number of bytes per element counts all arrays that are loaded or stored. Forward: x,
+        # residual, y, h. Backward: y, dy, dh, and one gradient for both x and the residual.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # The same arrays; residual, h and dh are float32, so x and the residual have separate
-        # gradients.
+        # The same arrays as above, but the residual, h and dh are float32. So x and the residual
+        # have separate gradients.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
         # Forward: x, residual, y. Backward: x, dy, dx; the residual's gradient is dy itself.
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),
@@ -89,7 +89,7 @@ def test_a_block_with_operands_that_are_broadcast():
     assert masked.row_operands == (((2, 3, 5, 7), "bfloat16"), ((2, 1, 5, 7), "bool"))
     assert masked.bytes == 210 * 2 * 2 + 70  # x and y, and the mask of 70 bytes
     biased = BlockWorkload("biased_softmax", "fwd+bwd", "2x3x5x7", "float32")
-    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x, y; y, dy, dx; bias, dbias
+    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x and y; y, dy and dx; bias and dbias
     channels = BlockWorkload("channel_layer_norm", "fwd", "2x8x5x7", "float32")
     assert channels.cols == 8
     assert channels.parameter_shapes == ((8,), (8,))
@@ -105,7 +105,8 @@ def test_the_grid():
     shapes = list(itertools.chain(*workloads.GRID.values()))
     assert len(shapes) == len(set(shapes)) == 29
     cells = list(workloads.grid())
-    # 29 shapes, forward and backward, of 4 operations in two dtypes; norms also in mixed dtypes.
+    # There are 29 shapes and 2 directions. 4 operations have two dtypes each, and the 2 norms also
+    # have mixed dtypes.
     assert len(cells) == len(set(cells)) == 29 * 2 * (4 * 2 + 2)
     assert {w.op for w in cells if w.x_dtype != w.y_dtype} == {"layer_norm", "rms_norm"}
 
@@ -222,7 +223,7 @@ def test_a_line_needs_few_questions():
     assert len(asked) <= 5
 
 
-# What the providers compute.
+# What the measured implementations ("providers") compute.
 
 
 def plain(op):
@@ -246,7 +247,7 @@ def test_every_provider_has_a_line_of_its_own():
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "jnp", "flax"])
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_providers_compute_the_operation(name, op):
-    """All providers compute the same function, with the same epsilon and dtype of y."""
+    """All measured libraries compute the same function, with the same epsilon and dtype of y."""
     workload = Workload(op, "fwd", 4, 32, "float32", "float32")
     if not PROVIDERS[name].offers(workload):
         pytest.skip(f"{name} has no {op}")
@@ -282,9 +283,10 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_adapters_have_what_the_table_offers(name, monkeypatch):
-    """Each adapter has all functions that the provider table lists for it.
+    """Each adapter has all functions that the table `PROVIDERS` lists for it.
 
-    Libraries that need a GPU are replaced by mocks.
+    An adapter is a module that calls the functions of a measured library. Libraries that need a GPU
+    are replaced by mocks.
     """
     provider = PROVIDERS[name]
     adapter = f"benchmarks.providers.{provider.adapter}"
@@ -320,7 +322,10 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
 def test_linear_losses_get_the_weight_as_torch_stores_it(
     name, module, function, given, monkeypatch
 ):
-    """The providers of one library differ in one option."""
+    """The benchmarks call a library's loss with the weight transposed, as torch stores it.
+
+    Variants of the benchmark for the same library differ in the options that they pass.
+    """
     adapter = f"benchmarks.providers.{PROVIDERS[name].adapter}"
     for each in ("torch", *LIBRARIES[name]):
         monkeypatch.setitem(sys.modules, each, unittest.mock.MagicMock())
@@ -340,7 +345,10 @@ SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed", "jnp"])
 @pytest.mark.parametrize("op", BLOCKS)
 def test_the_providers_compute_the_block(name, op):
-    """All providers compute jnp's results, in the dtypes that the count of bytes assumes."""
+    """All measured implementations compute jnp's results.
+
+    The results have the dtypes that the benchmark assumes when it counts bytes.
+    """
     shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
     for dtype in ("float32", "mixed"):
         workload = BlockWorkload(op, "fwd", shape, dtype)

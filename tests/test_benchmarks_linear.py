@@ -36,7 +36,7 @@ PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
 
 
 def test_flops_and_bytes():
-    """FLOPs are those of M x K times K x N; bytes count each array once per pass."""
+    """A matmul of (M, K) and (K, N) has 2 * M * K * N FLOPs. Each pass counts each array once."""
     x, weight, y = 10 * 20 * 2, 20 * 30 * 2, 10 * 30 * 2
     forward = LinearWorkload("product", "fwd", "10x20x30", "bfloat16")
     assert forward.flops == 2 * 10 * 20 * 30
@@ -78,14 +78,15 @@ def result(cell):
 
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed"])
 def test_the_providers_compute_the_product_of_a_norm(name):
-    """All providers compute the same y and gradients of x, weight and scale as jnp."""
+    """All measured implementations compute the same y and gradients as plain JAX."""
     actual = result(dataclasses.replace(BOTH, provider=name))
     expected = result(dataclasses.replace(BOTH, provider="jnp"))
     assert [a.shape for a in actual] == [(6, 48), (6, 32), (32, 48), (32,)]
     assert [a.dtype for a in actual] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
     for a, e in zip(actual, expected):
         a, e = (np.asarray(array, np.float64) for array in (a, e))
-        # A few intermediate arrays are rounded to 8 bits, differently by each provider.
+        # A few intermediate arrays are rounded to bfloat16, which has a precision of 8 bits. Each
+        # implementation rounds other arrays.
         assert np.linalg.norm(a - e) <= 4 * 2**-8 * np.linalg.norm(e)
 
 
@@ -218,7 +219,7 @@ def test_the_tables(tmp_path):
     found = written(tmp_path, ROWS)
     mine = PROVIDERS["jaxnorm"].label
     asked = "8192 x 4096 x 6144, bf16"
-    # 412.3 GFLOP in 600 us are 687 TFLOP/s.
+    # The matmul has 412.3 GFLOP. In 600 us, this is 687 TFLOP/s.
     assert report_tables.linear(found.rows["linear"]).splitlines()[:7] == [
         "| cell | provider | us | TFLOP/s | of the product | jaxnorm's speed | temp MiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

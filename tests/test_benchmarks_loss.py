@@ -33,18 +33,18 @@ CELLS = [
 
 
 def of(cell, provider):
-    """Return the same cell for another provider."""
+    """Return the same benchmark cell for another provider (a measured implementation)."""
     return dataclasses.replace(cell, provider=provider)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_bytes(dtype, size):
-    """Bytes count the logits once in the forward, and twice (with the gradient) in the backward."""
+    """Bytes count the logits in both passes, and their gradient in the backward."""
     forward = 10 * 30 * size + 10 * (4 + 4)  # also labels and losses
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes
     assert both == 2 * forward + 10 * 30 * size
-    # log_prob_and_entropy has a second result per position, with a cotangent.
+    # log_prob_and_entropy has one more result per position, which has a cotangent.
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2
@@ -161,7 +161,10 @@ def program(cell):
     [(n, c) for c in CELLS for n in ("jaxnorm", "optax") if PROVIDERS[n].offers(c.workload)],
 )
 def test_the_providers_compute_the_loss(name, cell):
-    """All providers compute the same loss and gradients as jnp, in the same dtypes."""
+    """All measured implementations compute the same loss and gradients as jnp.
+
+    Their dtypes are the same, too.
+    """
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
     expected, actual = (
         jax.tree.leaves(each.call(*each.operands(*inputs)))
@@ -169,8 +172,9 @@ def test_the_providers_compute_the_loss(name, cell):
     )
     results, gradients = len(cell.workload.results), len(cell.workload.gradients)
     assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
-    # The two providers round logits, or their gradients, to the cell's dtype at different points. A
-    # sum has at most as many such terms as the longest row of an operand has elements.
+    # The two implementations round logits, or their gradients, to the cell's dtype at different
+    # points. The rounded numbers are terms of sums. The number of terms is at most the largest size
+    # of an operand's last axis.
     walk = 2 * SAFETY * unit_roundoff(cell.dtype) * np.sqrt(max(a.shape[-1] for a in inputs[0]))
     for a, e in zip(actual, expected):
         assert_within(a, exact(e), walk * np.abs(exact(e)).max())
@@ -178,7 +182,10 @@ def test_the_providers_compute_the_loss(name, cell):
 
 @pytest.mark.parametrize("cell", [c for c in CELLS if c.workload.flops])
 def test_the_products_are_those_of_the_loss(cell):
-    """The provider "products" runs only the loss's matmuls, with results of the same shapes."""
+    """The provider "products" of the benchmarks runs only the matmuls of a linear loss.
+
+    Its results have the shapes and dtypes of the loss and its gradients.
+    """
     theirs, products = program(of(cell, "jnp")), program(of(cell, "products"))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), theirs.call.out_info)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), products.call.out_info) == shapes

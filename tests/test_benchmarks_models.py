@@ -27,8 +27,8 @@ has_rope = pytest.mark.skipif(
 )
 
 
-# Variant, remat, layers and dtype. The variant with linear layers covers all values that the others
-# have.
+# Variant, remat, layers and dtype. The variant "jaxnorm-products" runs with every remat, every kind
+# of layers and every dtype.
 CASES = [
     ("jaxnorm-norms", "none", "scan", "float32"),
     ("jaxnorm-everything", "dots", "scan", "float32"),
@@ -61,9 +61,9 @@ def loss_and_gradients(kind, variant=models.PLAIN, remat="none", layers="scan", 
 def bound(size, dtype):
     """Return a bound on the relative error of the loss, and on ||error|| / ||gradient||.
 
-    In both passes together, a layer has some 20 operations. Each of them rounds, or sums at most as
-    many terms as there are hidden features or tokens. Their errors are independent and add up as a
-    random walk.
+    In both passes together, a layer has some 20 operations. An operation rounds its result, or it
+    is a sum. A sum has at most as many terms as there are hidden features, tokens or classes. All
+    errors are independent and add up as a random walk.
     """
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
     # For bfloat16, sums are computed in float32 and rounded once.
@@ -191,7 +191,10 @@ def test_what_fits(cell, monkeypatch):
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_the_step_trains_in_place(layers):
-    """A training step returns a state of its own shapes and dtypes, so the state can be donated."""
+    """A training step returns a state with the shapes and dtypes of its argument.
+
+    So the argument can be donated.
+    """
     model = Model(TINY["gpt2"], VARIANTS["jnp"], layers=layers)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape(language_models.OPTIMIZER.init, params)

@@ -117,9 +117,10 @@ def test_an_implementation_whose_packages_lack_is_missing():
 
 
 def test_a_context_that_is_lost_in_preparation():
-    """If the GPU's context is lost while several cells are prepared, none of them gets the error.
+    """If the GPU's context is lost while several cells are prepared, no cell counts as failed.
 
-    It is unknown which one failed, so the worker is restarted. A single cell does get the error.
+    It is unknown which of them caused the error, so the worker is restarted. If only one cell is
+    prepared, it counts as failed.
     """
     side = Side((None, None), (RuntimeError("illegal address"), None))
     assert spoken(side, cells_of([0, 1])) == (worker.RESTART, [])
@@ -160,8 +161,8 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         assert [a["status"] for a in got[1:-1]] == ["ok", "ok"]
 
 
-# Several workers of one side. They run this script, where the provider of a cell says what happens
-# to the cell.
+# Tests of several workers of one side. The workers run this script. In a cell, the name of the
+# provider says what happens: for example, whether the cell fails.
 
 WORKER = """
 import os, sys, time
@@ -213,7 +214,7 @@ os._exit(worker.main())
 def started(monkeypatch, tmp_path):
     """Make workers run the script WORKER, and return the list of started processes.
 
-    `process.asked` is the command that would have been run without this fixture.
+    In each of them, the attribute `asked` is the command that the harness wanted to run.
     """
     found = []
 
@@ -355,7 +356,7 @@ def test_batches_are_even_and_keep_workloads_together():
     ]
     parts = processes.batches(cells, 3, 32)
     assert [cell for part in parts for cell in part] == cells
-    assert len(parts) == 9  # three rounds of three workers, with up to 32 cells each
+    assert len(parts) == 9  # three rounds, in each of which three workers get up to 32 cells
     assert {len(part) for part in parts} <= {8, 24}
     assert all(part[0].provider == "xla" for part in parts)
     assert processes.batches([], 3, 32) == []

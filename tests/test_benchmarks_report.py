@@ -240,13 +240,14 @@ def test_a_report_of_training_steps(tmp_path):
         f"| --- |{' ---: |' * 7}\n"
         "| llama-1b, 4 x 2048 | dots | 200.0 | - | 20.0 | - | 9 | - |"
     )
-    assert page_tables.steps(rows, []).count("\n") == 1  # no row for the largest batch
+    assert page_tables.steps(rows, []).count("\n") == 1  # only the header: the table has no row
 
 
 def test_a_report_of_bars(tmp_path):
-    """The report of bars (limits of ratios) lists only measured steps.
+    """The report of bars lists only steps that were measured.
 
-    It compares ratios before they are rounded.
+    A bar is a limit of the ratio of two measured numbers. The report compares the ratio with the
+    limit before it rounds the ratio.
     """
     table = Table(tmp_path, SUITES["training"])
 

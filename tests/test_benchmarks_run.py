@@ -35,7 +35,7 @@ def test_rows_survive_the_csv(tmp_path):
     for row in (first, failed):
         table.append(row)
     assert results.read(table.file, KERNELS.columns) == [first, failed]
-    assert table.rows() == [failed]  # the last row of a cell counts
+    assert table.rows() == [failed]  # the last row that was written for a cell
     assert first["roof"] == "0.9877"
     assert failed["us"] == ""
 
@@ -147,7 +147,10 @@ def test_a_run_of_first_calls(tmp_path, capfd):
 
 
 def test_first_calls_of_training_steps(monkeypatch):
-    """Training steps of plain JAX, of jaxnorm's norms and of all of jaxnorm lower for a GPU."""
+    """Training steps can be lowered for a GPU, in three variants.
+
+    They use plain JAX, only jaxnorm's norms, or all of jaxnorm.
+    """
     tiny = Size("gpt2", 2, 64, 2, 2, 128, 96, seq=16, batch=2)
     monkeypatch.setitem(MODELS, "tiny", tiny)
     monkeypatch.setitem(compile_times.STEPS, "tiny scan", ("tiny", "scan", 2))
@@ -221,7 +224,7 @@ def test_training_steps_are_selected():
 
 
 def test_training_steps_on_a_mesh():
-    """On a mesh, the batch grows with the number of devices, and the mesh has a name."""
+    """On a mesh, the batch is larger by the number of devices, and the cell names the mesh."""
     found = asked("--ops", "llama-1b", "--quick", "--variants", "jnp", "--devices", "1", "2")
     assert [(c.batch, c.mesh, c.devices) for c in found] == [(4, "", 1), (8, "fsdp=2", 2)]
 

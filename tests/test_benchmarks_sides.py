@@ -140,6 +140,6 @@ def test_torch_keeps_no_operands(torch, torch_side):
     measure = torch_side.prepare("kernels", cell)
     assert held() == 0
     measure()
-    assert held() > 0  # kept for other providers of this workload
+    assert held() > 0  # arrays that other providers of this workload will use
     torch_side.release()
     assert held() == 0

@@ -94,8 +94,8 @@ def test_float64(x64):
         operands[0], operands[1] - step, operands[2]
     )
     assert dx.dtype == dscale.dtype == dbias.dtype == "float64"
-    # The error of a central difference is the square of the step, plus the rounding errors of both
-    # sums.
+    # The central difference has an error of about the square of the step, plus the rounding errors
+    # of the two sums that are subtracted.
     sizes = step.size * np.abs(step).max() ** 2 + 2 * analyse(function, *operands).error
     assert np.abs(jnp.sum(dscale * step) * 2 - slope) <= sizes
 
@@ -114,7 +114,7 @@ def test_check_params():
 
 
 def test_implementations_without_strided_views_refuse_groups(monkeypatch):
-    """Without strided kernels, an implementation refuses parameters of interleaved groups."""
+    """An implementation without strided kernels refuses parameters of interleaved groups."""
     from jaxnorm_kernels import mosaic
 
     without = mosaic.IMPLEMENTATION._replace(takes_inner=takes_no_inner)

@@ -112,9 +112,9 @@ def test_keys_of_two_processes(tmp_path):
 
 
 def test_what_else_decides_which_kernels_run_is_in_the_name(monkeypatch):
-    """The digest of a call includes the preferred implementation and the compilers' versions.
+    """The digest of a call depends on the preferred implementation and on compilers' versions.
 
-    Both determine which kernels run.
+    Different values may lead to different kernels.
     """
     names = [auto_axes._digest("call")]
     for preferred in ("mosaic", "triton"):

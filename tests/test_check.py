@@ -46,7 +46,10 @@ def test_prints_a_table():
 
 
 def test_float16_degrades_below_its_normal_numbers():
-    """In float16, the gradient's error is 2 % at a scale of 2^-20, 30 % at 2^-24, 100 % at 0."""
+    """In float16, the predicted error of dscale is 2 % at a scale of 2^-20, and 30 % at 2^-24.
+
+    At a scale of 0, it is 100 %.
+    """
     for scale, low, high in [(2**-20, 0.01, 0.03), (2**-24, 0.2, 0.4), (0.0, 1.0, 1.0)]:
         (norm,) = jaxnorm.check_params({"scale": jnp.full(4, scale)}, jnp.float16)
         assert norm.under_floor == 4
@@ -246,7 +249,7 @@ def test_models_of_equinox():
 @pytest.mark.parametrize("bias", [None, 0.0, 1e-6, 1.0, 1e3])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 2.0**-15, 1e-8, 0.0])
 def test_conversions_judge_as_it_does(scale, bias, dtype):
-    """Conversions save the input of exactly the norms that check_params does not call safe."""
+    """Conversions save the input of a norm if and only if check_params does not call it safe."""
     params = {"scale": jnp.ones(8).at[5].set(scale)}
     if bias is not None:
         params["bias"] = jnp.full(8, bias)
@@ -295,7 +298,7 @@ def test_a_zero_beside_a_partner_is_lost():
             assert report["attention/q_norm"].verdict.endswith(verdict), (dtype, scale)
         if dtype != "float16":
             assert jaxnorm.check_params(heads(one), dtype).safe
-    # For Gemma, the scale is 1 + the parameter.
+    # With scale_offset=1, as in Gemma, the scale is 1 + the parameter.
     assert jaxnorm.check_params(heads(one), "bfloat16", scale_offset=1, rotated="q_norm").safe
 
 

@@ -1,9 +1,14 @@
 """On a mesh, a function and its gradients exchange no more bytes than plain JAX.
 
-Each function is compiled for eight CPU devices in three ways: with a stand-in for a kernel on Auto
-axes, as XLA's code on Auto axes, and on Explicit axes. Plain JAX runs on Auto axes, where XLA
-chooses the exchanges. Arrays are float32, because XLA's CPU code exchanges 16-bit numbers as 32-bit
-ones. `mosaic/test_mesh_programs.py` tests the exchanged dtypes in programs for GPUs.
+Each function is compiled for eight CPU devices in three ways:
+
+- on Auto axes, with a stand-in for its kernel;
+- on Auto axes, with XLA's code;
+- on Explicit axes.
+
+Plain JAX is compiled on Auto axes, where XLA chooses the exchanges. Arrays are float32, because
+XLA's CPU code exchanges 16-bit numbers as 32-bit numbers. `mosaic/test_mesh_programs.py` tests the
+exchanged dtypes in programs for GPUs.
 """
 
 import contextlib
@@ -37,7 +42,7 @@ PLAIN = plain._PLAIN
 
 
 class Kernels(StandIn):
-    """A stand-in for kernels, which XLA's partitioner cannot split."""
+    """A stand-in for kernels. XLA's partitioner can split neither its calls nor kernels."""
 
     def __getattr__(self, name):
         return getattr(xla, name)
@@ -273,7 +278,7 @@ EXCEPTIONS = {
     # x is replicated. XLA's code normalises a part of x on each device. A kernel cannot do this,
     # because it needs whole rows.
     ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
-    # JAX sums a gradient over all devices before it reshards it to the weight's sharding.
+    # JAX first sums the gradient over all devices, and then reshards the sum like the weight.
     ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
     ("gated_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
     ("activation_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
@@ -294,7 +299,8 @@ def exchanged(
 
     def step(*arrays: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            # The loss is a sum of sines. Its cotangent is elementwise, so it needs no exchange.
+            # The cotangent of this sum of sines is computed element by element, so devices need
+            # not exchange anything for it.
             results = jax.tree.leaves(function(*arrays))
             return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in results)
 

@@ -47,7 +47,7 @@ FUNCTIONS = {
     "layer_norm silu": lambda *a, **o: jaxnorm.layer_norm(*a, activation="silu", **o),
     "rms_norm_gated": lambda x, scale, bias, **o: jaxnorm.rms_norm_gated(x, x, scale, **o),
 }
-# Functions for which the rows of the other tests are too long or too short for their kernels.
+# Functions whose kernels do not support all of `SHAPES`.
 OTHERS = {
     "log_prob_and_entropy": lambda x, scale, bias, **o: jaxnorm.log_prob_and_entropy(
         x, jnp.arange(len(x)), **o
@@ -89,15 +89,15 @@ def kernels_of(lowered):
 
 
 def with_gradient(name, shape):
-    """Return the number of kernels of a function and its gradient.
+    """Return the number of kernels in a program that computes a function and its gradient.
 
-    A norm of unaligned rows has no backward kernel.
+    It is 1 for a norm of unaligned rows, which has no backward kernel, and 2 otherwise.
     """
     return 1 if "norm" in name and shape[1] % 8 else 2
 
 
 def check_lowering(configuration, shape, dtype, *programs):
-    """Assert that the configuration changes neither CUDA's kernels nor a CPU's XLA code."""
+    """Assert that programs for CUDA have the expected kernels, and programs for a CPU have none."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     with CONFIGURATIONS[configuration]():

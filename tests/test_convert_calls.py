@@ -23,7 +23,7 @@ def plain(x, w):
     return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * w
 
 
-# ------------------------------------------------------------- one model in each of the libraries
+# -------------------------------------------------------- one model for each supported library
 
 
 class NnxNorm(nnx.Module):
@@ -79,7 +79,7 @@ class EqxSubclass(EqxNorm):
 
 
 class EqxBlock(eqx.Module):
-    """A class that is passed in `calls`, with a module inside it."""
+    """A module that contains a norm. Tests pass this class, not the norm's class, in `calls`."""
 
     norm: EqxNorm
 
@@ -97,7 +97,10 @@ def equinox_model():
 
 
 def assert_as_accurate(ours, theirs, x, times=1):
-    """Assert that `times` norms in sequence, with scales of 1, are as accurate as plain JAX's."""
+    """Assert that our result is as accurate as plain JAX's result `theirs`.
+
+    Both apply `times` norms one after the other, with scales of 1.
+    """
     with jax.enable_x64(True):
         expected = jnp.asarray(np.asarray(x, "float64"))
         for _ in range(times):
@@ -221,9 +224,9 @@ def test_other_calls_are_other_traces():
 
 
 def test_converted_again(caplog):
-    """A model may be converted twice: the functions of the second conversion then count.
+    """A model may be converted twice. It then calls the functions of the second conversion.
 
-    Equal `calls=` give equal graphs.
+    Conversions with the same `calls=` give models with equal graphs.
     """
     x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
     graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]

@@ -140,7 +140,7 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
     with jaxnorm.linen.converted():
         y, variables = Several().init_with_output(jax.random.key(0), x)
     size = float(jnp.abs(y).max())
-    # Six norms with sums of 16 or 64 terms; the last norm is complex.
+    # The model has six norms, which sum over 16 or 64 elements. The last norm is complex.
     error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
     assert np.abs(y - Several().apply(variables, x)).max() <= error
     norms = [
@@ -168,9 +168,10 @@ def test_a_norm_with_a_named_axis_is_left(caplog):
 
 
 def lost(variables, *path):
-    """Return variables in which two columns of one norm cannot be recovered from its output.
+    """Return variables in which one norm has scales of 0, or scales far below the bias.
 
-    `path` leads to the norm's parameters.
+    In the two columns with such scales, the norm's input cannot be recovered from its output.
+    `path` has the keys that lead to the norm's parameters.
     """
     if not path:
         return with_lost_columns(variables)
@@ -196,7 +197,8 @@ class TwoNorms(nn.Module):
 def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
     """Outside of jax.jit, a norm whose x cannot be recovered saves its input instead.
 
-    This also holds under jax.grad and with closed-over parameters, whose values are known.
+    This also holds under jax.grad, and for parameters that the model closes over. In all these
+    cases, the values of the parameters are known.
     """
     model, x = TwoNorms(), normal((6, 16))
     variables = lost(model.init(jax.random.key(0), x), "params", "first")
@@ -246,7 +248,7 @@ def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
     of_two = REASON.replace("2 of 16", "4 of 32")
     message = f"jaxnorm.linen.converted: 1 of 3 {KEPT}layers/LayerNorm_0 {of_two}"
     assert record.getMessage() == message
-    # JAX traces again only if the set of norms that save their input changes.
+    # JAX traces the model again only if the set of norms that save their input has changed.
     with jaxnorm.linen.converted():
         assert programs() == ["output"] * 3
     with jaxnorm.linen.converted(params=jax.tree.map(jnp.copy, params)):

@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """A model with norms wherever an nnx model can have them."""
+    """A model with norms in every kind of attribute: stacked, in lists, in dicts, and so on."""
 
     def __init__(self, rngs):
         @nnx.split_rngs(splits=2)

@@ -29,10 +29,10 @@ def support(request, monkeypatch):
 H200, H100 = (folder.name for folder in report.SHOWN)
 MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
-# Kernels are the default for these calls, although they are 5 % and 2 % slower than XLA's code. The
-# arrays have 16 MiB, so a part of them stays in an H100's cache. For RMSNorm, blocks of two tiles
-# of 16 rows would be as fast as XLA's code, but only at this size. For log_softmax, none of nine
-# schedules is as fast.
+# Kernels are the default for these two calls, although they are 5 % and 2 % slower than XLA's code.
+# The arrays have 16 MiB, so a part of them stays in an H100's cache. For RMSNorm, a schedule with
+# two tiles of 16 rows per block would be as fast as XLA's code, but only at this size. For
+# log_softmax, nine schedules were measured, and none is as fast as XLA's code.
 SLOWER_ON_H100 = {
     KernelWorkload("rms_norm", "fwd", 32768, 256, "bfloat16", "bfloat16"),
     KernelWorkload("log_softmax", "fwd", 32768, 128, "float32", "float32"),
@@ -40,15 +40,18 @@ SLOWER_ON_H100 = {
 
 
 def replaced(device, workload):
-    """Return True if the committed timing of this call is that of an older kernel.
+    """Return True if the committed timing of this call was measured with an older kernel.
 
-    This is the case for long rows of odd length (50257) in the backward on the H200.
+    On the H200, this is the case for backward passes over rows of length 50257.
     """
     return device == H200 and (workload.direction, workload.cols) == ("bwd", 50257)
 
 
 def timed(name):
-    """Return the microseconds of the kernels and of XLA's code, by device and workload."""
+    """Return a dict with the times in microseconds of the kernels `name` and of XLA's code.
+
+    The keys are pairs of a device and a workload.
+    """
     return {
         (folder.name, KernelWorkload(*question)): (answers[name].us, answers["xla"].us)
         for folder in report.SHOWN
@@ -83,9 +86,9 @@ def test_no_call_as_in_training_is_slower_than_plain_jax():
 
 
 def test_a_call_that_is_left_has_a_reason(support):
-    """Each reason why a kernel is not the default applies to a call that was measured as slower.
+    """Each reason for not using kernels by default applies to a call whose kernels were slower.
 
-    Calls that XLA fuses with others are left out here. Other tests check them.
+    One reason is left out, because other tests check it: that XLA can fuse a call with others.
     """
     name, support = support
     left = [
@@ -94,7 +97,7 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # Each reason applies to at least one call for which the kernels are slower.
+    # All reasons are among the reasons of the slower calls.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 
@@ -105,7 +108,10 @@ def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
 
 
 def stacks():
-    """Return times relative to jnp, by provider and direction, and then by cell."""
+    """Return the measured times, divided by the time of plain JAX ("jnp").
+
+    They are in a dict from (provider, direction) to a dict from cells to ratios.
+    """
     (rows,) = [
         table.rows()
         for folder in sorted(report.RESULTS.iterdir())

@@ -24,9 +24,9 @@ def normal(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_second_derivative_at_a_floored_scale_is_loud(dtype):
-    """At a scale of 0, first derivatives are correct, and second derivatives from y are NaN.
+    """At a scale of 0, first derivatives are correct. With a saved y, second ones are NaN.
 
-    y does not determine these. They are correct with save="input".
+    The saved y does not determine second derivatives there. With save="input", they are correct.
     """
     x, w = normal(4, 6).astype(dtype), normal(6, seed=1).at[2].set(0)
 
@@ -36,8 +36,8 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
     ours, theirs = (lambda w, save=save: jax.grad(loss)(w, save) for save in ("output", "input"))
     others = np.arange(6) != 2
     assert_computes(ours(w)[others], lambda w: theirs(w)[others], w, like=lambda w: ours(w)[others])
-    # The gradient of this scale is a sum of 3 y^2 x_hat over four rows, where |x_hat| <= sqrt(6)
-    # and y = 2^-60 x_hat.
+    # The gradient of this scale is the sum of 3 * y^2 * x_hat over four rows, where
+    # |x_hat| <= sqrt(6) and y = 2^-60 * x_hat.
     assert np.abs(ours(w)[2]) <= 3 * 4 * 6**1.5 * 2.0**-120
     penalty = jax.grad(lambda w, save: jnp.sum(jax.grad(loss)(w, save) ** 2))
     np.testing.assert_array_equal(np.isnan(penalty(w, "output")), np.arange(6) == 2)
@@ -57,7 +57,7 @@ def test_one_hot_rows(save):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_second_derivative_through_a_rounded_bias(dtype):
-    """The bias is rounded to the output's dtype, but its derivative is that of the identity."""
+    """The bias is rounded to the output's dtype, but is differentiated as if it were not."""
     x, d = normal(3, 8).astype(jnp.float32), normal(3, 8, seed=1).astype(jnp.float32)
     for bias in (jnp.full(8, 1e-5, jnp.float32), jnp.full(8, 1.001, jnp.float32)):
 
@@ -66,6 +66,7 @@ def test_second_derivative_through_a_rounded_bias(dtype):
             return jnp.sum(d * y**2)
 
         hessian = jax.jacrev(jax.grad(loss))(bias)
-        # The cotangent 2 d of y is rounded to y's dtype before the rows are summed.
+        # In the second derivative, y has the cotangent 2 * d. It is rounded to y's dtype before the
+        # sum over rows.
         bound = unit_roundoff(dtype) * np.sum(2 * np.abs(d), 0).max()
         assert_within(hessian, np.diag(2 * exact(d).sum(0)), bound)

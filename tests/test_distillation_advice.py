@@ -55,7 +55,10 @@ def test_linear_layers(loss, temperature):
 
 @pytest.mark.parametrize("loss", [kl, reverse_kl])
 def test_other_logits(loss):
-    """If 16-bit logits are cast, both exponentials are saved; the advice is `kl_divergence`."""
+    """For 16-bit logits that no matmul computed, the advice is `kl_divergence`.
+
+    In plain JAX they are cast to float32, and the exponentials of student and teacher are saved.
+    """
 
     def logits_of(x, weight, teacher_x, teacher_weight):
         pairs = (x, weight), (teacher_x, teacher_weight)

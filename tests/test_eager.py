@@ -90,7 +90,7 @@ def test_arguments_that_cannot_be_hashed():
 
 
 def test_a_traced_argument_meets_no_jit():
-    """If any argument is traced, the primitive itself is in the caller's jaxpr, without jit."""
+    """If any argument is traced, the caller's jaxpr contains the primitive itself, not a jit."""
     x, scale = jnp.ones((4, 8)), jnp.ones(8)
     for function, operand in (
         (lambda x: jaxnorm.rms_norm(x, scale), x),
@@ -151,7 +151,7 @@ def test_debug_nans_names_the_call(compiles):
 def test_debug_infs_stays_silent_where_positions_do_not_count():
     """`jax_debug_infs` raises no error for masked positions.
 
-    The derivative marks them internally by an infinity.
+    Internally, the derivative uses an infinite number as the mark of a masked position.
     """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     where = jnp.array([True, False])

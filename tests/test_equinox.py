@@ -153,7 +153,7 @@ def test_one_kernel_each_way_over_all_rows(ours, theirs):
 
 
 class Model(eqx.Module):
-    """A model of stacked layers of equal structure, followed by one norm that is used twice."""
+    """A model with a stack of equal layers, after which one norm is applied twice."""
 
     layers: list
     last: eqx.nn.LayerNorm

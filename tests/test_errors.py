@@ -138,7 +138,10 @@ def arrays_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_that_are_none(name):
-    """A list, a string, None or integers in place of a floating-point array raise an error."""
+    """An error is raised if a floating-point array is replaced by a list, a string or None.
+
+    Integer arrays raise an error, too.
+    """
     call = plain_call_of(name)
     for argument in arrays_of(name):
         like = call.keywords.get(argument, T(8))

@@ -50,9 +50,9 @@ def test_every_public_function_has_a_call():
 
 @each
 def test_a_custom_jvp_with_frozen_arguments(x64, name):
-    """The gradient with respect to one operand is correct inside a `jax.custom_jvp`.
+    """The gradient with respect to a single operand is correct inside a `jax.custom_jvp`.
 
-    `jax.custom_jvp` provides tangents of zeros for all other operands.
+    There, the tangents of all other operands are arrays of zeros.
     """
     function, operands = call_of(name, "float64")
 
@@ -68,9 +68,9 @@ def test_a_custom_jvp_with_frozen_arguments(x64, name):
 
 @each
 def test_the_transpose_of_one_tangent(x64, name):
-    """The transpose with respect to one tangent is correct if the other tangents are constants.
+    """The JVP can be transposed with respect to one tangent.
 
-    These constants are not 0.
+    The tangents of the other operands are then constants that are not 0.
     """
     function, operands = call_of(name, "float64")
     y, pullback = jax.vjp(function, *operands)
@@ -89,8 +89,8 @@ def test_the_transpose_of_one_tangent(x64, name):
 # versa
 
 
-# rms_norm_linear is left out. Its backward uses JAX's own transpose of a matmul, which sums in
-# float32 in such programs.
+# rms_norm_linear is left out. Its backward uses JAX's own transpose of a matmul. If the program was
+# traced with 64-bit types and runs without them, this transpose sums in float32.
 each_with_rules = pytest.mark.parametrize(
     "name", [name for name in NAMES if not name.startswith("rms_norm_linear")]
 )
@@ -161,7 +161,7 @@ def test_traced_without_64_bit_types_and_lowered_with(name):
 def test_partitioned_without_64_bit_types(name):
     """A program that was traced with 64-bit types can be partitioned without them.
 
-    XLA's partitioner requests the code of a shard during compilation.
+    The code of a shard is lowered later, when XLA's partitioner calls back into Python.
     """
     with jax.enable_x64(True):
         function, operands = call_of(name, "float64")
@@ -176,8 +176,8 @@ def test_partitioned_without_64_bit_types(name):
 # ------------------------------------------------------------- static arguments outside of
 # `jax.jit`
 
-# Pairs of values that are equal in Python, although the second one raises an error. The key is the
-# type of the option's default, or the option's name.
+# Maps the type of an option's default, or the option's name, to pairs of values. Both values are
+# equal in Python, but the option accepts only the first and raises an error for the second.
 EQUAL = {
     bool: [(True, 1), (False, 0)],
     float: [(1.0, True), (0.0, False)],
@@ -203,7 +203,7 @@ def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
     accepted = True
     try:
         call(**{option: good})
-    except ValueError:  # Some functions accept no scale of 0, or not these axes.
+    except ValueError:  # Some functions do not accept a scale of 0, or these axes.
         accepted = False
     with pytest.raises(TypeError) as then:
         call(**{option: bad})

@@ -38,7 +38,7 @@ def keep_dtypes(operands, *, dtype):
     return operands
 
 
-# At least one entry for every field of Flax's modules.
+# Fields of the modules that are tested. Each of Flax's fields is in at least one entry.
 FIELDS = [
     {},
     {"epsilon": 1e-2},
@@ -54,7 +54,7 @@ FIELDS = [
     {"reduction_axes": (1, 2), "feature_axes": (1, 2)},
     {"reduction_axes": (1, 2), "feature_axes": -1},
     {"axis_name": "batch"},
-    {"axis_index_groups": [[0, 1], [2, 3]]},  # no effect without axis_name
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # has an effect only together with axis_name
     {"use_fast_variance": False},
     # Fields that only linen's modules have, then those that only nnx's have.
     {"reduction_axes": (-1, -2), "feature_axes": (-2, -1), "name": "norm"},
@@ -66,7 +66,7 @@ FIELDS = [
 
 
 class Module(NamedTuple):
-    """A module with its parameters (a tree), and a function of the parameters and x."""
+    """A module, its parameters (a tree), and `apply`, which calls it on parameters and x."""
 
     module: Any
     parameters: Any
@@ -183,7 +183,8 @@ def test_a_mask_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_other_dtypes_are_left_to_flax(make, ours, theirs):
-    # Integers in nnx are cast to floats, so our code runs; these dtypes are left to Flax's code.
+    # For these dtypes, our modules run Flax's code. Integers are left out for nnx, which casts them
+    # to floats, so our code runs.
     for dtype in ("complex64", *(["int32"] if make is linen else [])):
         x = data().astype(dtype)
         assert_same(make(ours)(x), make(theirs)(x))
@@ -236,7 +237,7 @@ def test_scale_offset(make, ours, theirs):
     scales = values_of(offset.parameters)
     np.testing.assert_array_equal(scales.get("params", scales)["scale"], 0)
     assert_computes(offset(x), plain, x, like=offset)
-    # A call with a mask runs Flax's code, which has no offset.
+    # A call with a mask runs Flax's code, which does not support `scale_offset`.
     with pytest.raises(ValueError, match=r"scale_offset=1\.0 in a call that is left to Flax's own"):
         offset(x, mask=jnp.ones(x.shape, bool))
 
@@ -270,9 +271,9 @@ def test_errors_reach_the_user(make, ours, theirs):
     ids=lambda f: "-".join(f) or "default",
 )
 def test_residual(make, ours, theirs, fields, x_dtype, save):
-    """With a residual, a module returns y, Flax's norm of h, and h = x + residual.
+    """With a residual, a module returns two results, y and h.
 
-    h has the residual's dtype.
+    h is x + residual in the residual's dtype, and y is the result of Flax's norm for h.
     """
     x, residual = data(x_dtype), jnp.sin(data())
     ours, theirs = make(ours, residual, **fields, save=save), make(theirs, residual, **fields)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: Folders of the package. Each imports only itself and the folders before it.
+#: Folders of the package. The modules of a folder import only from this folder and earlier ones.
 FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
 
 

@@ -50,9 +50,9 @@ def with_residual(function, **options):
 
 
 def rotated(function, **options):
-    """Return a function of x, scale and bias that computes rotary tables from the bias.
+    """Return `function` as a function of x, scale and bias. Its tables are computed from the bias.
 
-    cos and sin of a pair are never both near 0.
+    For each pair of columns, cos is at least 1, so cos and sin are not both near 0.
     """
 
     def call(x, scale, bias, **more):
@@ -63,7 +63,7 @@ def rotated(function, **options):
 
 
 def gated(function, **options):
-    """Return a function of x, scale and bias, which computes the gate from x and the bias."""
+    """Return `function` as a function of x, scale and bias. Its gate is sin(x) + bias."""
     return lambda x, s, b, **more: function(x, jnp.sin(x) + b, s, **options, **more)
 
 
@@ -136,7 +136,7 @@ FUNCTIONS = {
 
 
 def matrix(s, b):
-    """Return a matmul's weight that depends on scale and bias."""
+    """Return a weight for a matmul, computed from the scale s and the bias b."""
     return jnp.outer(jnp.sin(s), jnp.cos(b)) / s.size
 
 
@@ -147,7 +147,7 @@ def labels_of(x):
 def of_rows(function, **options):
     """Return a function of x, scale and bias with a result of x's shape.
 
-    `function` returns one or two numbers per row, from which the result is computed.
+    `function` returns one or two numbers per row. x is multiplied by a function of these numbers.
     """
 
     def call(x, s, b):
@@ -175,7 +175,7 @@ def our_log_prob(x, s, b, labels, **options):
 
 
 def weights_of(labels):
-    """Return weights of positions, of both signs and 0 for some rows."""
+    """Return one weight per position. Some weights are negative, and some are 0."""
     return jnp.cos(2.0 * labels) * (labels % 5 != 1)
 
 
@@ -227,8 +227,9 @@ def some_zeros(s):
     return jnp.where(jnp.arange(s.shape[-1]) % 2 == 0, 0, s)
 
 
-# Functions over other axes, functions with masks or scales, and functions of which only one of two
-# results is used. Also losses and linear layers, whose operands have other shapes.
+# More pairs: functions over other axes, functions with masks or scales, and functions with two
+# results of which only one is used. Also losses and linear layers, whose operands have other
+# shapes.
 OTHERS = {
     "softmax of all axes": (
         lambda x, s, b: jax.nn.softmax(x * s, axis=None),
@@ -290,7 +291,7 @@ OTHERS = {
             x, jnp.sin(x), matrix(s, b), bias=b, activation="gelu"
         ),
     ),
-    # Activations that are Python functions; one closes over an array.
+    # The activations are Python functions. One of them closes over an array.
     "activation_linear": (
         lambda x, s, b: jnp.tanh(s * x) @ matrix(s, b) + b,
         lambda x, s, b: jaxnorm.activation_linear(
@@ -415,8 +416,8 @@ def check(name, derivative, transformation, implementation):
     if name in FUNCTIONS:
         function = functools.partial(function, implementation=implementation)
     of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
-    # Of the transformations, only scan and vmap change values, so only they are applied to the
-    # reference. Under vmap, all rows equal the first row and have its label.
+    # Only two transformations change values, scan and vmap. So only these two are applied to the
+    # reference. Under vmap, all rows are copies of the first row and have its label.
     repeated = transformation if transformation in ("scan", "vmap") else None
     expected = expected_of(reference, derivative, repeated, *of)
     program = transformed(function, derivative, transformation)
@@ -445,10 +446,10 @@ IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels run every derivative of every function. XLA's code does too, except that each of VARIANTS
-# runs only every second derivative. Two kinds of calls are refused by some kernels: calls with few
-# short rows, and rotary norms with several scales. The latter occur in per-example gradients, where
-# each row is a group with its own scale.
+# Kernels run every derivative of every function. XLA's code also does, but for each of VARIANTS it
+# runs only half of the derivatives. Some kernels refuse calls with few short rows. Some refuse
+# rotary norms with several scales; these occur in per-example gradients, where each row is a group
+# with its own scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),
@@ -522,9 +523,9 @@ def test_hutchinson_s_estimator():
 
 @pytest.mark.parametrize(("save", "bound"), [("output", 2.2e-2), ("input", 2e-3)])
 def test_a_tangent_has_the_accuracy_of_what_is_saved(save, bound):
-    """The error of a tangent along the scale is within the documented limit for each `save`.
+    """For both values of `save`, the tangent of y has at most the error that the docs state.
 
-    The case is a bfloat16 LayerNorm with a bias of 10.
+    The call is a bfloat16 LayerNorm with a bias of 10, and only its scale has a tangent.
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(256, 1024)), jnp.bfloat16)
@@ -576,8 +577,8 @@ def jaxprs(jaxpr):
 def test_x_is_not_kept(name, around):
     """The derivative does not save x, under any transformation.
 
-    x = 3 u is computed inside the transformed function, so it is no argument. The derivative of
-    this product saves no array.
+    x = 3 * u is computed inside the transformed function. If x were an argument, it would not count
+    as saved. The derivative of the product 3 * u saves no array itself.
     """
     u, scale, bias = operands("float32", 4, 16)
     block = TRANSFORMATIONS[around](lambda u, s, b: FUNCTIONS[name][1](3 * u, s, b))

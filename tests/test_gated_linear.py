@@ -41,7 +41,7 @@ def check_case(shape, features, mix, activation, present):
         assert_within(np.reshape(exact(gradient), value.shape), value, error)
 
 
-# activation_linear runs the combinations of dtypes in which gate and up are equal.
+# activation_linear runs only the combinations in which gate and up have the same dtype.
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "shape"),
     [
@@ -68,7 +68,7 @@ def test_float64(mix, activation):
 
 
 def test_shapes():
-    """Arrays may have no rows, no features, a single feature, or no axis of rows."""
+    """The operands may have 0 rows, 0 or 1 features, or only one axis."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         arrays = operands(shape, features)
         y, gradients = value_and_gradients(arrays, jnp.ones((*shape[:-1], features)))
@@ -148,7 +148,7 @@ def test_an_activation_closes_over_arrays(around):
 
 
 def test_experts():
-    """`jax.lax.ragged_dot` may replace the matmul; both operands arrive in the matmul's dtype."""
+    """`product=` may call `jax.lax.ragged_dot`. It gets both operands in the matmul's dtype."""
     rng = np.random.default_rng(0)
     gate, up = (jnp.asarray(rng.normal(size=(12, 8)), BF16) for _ in range(2))
     weight = jnp.asarray(rng.normal(size=(3, 8, 6)), F32)
@@ -181,8 +181,8 @@ def test_experts():
 def test_a_product_of_a_tree():
     """A user's matmul may take a tree of weights.
 
-    Its integers arrive unchanged, and its floats in the matmul's dtype. The activation of this test
-    has dropout with a traced key.
+    It gets the tree's integers unchanged, and its floats cast to the matmul's dtype. In this test,
+    the activation contains dropout with a traced key.
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 8)), BF16)

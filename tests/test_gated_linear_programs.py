@@ -41,7 +41,10 @@ def arrays_of(dtype="float32"):
 
 
 def made(function, *arrays):
-    """Return the shapes of the arrays that a derivative saves, except arguments and scalars."""
+    """Return the shapes of the arrays that a derivative saves.
+
+    Arguments of the function and scalars are left out.
+    """
     kept = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*arrays).jaxpr
     inputs = {*kept.invars, *kept.constvars}
     found = [v for v in kept.outvars if isinstance(v, jax.extend.core.Var) and v not in inputs]
@@ -142,7 +145,8 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
     of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
     activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
-    # x has a quarter of an activation's size. Each weight has an eighth, and may be copied once.
+    # Sizes relative to an activation: x has a quarter. Each of at most three weights has an eighth,
+    # and XLA may copy it once.
     assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
 
 
@@ -181,7 +185,7 @@ def test_no_product_runs_twice():
         return jnp.sum(jnp.sin(gated({}, *arrays)))
 
     assert len(products_of(jax.value_and_grad(loss, range(4)), *arrays)) == 3
-    assert len(products_of(jax.grad(loss), *arrays)) == 2  # The weights have no gradients.
+    assert len(products_of(jax.grad(loss), *arrays)) == 2  # only the first operand's gradient
     text = jax.jit(loss).lower(*arrays).as_text()
     assert "optimization_barrier" not in text
 
@@ -190,7 +194,10 @@ def test_no_product_runs_twice():
 
 
 def test_a_call_is_compiled_once(monkeypatch):
-    """A call is compiled once, unless an argument is a function, which may differ each time."""
+    """A call is compiled once, unless an argument is a function, such as the activation.
+
+    A function may be a new object in each call.
+    """
     traced = []
     plain = products.Dot.__call__
 

@@ -29,7 +29,8 @@ random_init = {
     "bias_init": nn.initializers.normal(1.0),
 }
 
-# At least one entry for every field of Flax's modules. num_groups is 4 unless an entry has it.
+# Fields of the modules that are tested. Each of Flax's fields is in at least one entry. num_groups
+# is 4 unless an entry has it.
 FIELDS = [
     {},
     {"num_groups": 1},
@@ -44,11 +45,11 @@ FIELDS = [
     random_init,
     {"reduction_axes": (1, 2, -1)},
     {"reduction_axes": (-3, 2, 3)},
-    {"axis_index_groups": [[0, 1], [2, 3]]},  # no effect without axis_name
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # has an effect only together with axis_name
     {"use_fast_variance": False},
 ]
 OF_LINEN = [
-    {"reduction_axes": (2, 3)},  # nnx repeats parameters along a wrong axis
+    {"reduction_axes": (2, 3)},  # left out for nnx, which repeats parameters along a wrong axis
     {"reduction_axes": (0, 1, 2, 3)},
     {"force_float32_reductions": False},
     {"axis_name": "batch"},
@@ -56,9 +57,9 @@ OF_LINEN = [
 
 
 def linen_pair(fields, **added):
-    """Return our class and Flax's class, each as (parameters, function of parameters and x).
+    """Return two pairs, for our module and for Flax's: its parameters, and a function.
 
-    `added` has fields that only our class has.
+    The function calls the module on parameters and x. `added` has fields that only our module has.
     """
 
     def of(module, **added):
@@ -102,7 +103,7 @@ def double(tree):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
 def test_every_field(pair, fields, dtype):
-    """Parameters equal Flax's; values and gradients are as accurate as Flax's, against float64."""
+    """Parameters equal those of Flax's module. Values and gradients are as accurate as Flax's."""
     check(pair, fields, dtype)
 
 
@@ -128,7 +129,10 @@ def check(pair, fields, dtype):
 @each
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_activation(pair, activation):
-    """`activation=` applies the activation to Flax's result, also in calls left to Flax."""
+    """With `activation=`, the result is that of Flax's module followed by the activation.
+
+    This includes calls for which our module runs Flax's code.
+    """
     (parameters, ours), (_, theirs) = pair(random_init, activation=activation)
 
     def expected(p, x, **options):
@@ -181,7 +185,7 @@ def test_what_linen_leaves_to_flax(fields):
     ids=str,
 )
 def test_groups_that_flax_refuses(pair, fields):
-    """Groups that Flax refuses raise Flax's own error."""
+    """If Flax refuses the fields of groups, our modules raise Flax's own error."""
     with pytest.raises(ValueError, match=r"^(Number of groups|Either `num_groups`)"):
         pair(fields)
 

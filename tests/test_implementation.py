@@ -1,7 +1,7 @@
 """Dispatch: which implementation runs, how it is lowered, and what a new one must provide.
 
-A stand-in replaces the kernels of an accelerator. It calls XLA's functions and adds a shift to
-results, which shows that it ran. It has no differentiation rule.
+In these tests, a stand-in replaces the kernels of an accelerator. It calls XLA's functions and adds
+a constant to their results, so that a test can see whether it ran. It has no differentiation rule.
 """
 
 import os
@@ -67,7 +67,10 @@ class Stub(types.ModuleType):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Register the stand-in. Calling the fixture with platforms makes it their default."""
+    """Register the stand-in, and yield a function of platforms.
+
+    The function makes the stand-in the default on these platforms.
+    """
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
@@ -129,7 +132,7 @@ def test_second_derivatives_are_those_of_the_twin(stub):
 
         return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
 
-    # With a saved input, the backward reads only x and rstd, which the stand-in does not shift.
+    # With a saved input, the backward reads only x and rstd. The stand-in adds no constant to them.
     for implementation in ("stub", None):
         assert_computes(jax.grad(penalty(implementation))(X), jax.grad(penalty("xla")), X)
 
@@ -183,7 +186,7 @@ def test_a_batch_of_parameters_is_one_kernel_over_groups_of_rows(stub):
 
 @pytest.mark.parametrize("save", ["output", "input"])
 def test_gradients_under_vmap(stub, save):
-    """Under `jax.vmap`, each batch entry has its own parameter gradient."""
+    """Under `jax.vmap` of a gradient, the gradient of a shared scale has a batch axis."""
     stub()
     x, scale = jnp.stack([X, 2 * X]), jnp.arange(1.0, 9.0)
 
@@ -194,7 +197,8 @@ def test_gradients_under_vmap(stub, save):
 
         return jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, scale)
 
-    # With a saved output, the shift would change the gradient. So only shapes are compared.
+    # With a saved output, the stand-in's constant changes the gradient. So only shapes are
+    # compared.
     expected = analyse(lambda: grads("xla"))
     for ours, theirs in zip(grads("stub"), expected):
         assert ours.shape == theirs.value.shape
@@ -342,7 +346,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
     monkeypatch.setattr(backends, "_PREFERRED", preferred)
     number = capability and round(10 * float(capability))
     monkeypatch.setattr(launching, "local_capability", lambda: number)
-    for cols in (7, 8):  # the stand-in is the default for one of these
+    for cols in (7, 8):  # the stand-in is not the default for 7 columns
         jaxnorm.implementation_for("rms_norm", (4, cols), "float32", platform="cuda")
     jaxnorm.implementation_for("rms_norm", (4, 8), "float32", platform="cpu")
     assert len(caplog.records) == (told is not None)
@@ -406,7 +410,7 @@ def test_implementation_for_checks_its_arguments():
     scale = jax.ShapeDtypeStruct((7,), jnp.float32)
     with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
-    for name in ("softmax", "rms_norm_linear"):  # The error comes from the function.
+    for name in ("softmax", "rms_norm_linear"):  # these functions themselves raise the error
         with pytest.raises(ValueError, match=f"^{name}: implementation='mosaic' cannot run on tpu"):
             jaxnorm.implementation_for(
                 name, (8192, 4096), "bfloat16", implementation="mosaic", platform="tpu"

@@ -122,7 +122,10 @@ def step_of(block):
 
 @pytest.fixture
 def custom_vjp3():
-    """Under ``jax_remat3``, let policies see names inside a `jax.custom_vjp`, by a JAX setting."""
+    """If ``jax_remat3`` is on, also turn on ``jax_custom_vjp3``.
+
+    With this setting, policies see names inside a `jax.custom_vjp`.
+    """
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:
         jax.config.update("jax_custom_vjp3", True)
@@ -163,7 +166,10 @@ def with_a_name_outside(q, k, v):
 
 
 def kernels_of(attention):
-    """Return the gradient of a rematerialised block that saves q, k, v and the name "attention"."""
+    """Return a function that computes the gradients of a rematerialised block of attention.
+
+    The block saves q, k, v and the residuals that have the name "attention".
+    """
 
     def block(q, k, v, weight):
         q, k, v = (checkpoint_name(2 * a, name) for a, name in zip((q, k, v), "qkv"))
@@ -179,9 +185,9 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """Only names inside cuDNN's attention prevent its recomputation.
+    """To prevent the recomputation of cuDNN's attention, names must be inside of its derivative.
 
-    A `checkpoint_name` of its output does not.
+    A `checkpoint_name` of the attention's output does not prevent it.
     """
 
     def counts(attention):

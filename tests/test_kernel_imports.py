@@ -41,9 +41,9 @@ def folder(module):
 
 
 def crossing(importers, others):
-    """Return all imports from one folder into another.
+    """Return all imports of modules in the folders `others` by modules in `importers`.
 
-    These are the imports of modules of `others` by modules of `importers`.
+    Each is a text, "importer <- imported module".
     """
     return {
         f"{importer} <- {name}"

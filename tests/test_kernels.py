@@ -93,8 +93,8 @@ def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed=0):
     u = reference.arithmetic(x_dtype, y_dtype)
     y_ref = getattr(reference, name)(exact(x), -1)
     y_bound = getattr(reference, f"{name}_bound")(exact(x), y_ref, -1, y_dtype, u)
-    # For 16-bit types, exp(t) is computed as exp2(t log2(e)), whose smallest results have errors of
-    # up to 2^-17 more.
+    # For 16-bit types, exp(t) is computed as exp2(t * log2(e)). This adds relative errors of up to
+    # 2^-17, which the smallest results have.
     y_bound = y_bound + (2.0**-17 * np.abs(y_ref) if jnp.dtype(y_dtype).itemsize == 2 else 0)
     assert_within(y, y_ref, y_bound)
     gradient = getattr(reference, f"{name}_gradient")
@@ -233,7 +233,10 @@ def test_losses(rows, cols, dtype, options, kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
-    """Results equal XLA's within bounds. The entropy's gradient, p (log p + H), is below 2."""
+    """Results and gradients equal XLA's within bounds.
+
+    The bounds use that the entropy's gradient, ``p * (log p + H)``, is below 2.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
@@ -264,7 +267,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
         )
 
     of_results, of_dx, is_nan, is_zero, is_entropy = differences(x, labels, cotangents, where)
-    # An entropy is a sum of p log p. The logarithm may be as large as the range of the logits.
+    # An entropy is the sum of -p * log(p). |log(p)| may be as large as the range of the logits.
     size = float(jnp.max(jnp.abs(x)))
     assert of_results <= 2 * size * loss_error(x)
     assert of_dx <= 2 * (size * loss_error(x) + 2 * unit_roundoff(dtype))
@@ -361,7 +364,7 @@ def test_no_access_out_of_bounds_by_products(dtype):
 
 
 def check_accesses(kernels, name, dtype):
-    """Assert that a sample of kernels accesses no memory out of bounds, by compute-sanitizer."""
+    """Run a sample of kernels under compute-sanitizer, which finds accesses out of bounds."""
     if triton_programs.are_recorded():
         for case in memcheck.cases_of(kernels, name, dtype):
             memcheck.lowered(*case)

@@ -28,8 +28,8 @@ def operands(shape, dtype, teacher_dtype=None, seed=0):
 class Divergence:
     """The divergence of each row and its gradient in float64, with bounds on their errors.
 
-    The bounds follow the formulas in `xla.kl_divergence`: each term has the rounding error of an
-    exponent, and the terms of a row add up as a random walk.
+    The bounds follow the formulas in `xla.kl_divergence`. Each term has the rounding error of the
+    argument of an exponential. The errors of a row's terms add up as a random walk.
     """
 
     def __init__(self, x, teacher, dtype, *, reverse):
@@ -99,9 +99,10 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 @each_direction
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
 def test_small_divergences(x64, reverse, gap):
-    """For small divergences, errors are relative to the differences of the logits.
+    """For small divergences, the error is at most some roundoffs times `gap`.
 
-    A divergence is about half the square of such a difference.
+    `gap` is about the difference between the logits of student and teacher. The divergence is about
+    half of its square.
     """
     x, noise = operands((4, 30000), "float32")
     teacher = x + gap * noise
@@ -112,7 +113,7 @@ def test_small_divergences(x64, reverse, gap):
 
 
 INF, NAN = np.inf, np.nan
-# Rows: the student's logits, the teacher's logits, and both divergences.
+# Each entry has the student's logits, the teacher's logits, and the divergences in both directions.
 SPECIAL = [
     ([0, 1, 2], [0, -INF, 2], "finite", INF),
     ([0, -INF, 1], [0, 0, 1], INF, "finite"),

@@ -190,7 +190,7 @@ def test_float64(of):
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 21, 64, None])
 def test_chunks(chunk):
-    """Chunks may have any size: one that does not divide the rows, one row, or more than all."""
+    """The chunk's size may be 1, a number that does not divide the 21 rows, or more than 21."""
     arrays = operands(21, 16, 40)
     where = arrays[-1] % 3 > 0
     for of in ("mean", "none", "log_prob"):

@@ -1,8 +1,12 @@
 """Linear layers and their losses on meshes: split rows, a weight split along either axis, and FSDP.
 
-The mesh has eight virtual CPU devices. Arrays are float64, except for losses in chunks. Layouts
-name the split axes: n are the features of a result, f the hidden features of an MLP, d the features
-of x, and V the classes.
+The mesh has eight virtual CPU devices. Arrays are float64, except for losses in chunks. The name of
+a layout lists the split axes by these letters:
+
+- n: the features of a result;
+- f: the hidden features of an MLP;
+- d: the features of x;
+- V: the classes.
 """
 
 import functools
@@ -62,10 +66,10 @@ LABELS[0] = -100
 
 
 def loss_of_rows(x, weight, bias, labels, *, reduction):
-    """Return one number, computed from a loss or from results of rows.
+    """Return one number, computed from the results of a function of linear logits.
 
-    `reduction` is the loss's option of this name, or it selects another function: log-probabilities
-    and entropies, log-probabilities of several labels, or divergences.
+    `reduction` is an option of the loss ("mean", for example), or it selects another function:
+    log-probabilities and entropies, log-probabilities of several labels, or divergences.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
@@ -94,8 +98,8 @@ class Layer(NamedTuple):
     Attributes:
       loss: a function of the operands that returns one number.
       arrays: a function without arguments that returns the operands.
-      specs: a function of two shardings, of x and of the weight, that returns the shardings of all
-        operands.
+      specs: a function that takes the shardings of x and of the weight, and returns a list of the
+        shardings of all operands.
     """
 
     loss: Callable[..., Any]
@@ -190,8 +194,8 @@ class Layout(NamedTuple):
 
     Attributes:
       exchanges: the names of the collectives.
-      out: the sharding of the matmul's result. It must be requested if partial sums are
-        reduce-scattered.
+      out: the sharding that is requested for the matmul's result, or None. It is required if
+        partial sums are to be reduce-scattered.
       in_loop: True if classes are split, so that the loop over chunks exchanges statistics.
     """
 
@@ -228,7 +232,7 @@ LOSS = {
     "rows": Layout(P("data", "model"), P(), SUMS),
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
-    # A device gathers either 96 rows of x or 64 columns of the weight, whichever are fewer.
+    # A device could gather 96 rows of x or 64 columns of the weight. It gathers the smaller number.
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
     # Here a device gathers 24 rows of x.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
@@ -275,7 +279,7 @@ def test_layouts(name, layout, kind):
 def check_loop(text, layout):
     """Assert that loops over chunks exchange only statistics."""
     found = exchanged(text.splitlines())
-    # Results of rows (with one label or two) are gathered if x's rows are not split.
+    # If x's rows are not split, devices gather the results, one or two numbers per row.
     of_rows = [("all-gather", 8 * 12), ("all-gather", 8 * 12 * 2)]
     names = {name for name, size in found if (name, size) not in of_rows}
     assert names == layout.exchanges
@@ -285,7 +289,7 @@ def check_loop(text, layout):
     computations = dict(_computations(text))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
     found = exchanged(line for body in bodies for *_, line in computations[body])
-    # Statistics of a chunk's four rows, at most four numbers each.
+    # A chunk has four rows, and a row has at most four statistics.
     assert all(name == "all-reduce" and size <= 4 * 4 for name, size in found), found
     assert bool(found) == layout.in_loop
 
@@ -332,9 +336,9 @@ def summed(value, *axes):
 
 
 def gated_on_shards(layout, gate, up, weight, bias):
-    """Return the loss, computed inside `jax.shard_map`.
+    """Compute the loss inside `jax.shard_map`.
 
-    It is summed over the devices, which makes the gradients of weights complete.
+    The loss is summed over the devices. So the gradient of a weight also is a sum over all devices.
     """
     products = (
         functools.partial(jaxnorm.gated_linear, gate, up, weight),
@@ -355,7 +359,10 @@ def norm_on_shards(layout, x, residual, weight, scale, bias, **options):
 
 
 def on_shards(name, layout, **options):
-    """Return the loss inside `jax.shard_map`, with FSDP's arrays gathered, and its operands."""
+    """Return a function that computes the loss inside `jax.shard_map`, and then its operands.
+
+    In the layout "FSDP over d", `jax.shard_map` gathers all operands except the first two.
+    """
     its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "manual")
     sharded, specs = placed(name, mesh, its.x, its.weight)
     function = gated_on_shards if name == "gated_linear" else norm_on_shards
@@ -398,7 +405,10 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kind):
 
 @pytest.fixture
 def product_kernel(monkeypatch):
-    """Replace Mosaic's kernel by the composition, and return a list of its operands' shapes."""
+    """Replace Mosaic's kernel by rms_norm and a matmul.
+
+    Return a list. Each call appends the shapes of its operands to it.
+    """
     shapes = []
 
     def kernel(x, weight, scale, bias, *, activation, **options):
@@ -417,7 +427,7 @@ def product_kernel(monkeypatch):
 def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
     """In `jax.shard_map`, implementation="mosaic" runs the kernel on each shard.
 
-    The derivative is that of the composition, rms_norm followed by a matmul.
+    The derivative is that of rms_norm followed by a matmul.
     """
     function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
@@ -486,7 +496,10 @@ def test_kernels_get_chunks_of_shards(kind, layout, name):
 
 @pytest.mark.parametrize("name", ["mean"])
 def test_a_mean_inside_shard_map(name):
-    """In `jax.shard_map`, a mean is over a shard's rows; replicated gradients are summed."""
+    """In `jax.shard_map`, a loss's mean is taken over the rows of a shard.
+
+    The gradients of replicated operands are summed over the devices.
+    """
     mesh, loss = mesh_of(Case("", MESH, P()), "auto"), LAYERS[name].loss
     sharded, specs = placed(name, mesh, P("data", "model"), P())
     mapped = jax.shard_map(
@@ -514,9 +527,9 @@ def gated_operands(layout, kind="explicit"):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_where_the_result_lies(compiles):
-    """The result has the requested sharding; by default its rows are sharded like those of gate.
+    """The result has the requested sharding. By default, its rows are sharded like gate's rows.
 
-    The request may be a PartitionSpec for the operands' mesh or a sharding, also outside `jax.jit`.
+    The requested sharding may be a PartitionSpec or a NamedSharding, also outside of `jax.jit`.
     """
     mesh, *_ = gated_operands("f")
     for layout, asked, expected in (

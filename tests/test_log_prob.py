@@ -43,12 +43,12 @@ def test_log_probabilities_are_losses(dtype, implementation):
 def test_extremes(dtype, options, implementation):
     """Results are correct for certain and uniform rows, large logits, and logits of -inf.
 
-    In a certain row, one class has nearly all of the probability.
+    A row is certain if one class has nearly all of its probability.
     """
     x, labels, d = operands((7, 300), dtype)
-    x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # certain of the label
-    x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # certain of another class
-    x = x.at[2].set(1e4).at[3].set(-7)  # uniform
+    x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # almost all probability on the label
+    x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # on another class
+    x = x.at[2].set(1e4).at[3].set(-7)  # two uniform rows
     x = x.at[4].set(jnp.sign(x[4]) * 1e4)
     capped = "logit_softcap" in options
     x = x.at[5, 10:].set(-jnp.inf).at[5, labels[5]].set(1)
@@ -69,14 +69,15 @@ def test_extremes(dtype, options, implementation):
 def test_small_entropies(implementation):
     """Small entropies and losses have relative errors of a few roundings.
 
-    1 - p of the label is about 1e-6.
+    The probability of the label is about 1 - 1e-6.
     """
     gap = np.array([14, 16, 18, 20], np.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(gap), jnp.full(4, 3)
     log_prob, entropy = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation)
     others = 999 * np.exp(-exact(gap))
     of_entropy = np.log1p(others) + others * exact(gap) / (1 + others)
-    # A sum of 999 equal exponentials of -gap, each with the rounding error of its argument.
+    # Both depend on the sum of 999 exponentials exp(-gap), each of which has the rounding error of
+    # its argument.
     roundings = reference.SAFETY * (np.sqrt(999) + gap + 8) * reference.unit_roundoff("float32")
     assert_within(log_prob, -np.log1p(others), roundings * np.log1p(others))
     assert_within(entropy, of_entropy, roundings * of_entropy)
@@ -97,12 +98,12 @@ def test_logits_that_stand_for_none(lowest, options, implementation):
 @refusable
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_what_is_infinite(options, implementation):
-    """Results are correct if the label is at -inf, or all logits of the row are."""
+    """Results are correct if the label's logit is -inf, or if all logits of the row are -inf."""
     x, labels, d = operands((3, 300), "float32")
     x = x.at[0, labels[0]].set(-jnp.inf).at[1].set(-jnp.inf)
     static = tuple({**options, "implementation": implementation}.items())
     (log_prob, entropy), dx = values_and_gradient(x, labels, cotangents_of(d), options=static)
-    if options:  # -inf becomes -softcap
+    if options:  # with a softcap, a logit of -inf becomes -softcap
         check(x, labels, d, implementation=implementation, **options)
         return
     assert np.isneginf(log_prob[0])
@@ -120,7 +121,7 @@ rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-100, 100, width=32))
 @few
 @given(rows)
 def test_entropies_are_of_no_label_and_between_0_and_that_of_even_rows(x):
-    """An entropy is the sum of -p log p over all classes; it is between 0 and log(5)."""
+    """An entropy is the sum of -p * log(p) over all 5 classes. It is between 0 and log(5)."""
 
     def of_label(k):
         return lambda x: log_prob_and_entropy(x, np.full(3, k, np.int32))

@@ -1,4 +1,4 @@
-"""softmax and log_softmax of scale * x + bias, masked and causal, against float64 NumPy."""
+"""softmax and log_softmax of ``scale * x + bias``, also with masks, against float64 NumPy."""
 
 import functools
 import itertools
@@ -44,7 +44,10 @@ def mask_of(shape, seed=7):
 
 
 def kept_of(shape, where, causal):
-    """Return the mask (including `causal`) in NumPy; None if nothing is masked."""
+    """Return the mask `where`, combined with the causal mask, as a NumPy array.
+
+    Return None if nothing is masked.
+    """
     rows, cols = shape[-2:]
     reached = np.arange(cols) <= np.arange(rows)[:, None] if causal else None
     masks = [np.asarray(m) for m in (where, reached) if m is not None]
@@ -76,7 +79,8 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     kept = kept_of(x.shape, where, causal)
     z = scale * exact(x) + exact(bias)
     everything = np.ones(x.shape, bool) if kept is None else np.broadcast_to(kept, x.shape)
-    # z = scale x + bias is rounded twice, and so is the largest z of the row, which is subtracted.
+    # z = scale * x + bias is rounded twice. The largest z of the row is subtracted, and has the
+    # same error.
     rounded = u * (2 * np.abs(scale * exact(x)) + np.abs(exact(bias)))
     rounded = rounded + np.max(np.where(everything, rounded, 0), -1, keepdims=True)
     y_ref = expected(z, -1, kept)
@@ -230,7 +234,8 @@ def test_what_is_masked_may_take_part(with_bias):
         return filled_softmax(x, where, bias if with_bias else None, fill=fill, dtype="float32")
 
     def theirs(x, bias):
-        if with_bias:  # The bias is lost in rounding next to the huge fill; its gradient is not.
+        # The bias is lost by rounding if it is added to the huge `fill`, but it has a gradient.
+        if with_bias:
             x = x + jnp.where(x == fill, bias - jax.lax.stop_gradient(bias), bias)
         return jax.nn.softmax(jnp.where(where, x, fill))
 

@@ -88,7 +88,7 @@ def value_and_gradient(x, labels, d, where=None, axis=-1, options=()):
 
 
 def check(x, labels, d, where=None, *, implementation, of="loss", **options):
-    """Return all results, after asserting that they and the gradient are within their bounds."""
+    """Assert that all results and the gradient are within their bounds, and return the results."""
     given = {**options, "implementation": implementation}
     cotangents = FUNCTIONS[of].cotangents(d)
     results, dx = values_and_gradient(
@@ -264,7 +264,8 @@ def test_confident_labels(options, implementation):
     loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)
     if not options:
         expected = np.log1p(999 * np.exp(-exact(certain)))
-        # A sum of 999 equal exponentials, each with the rounding error of its argument.
+        # The loss depends on a sum of 999 equal exponentials, each with the rounding error of its
+        # argument.
         roundings = reference.SAFETY * (np.sqrt(999) + exact(certain) + 8) * 2.0**-24
         assert_within(loss, expected, roundings * expected)
 
@@ -276,8 +277,8 @@ def test_extreme_logits(options, implementation):
     big = jnp.sign(x) * 1e4
     check(big, labels, d, implementation=implementation, **options)
     check(x + 1e4, labels, d, implementation=implementation, **options)
-    # A logit of -inf is a class of probability 0. If the label has this logit, the loss is infinite
-    # and the gradient finite.
+    # A class whose logit is -inf has probability 0. If it is the label, the loss is infinite and
+    # the gradient finite.
     x = x.at[:, 10:].set(-jnp.inf).at[0, labels[0]].set(-jnp.inf)
     loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
     expected = CrossEntropy(x, labels)
@@ -302,7 +303,10 @@ def test_more_than_float32_halves():
 @each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis, of):
-    """Over several axes, results are those of the transposed, flattened array, also with masks."""
+    """A loss over several axes equals the loss over one axis into which they are flattened.
+
+    This also holds with masks.
+    """
     x = operands((4, 5, 6), "float32")[0]
     axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]
@@ -340,9 +344,9 @@ def test_a_shift_changes_nothing(x, labels, shift):
 @few
 @given(rows, some_labels)
 def test_smoothing_is_a_mean_of_losses(x, labels):
-    """The loss is linear in label_smoothing.
+    """The loss is a linear function of label_smoothing.
 
-    It is the loss without smoothing for 0, and the mean of the losses of all labels for 1.
+    For 0, it is the loss without smoothing. For 1, it is the mean of the losses for all labels.
     """
     plain = cross_entropy(x, labels)
     np.testing.assert_array_equal(cross_entropy(x, labels, label_smoothing=0), plain)

@@ -23,7 +23,7 @@ def of_optax(logits, labels):
 
 
 def of_log_softmax(logits, labels):
-    """Compute the loss from log_softmax, and select the elements of the labels by indexing."""
+    """Compute the loss from log_softmax: select each label's log-probability by indexing."""
     return -jax.nn.log_softmax(logits)[jnp.arange(TOKENS), labels].mean()
 
 
@@ -144,7 +144,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
 def test_a_tied_embedding_in_float32():
     """A tied embedding, which is also the weight of the logits, gets the advice.
 
-    There may be casts, a transpose and a bias between them.
+    There may be casts, a transpose and a bias between the embedding table and the loss.
     """
 
     def hidden(x, embedding, labels):
@@ -164,15 +164,15 @@ def test_a_tied_embedding_in_float32():
 
 
 def waves(logits):
-    """Return logits computed by operations whose derivatives save arrays."""
+    """Return logits that are computed without a matmul, but with operations that save arrays."""
     return 30 * jnp.sin(logits / 30)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """For logits that no matmul computed, the advice is the loss of logits.
+    """For logits that no matmul computed, the advice is jaxnorm's loss of logits.
 
-    It takes 16-bit logits and saves no cast.
+    This loss takes 16-bit logits and does not save a float32 cast of them.
     """
 
     def before(x, weight, labels):
@@ -239,7 +239,10 @@ def test_a_softcap_of_log_probabilities():
 
 @pytest.mark.parametrize("is_capped", [True, False])
 def test_logits_without_the_last_position(is_capped):
-    """If a loss slices off the last position, the linear layer's input is sliced instead."""
+    """The last position may be sliced off the logits before the loss.
+
+    The advice then is to slice it off the linear layer's input instead.
+    """
 
     def before(x, weight, labels):
         logits = x @ weight
@@ -285,9 +288,9 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """If an argmax of the logits is computed, too, they must exist anyway.
+    """If the logits are also used by an argmax, they must be computed in any case.
 
-    So following the advice saves only the exponentials.
+    So following the advice only avoids saving the exponentials.
     """
 
     def loss_with(cross_entropy):

@@ -1,7 +1,8 @@
 """The cross-entropy of XLA's code on a CPU.
 
-It divides a row into lanes. In the label's lane, it adds exponentials separately, without the
-label's own.
+It reshapes a row to a matrix, whose columns are called lanes. One sum adds the exponentials of all
+lanes except the label's lane. A second sum adds the exponentials of the label's lane, except the
+exponential of the label itself.
 """
 
 import functools
@@ -34,9 +35,9 @@ PRIME = 8209
 def test_ulps(cols, deviation):
     """Losses have errors of at most 2 ulps.
 
-    The loss is m - x_l + log(s). Its two roundings have errors of half an ulp each, and the
-    logarithm has an error of 1 ulp. The relative error of the sum s, about 2^-24, is an absolute
-    error of the logarithm. It is 1/8 ulp of a loss above 4.
+    The loss is m - x_l + log(s). The difference and the sum are rounded, with errors of half an ulp
+    each. The logarithm has an error of 1 ulp. The relative error of s, about 2^-24, becomes an
+    absolute error of the logarithm. For a loss above 4, this is 1/8 ulp.
     """
     x, _, _ = operands((32, cols), "float32", seed=cols, scale=deviation)
     labels = jnp.asarray(np.random.default_rng(1).integers(0, cols, 32))
@@ -46,9 +47,9 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The size of a lane is a divisor of the number of columns, as near as possible to cols^0.3.
+    """The size of a lane is the divisor of the number of columns that is nearest to cols^0.3.
 
-    It must give at least 32 lanes. It is None if there is no suitable divisor.
+    There must be at least 32 lanes. If there is no such divisor, the size is None.
     """
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
     assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]
@@ -59,7 +60,8 @@ def test_lane_sizes():
 def test_a_certain_label_in_every_column(dtype, masked):
     """A loss of about 1e-7 is accurate, in whatever column the label is.
 
-    The sum of the other exponentials must not include the label's, which is 1.
+    For this, the sum of the other exponentials must not include the label's exponential, which is
+    1: the others would be lost by rounding.
     """
     cols = 256
     assert lane_size(cols) == 8
@@ -71,8 +73,9 @@ def test_a_certain_label_in_every_column(dtype, masked):
     given = {"where": jnp.asarray(where)} if masked else {}
     loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, **given), x)
     expected = CrossEntropy(x, labels, **({"kept": where} if masked else {}), dtype=dtype)
-    assert expected.loss.max() < 4 * cols * np.exp(-24.0)  # lost next to 1
-    # Exponentials of arguments of up to 30, each accurate to half an ulp, and their sum.
+    assert expected.loss.max() < 4 * cols * np.exp(-24.0)  # would be lost in a sum with 1
+    # The bound covers the exponentials, whose arguments are at most 30 and have errors of half an
+    # ulp, and their sum.
     u = unit_roundoff("float32")
     roundings = SAFETY * u * (30 + np.sqrt(cols))
     assert_within(loss, expected.loss, roundings * expected.loss)
@@ -114,7 +117,10 @@ def test_labels_outside_are_nan_in_their_rows():
 
 
 def test_ties_and_infinities():
-    """Losses are correct for ties of the largest logit, single classes, labels at -inf, and NaN."""
+    """Losses are correct if several logits of a row are the largest, or if there is one class.
+
+    They are also correct for a label whose logit is -inf, and for rows with NaN.
+    """
     x = jnp.zeros((6, 4096)).at[1].set(-jnp.inf).at[1, 7].set(3.0).at[2, 7].set(-jnp.inf)
     x = x.at[3].set(-jnp.inf).at[4, 9].set(jnp.inf).at[5, 7].set(jnp.nan)
     loss = cross_entropy(x, jnp.full(6, 7))
@@ -138,6 +144,6 @@ def test_other_devices_make_the_same_sums_in_one_reduction(cols, masked, monkeyp
     elsewhere = label_sums(x, kept, m, label, at_label, spec)
     assert len(here) == len(elsewhere) == 4
     for a, b in zip(here, elsewhere):
-        # All terms have the same sign and are added in another order, so each addition adds at most
-        # one rounding.
+        # The same terms are added in another order. All have the same sign, so each addition
+        # contributes an error of at most one rounding of the sum.
         assert_within(a, exact(b), cols * unit_roundoff("float32") * np.abs(exact(b)))

@@ -55,7 +55,10 @@ def arrays():
 
 
 def placed(mesh, spec):
-    """Shard the arrays: logits by `spec`, and arrays with one number per row by its first axes."""
+    """Shard the arrays. The logits have the sharding `spec`.
+
+    The other arrays have one number per row. They are sharded like the first axes of the logits.
+    """
     specs = [spec, *[P(*spec[:2])] * 3]
     return in_shards(arrays(), mesh, specs), specs
 
@@ -66,7 +69,7 @@ def expected_of(function):
 
 
 def check(results, function, spec=None):
-    """Assert that values are correct and that the gradient is sharded like the logits."""
+    """Assert that values are correct and that the gradient has the sharding `spec`."""
     assert_analysed(results, expected_of(function))
     if spec is not None:
         _, dx = results
@@ -82,7 +85,8 @@ def sizes(found):
 def test_vocabulary_split(kernels, kind, function):
     """If the vocabulary is split, devices exchange only maxima and sums of rows, not logits.
 
-    Where XLA partitions its own code, it gathers the sums of all shards.
+    If XLA partitions the code itself (without kernels, on Auto axes), devices also exchange the
+    sums of each shard.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, _ = placed(mesh, VOCABULARY)
@@ -119,12 +123,13 @@ def test_vocabulary_split_beside_manual_rows(function):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_several_axes_of_classes_split(kind, function):
-    """With several split axes of classes, labels still count classes in row-major order."""
+    """If the classes have several axes, and all are split, a label is still a row-major index."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
-    # 24 classes are 4 x 6, with both axes split. The last two labels are invalid.
+    # The classes are the elements of axes 0 and 2, which have the sizes 4 and 6. The mesh splits
+    # both axes. The labels from 24 on are invalid.
     both = jax.value_and_grad(
         lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
     )

@@ -64,7 +64,7 @@ def test_what_runs_names_the_reasons(monkeypatch):
     ]
     monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
     assert dict(machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
-    # If both directions have the same implementation, they share a line.
+    # There is one line for both directions, because they have the same implementation.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
 
 
@@ -72,8 +72,8 @@ def test_what_runs_names_the_reasons(monkeypatch):
 def test_functions_of_linear_layers_have_plans(platform):
     """`implementation_for` supports functions of linear layers.
 
-    Functions without kernels run XLA's code. Functions of linear logits have the plan of the
-    function of a chunk's logits.
+    Functions without kernels run XLA's code. A function of linear logits has the same plan as the
+    function that it calls on the logits of a chunk.
     """
     shape, dtype = (8192, 4096), "bfloat16"
     for name in ("gated_linear", "activation_linear"):
@@ -126,7 +126,7 @@ def test_missing_extras(monkeypatch):
     assert dict(machine._missing_extras()) == {
         name: f'pip install -e ".[{name}]"' for name in ("cuda12", "cuda13", "triton")
     }
-    installed |= {"jax-cuda13-plugin"}  # one of CUDA's plugins is enough
+    installed |= {"jax-cuda13-plugin"}  # either of CUDA's plugins suffices
     assert [extra for extra, _ in machine._missing_extras()] == ["triton"]
 
 
@@ -134,12 +134,13 @@ def test_missing_extras(monkeypatch):
 
 
 def shifted(function, factor):
-    """Return a public function whose results are wrong by a factor."""
+    """Return a function whose results are those of `function`, multiplied by `factor`."""
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
-# The relative errors that the check must find, if they are not 2**-12. A divergence is a small
-# difference of large logits. Its bounds assume the worst case for the errors of the matmuls.
+# Relative errors that the check must find, for functions for which 2**-12 is too small. A
+# divergence is a small difference of large logits, and its bounds assume the largest possible
+# errors of the matmuls.
 FOUND = {"linear_kl_divergence": 2**-5}
 
 
@@ -147,7 +148,7 @@ FOUND = {"linear_kl_divergence": 2**-5}
 def test_right_and_wrong_values(case, monkeypatch):
     """The check accepts correct values, and rejects values with a relative error of 2**-12.
 
-    `FOUND` has larger errors for some functions.
+    For the functions in `FOUND`, the relative error is the larger one that is given there.
     """
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
@@ -191,7 +192,7 @@ def test_processes_find_what_threads_find(monkeypatch):
 
 
 class Kernels(types.ModuleType):
-    """A separate implementation with XLA's functions."""
+    """A module of stand-in kernels that run XLA's code."""
 
     forward, backward = staticmethod(xla.forward), staticmethod(xla.backward)
 
@@ -202,7 +203,10 @@ class Kernels(types.ModuleType):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Make `Kernels` the default here, with four checks, and timings of small arrays."""
+    """Make `Kernels` the default on this platform.
+
+    To be fast, the check then has only a few cases, and times only a call on small arrays.
+    """
     module = Kernels("kernels_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(backends.MODULES, "kernels", module.__name__)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 SHAPE = (4, 32, 32)
 LOWER = np.tril(np.ones(SHAPE[1:], bool))
 MASK = np.random.default_rng(0).random(SHAPE) < 0.6
-MASK[:, 3], MASK[:, :, 0] = False, True  # rows with one entry
+MASK[:, 3], MASK[:, :, 0] = False, True  # row 3 has one unmasked entry
 # The broken entry of each row is unmasked in every mask. AT is its index.
 BROKEN, AT = (slice(None), 5), (slice(None), 5, 0)
 BIAS = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
@@ -64,7 +64,7 @@ def with_bias(name, kind, **more):
 def assert_masked(values, clean, kept):
     """Assert that masked entries are 0, and that the broken entry did not affect other rows.
 
-    `clean` has the values without the broken entry.
+    `clean` has the values that are computed if no entry is broken (NaN or infinite).
     """
     values, clean = np.asarray(values), np.asarray(clean)
     np.testing.assert_array_equal(values[~kept], 0)
@@ -83,7 +83,8 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
     )
     assert_masked(dx, clean, kept)
     if dbias and dbias[0].shape[-1] > 1:
-        # Find the bias's entries that are not added to any unmasked entry of the broken row.
+        # Entries of the bias that are not added to an unmasked entry of the broken row must have
+        # finite gradients.
         over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
         in_row = np.zeros(SHAPE, bool)
         in_row[BROKEN] = kept[BROKEN]
@@ -154,9 +155,9 @@ where_of_losses = pytest.mark.parametrize(
 @where_of_losses
 @pytest.mark.parametrize("bad", BAD)
 def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
-    """If cotangents of a loss are NaN or infinite, the gradients of masked entries are still 0.
+    """If a loss's cotangents are NaN or infinite, the gradients of masked classes are still 0.
 
-    This also holds for entries of masked positions.
+    The gradients of all classes of a masked position are 0, too.
     """
     x = data((ROWS, CLASSES), "float32")
     y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)

@@ -23,7 +23,7 @@ LAYERS, TOKENS, WIDTH = 12, 512, 256
 
 
 def stack(norm, x, params):
-    """Compute pre-norm residual blocks, x + relu(norm(x) w1) w2, scanned over layers."""
+    """Scan over layers, each of which computes ``x + relu(norm(x) @ w1) @ w2``."""
 
     def block(x, p):
         scale, bias, w1, w2 = p
@@ -61,7 +61,7 @@ def test_scan_saves_one_activation_per_layer(norm, dtype, share):
 
 
 def residual_bytes(function, *args):
-    """Return the bytes that the backward needs besides the inputs, counting each array once."""
+    """Return the number of bytes of all arrays that the backward needs, except inputs."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*args).jaxpr
     inputs = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
     unique = {id(v): v.aval for v in jaxpr.outvars if id(v) not in inputs}
@@ -150,9 +150,9 @@ def test_gradients_of_the_stack_agree():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
 def test_nothing_else_of_the_logits_size(dtype, options):
-    """A compiled step stores only the gradient; no other array of the logits' size exists with it.
+    """Besides the logits, a compiled step stores one array of their size, the gradient.
 
-    On a CPU in float32, exponentials are first stored in the gradient's memory.
+    On a CPU, float32 exponentials are also stored, but in the memory of the later gradient.
     """
     x, labels, d = logits_and_labels((64, 4096), dtype)
     step = value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile()
@@ -164,7 +164,10 @@ def test_nothing_else_of_the_logits_size(dtype, options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
-    """An entropy's forward stores no array of the logits' size; the backward only the gradient."""
+    """The forward of an entropy stores no array of the logits' size.
+
+    The backward stores only one such array, the gradient.
+    """
     x, labels, d = logits_and_labels((64, 4096), dtype)
 
     def step(x, labels, *cotangents):

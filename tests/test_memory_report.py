@@ -154,7 +154,7 @@ FOLLOWED = {
         )
         for activation in (jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.silu, jax.nn.sigmoid)
     },
-    # These activations add a constant to their operand, which is not a matmul's bias.
+    # These activations add a constant to their operand. The advice must not take it for a bias.
     **{
         f"activation_linear, {activation.__name__}": tuple(
             functools.partial(gpt2, activation=activation, has_bias=False, followed=followed)
@@ -190,7 +190,10 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """If a norm's 16-bit result is cast to float32, the advice counts the cast as still saved."""
+    """If a norm's 16-bit result is cast to float32, jaxnorm's norm also saves the float32 array.
+
+    So the bytes that the advice promises do not include it.
+    """
 
     def step(norm, x, w):
         y = norm(x @ w["up"], w["bias"])
@@ -325,9 +328,9 @@ def test_an_equinox_model():
 
 
 def test_stacked_by_the_user():
-    """An array that is stacked by user code is not mistaken for a scan's residuals.
+    """An array that user code stacked is not reported as the residuals of several layers.
 
-    These are stacked over layers.
+    Only the arrays in which a scan stacks its residuals are reported so.
     """
 
     def f(x):
@@ -389,9 +392,10 @@ def test_equal_arrays_are_one_row():
 
 
 def test_what_is_printed():
-    """A printed report has at most 25 lines of 100 columns for twelve equal layers.
+    """For twelve equal layers, the printed report has at most 25 lines of 100 characters.
 
-    Small rows share a line, advice is summed by function, and totals are last.
+    Small arrays share a line. The advice on all layers is summed for each function. The totals are
+    the last lines.
     """
     report = twelve_layers()
     lines = str(report).splitlines()
@@ -530,7 +534,7 @@ def standardized(x, scale):
 
 
 class NormOfAClass:
-    """An RMSNorm in a class, whose statistic has a name for policies of jax.checkpoint."""
+    """An RMSNorm in a class. A `checkpoint_name` is given to the reciprocal root mean square."""
 
     def __call__(self, x, scale):
         wide = x.astype(jnp.float32)

@@ -37,7 +37,7 @@ def of_optax(hidden, weight, labels):
 
 
 def report_of(model, loss=of_optax):
-    """Return the report of a model's next-token loss, with a head. Nothing runs."""
+    """Return the report of a model with a head and a next-token loss. No computation runs."""
 
     def whole(params, head, tokens):
         hidden = model(tokens, params=params).last_hidden_state
@@ -114,9 +114,9 @@ def parameter(module, name):
 
 
 def by_activation_linear(module, x, *_):
-    """Fuse the activation of GPT-2's or BERT's MLP with its second linear layer.
+    """Return the result of a module of GPT-2's or BERT's MLP, computed by activation_linear.
 
-    Return None for other modules.
+    The activation is fused into the second linear layer. Return None for all other modules.
     """
     name = type(module).__name__
     if name == "FlaxGPT2MLP":
@@ -170,14 +170,14 @@ def test_norms(model, before):
 def test_softmax(model, before, monkeypatch):
     told = told_by(before, "softmax")
     if "Bert" in type(model).__name__:
-        # In these models, attention's matmul saves the transpose of what softmax would save, so
-        # nothing is gained.
+        # Here, the matmul after the softmax saves the weights in transposed form. jaxnorm's softmax
+        # would save them in addition, so there is no gain and no advice.
         assert not told
         return
     (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}
 
     def weights(query, key, bias=None, *, dtype, **_):
-        """Return attention weights as Flax does; these models cast them once more."""
+        """Compute attention weights with jaxnorm's softmax, otherwise as Flax does."""
         query, key, bias = (None if a is None else a.astype(dtype) for a in (query, key, bias))
         logits = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
         return jaxnorm.softmax(logits, bias=bias, dtype=result)

@@ -33,7 +33,7 @@ ROWS = math.prod(SIZES.rows)
 class Layout(NamedTuple):
     """The shardings of x, of parameters, and of rotary tables.
 
-    Tables are sharded like x's first axis unless `tables` is given.
+    If `tables` is None, the first axis of the tables is sharded like the first axis of x.
     """
 
     x: P
@@ -136,12 +136,12 @@ CASES = [
 
 
 def is_its_own(name, layout, kind, runs):
-    """Return True if `jax.shard_map` splits an axis over which the call computes.
+    """Return True if, in `jax.shard_map`, each shard would compute a different function.
 
-    Such a call would compute something else.
+    This is the case if the mesh splits an axis over which the call normalises, for example.
     """
     of_positions = name == OF_GROUPS and layout != "replicated"
-    of_heads = "with a bias" in name and layout == "both"  # The softmax is causal over them.
+    of_heads = "with a bias" in name and layout == "both"  # splits queries of a causal softmax
     return kind == "manual" and (layout == "columns" or of_positions or of_heads)
 
 
@@ -157,8 +157,8 @@ CASES = [
 def test_rows_on_a_mesh(name, layout, kind, runs):
     """Values are correct, x is not exchanged, and kernels run on the complete rows of a shard.
 
-    Devices exchange only gradients of parameters, and sums over split columns. Exceptions are cases
-    where x must be resharded to match a parameter.
+    Devices exchange only gradients of parameters and, if columns are split, sums over rows. In some
+    cases they also exchange x, because it must be resharded to match a parameter.
     """
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:
@@ -177,26 +177,27 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
         # Exchanged arrays are gradients of parameters, and sums over rows whose columns are split.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
-    # On Auto axes, XLA may gather parameters of samples, or rows for its own code.
+    # On Auto axes, XLA may gather parameters that differ between samples. It may also gather rows
+    # if XLA's code runs.
     of_samples = "of_samples" in FUNCTIONS[name].kinds
     moves_rows = name == OF_GROUPS or (kind == "auto" and (runs == "xla" or of_samples))
     if layout in ("rows", "both", "over two") and not moves_rows:
         assert {*collectives(compiled)} <= {"all-reduce"}
     if kernels is not None:
-        # A rotation needs whole heads, however x is sharded.
+        # A kernel with a rotation needs whole rows (heads), even if x's columns are split.
         over = its.x[:2] if "rope" in name else its.x
         shards = math.prod(MESH[axis] for axis in jax.tree.leaves(tuple(over)))
         rows = (ROWS // shards, x.shape[-1])
-        if name == "rms_norm_rope":  # Its tables have gradients here.
+        if name == "rms_norm_rope":  # no kernel runs, because tables have gradients
             assert {*kernels.shapes} <= {rows} or layout in OF_TABLES
         elif name in WITHOUT_KERNEL or (is_split and "rope" not in name):
             assert not kernels.shapes
         elif layout in LAYOUTS and not (kind == "auto" and layout == "FSDP"):
-            # If only h is used, the forward computes no norm.
+            # If only h is used, the forward computes no norm, so only the backward's kernel runs.
             assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
 
 
-# Derivatives of a function of floating-point operands, evaluated at the operands.
+# Maps a name to a function that takes a function f and its operands, and returns a derivative.
 DERIVATIVES = {
     "jvp": lambda f, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
     "forward over reverse": lambda f, *a: jax.jvp(
@@ -236,7 +237,10 @@ WITH_TWO = [n for n in NAMES if {"residual", "gate"} & {*FUNCTIONS[n].kinds.spli
 
 @pytest.mark.parametrize("name", WITH_TWO)
 def test_a_second_operand_of_rows_that_lies_otherwise(name):
-    """On Explicit axes, a second operand is resharded like x, and its gradient back."""
+    """On Explicit axes, a second operand with another sharding is resharded like x.
+
+    Its gradient is resharded back.
+    """
     operands, specs = operands_of(name, sizes=SIZES), specs_of(name, LAYOUTS["rows"])
     specs[1] = P(None, "model")
     mesh = mesh_of(Case("", MESH, P()), "explicit")
@@ -253,7 +257,8 @@ def test_a_second_operand_of_rows_that_lies_otherwise(name):
 def test_kernels_read_tables_as_they_are(lead):
     """Kernels read rotary tables without expanding them to the rows of x.
 
-    `lead` has the axes of the tables before the columns. They broadcast to (4, 8, 2), those of x.
+    `lead` has the sizes of the tables' axes before the columns. They broadcast to (4, 8, 2), the
+    sizes of x's axes before the columns.
     """
     x, scale = (jnp.cos(jnp.arange(math.prod(s)) + 1.0).reshape(s) for s in ((4, 8, 2, 16), (16,)))
     angles = jnp.arange(math.prod(lead) * 8.0).reshape(*lead, 8)

@@ -79,15 +79,15 @@ def calls_in(function, *arguments):
 
 
 def kernels_in(function, *arguments):
-    """Return True if a program for CUDA has kernels. Equal kernels share one function in it."""
+    """Return True if the function's program for CUDA has kernels."""
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return "@mosaic_gpu" in text
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Assert that outputs and gradients in `context` are as accurate as the model's own.
+    """Assert that outputs and gradients in `context` are as accurate as outside of it.
 
-    All norms must be replaced by jaxnorm's, which are kernels on CUDA.
+    In `context`, all of the model's norms must be jaxnorm's, and run kernels on CUDA.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)

@@ -155,10 +155,10 @@ def product_of(arrays, **options):
 
 
 def check_product(ours):
-    """Assert that the result equals that of one GPU without a kernel."""
+    """Assert that the result equals the result of XLA's code on one GPU."""
     expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
-    # The result is a sum of magnitude 1, whose terms both sides round to bfloat16. Both also round
-    # y.
+    # Both results are sums of magnitude 1. In both, the terms of the sum and the result y are
+    # rounded to bfloat16.
     bound = SAFETY * unit_roundoff("bfloat16") + 2 * rounding(exact(expected), "bfloat16")
     assert_within(ours, exact(expected), bound)
 
@@ -193,7 +193,7 @@ def test_the_kernel_of_norm_and_product_on_shards():
 
 
 def final_losses(tmp_path, *options):
-    """Return the final losses of the demo's three trainings, printed to 4 decimals."""
+    """Run the demo, and return the final losses of its three trainings, with 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
     # Without autotuning: timing algorithms for matmuls in each process takes longer than it saves.

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 class Config:
-    """The attributes of pytest's config that `needs` reads."""
+    """A fake of pytest's config. It has only the attributes that `needs` reads."""
 
     def __init__(self):
         self.stash = pytest.Stash()
@@ -33,9 +33,10 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Define three requirements, and return a dict that says which are missing.
+    """Define three requirements, a, b and c.
 
-    Marks have the requirements a and b, and a fixture has c.
+    Return a dict that maps a requirement to what is missing, or to None if it is met. Tests with
+    the mark a or b, or with the fixture c, have the requirement of this name.
     """
     found = {"a": "needs a", "b": None, "c": "needs c"}
 

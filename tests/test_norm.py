@@ -40,7 +40,10 @@ def checked(
     of_scale=(0.3, 1.0),
     **given,
 ):
-    """Check a norm of random x, by default with the parameters that the function usually has."""
+    """Check a norm of random x.
+
+    By default, layer_norm has a scale and a bias, and rms_norm has a scale.
+    """
     axes = np.atleast_1d(given.get("axis", -1)) % len(shape)
     normalised = tuple(shape[a] for a in sorted(axes))
     if parameters is None:
@@ -105,7 +108,7 @@ def test_widths(name, cols, save, implementation):
 
 
 def test_one_column():
-    """The norm of a single column is its sign for RMSNorm, and 0 for LayerNorm.
+    """If x has a single column, RMSNorm returns the sign of x, and LayerNorm returns 0.
 
     The gradient of x is (about) 0.
     """

@@ -85,7 +85,7 @@ def test_nnx(fields, dtype):
 
 
 def test_checkpoints_of_linen_load_both_ways():
-    """Checkpoints of the two separate modules can be converted to RMSNormDense's, and back."""
+    """A checkpoint of RMSNorm and Dense can be loaded into RMSNormDense, and vice versa."""
     x = data()
     pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
     ours = jaxnorm.linen.RMSNormDense(24)

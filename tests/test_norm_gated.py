@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """Arrays with few axes or rows are correct; they are too small for a kernel."""
+    """Results are correct for arrays with few axes or rows. They are too small for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
@@ -101,7 +101,7 @@ def test_few_axes_and_rows(shape, before):
     [("float64",) * 3, ("float32", "float64", "float32"), ("float32", "float32", "float64")],
 )
 def test_float64(x64, x_dtype, gate_dtype, y_dtype, activation, before):
-    """The arithmetic is float64 if x, the gate or y is."""
+    """The arithmetic is float64 if the dtype of x, of the gate or of y is float64."""
     arrays = operands((4, 5, 24), x_dtype, gate_dtype, "float64")
     given = {"activation": activation, "y_dtype": y_dtype, "implementation": "xla"}
     checked(*arrays, before=before, **given)
@@ -151,7 +151,7 @@ def test_gates_of_all_sizes(activation, before, implementation):
 
 
 def test_a_row_of_zeros(implementation):
-    """If a row of x, or of x times the gate, is 0, nothing is NaN: epsilon is added."""
+    """If all elements of a row of x or of the gate are 0, results are correct and not NaN."""
     x, gate, scale = operands((70, 64), *["float32"] * 3)
     x, gate = x.at[3].set(0), gate.at[5].set(0)
     for before in (True, False):
@@ -173,9 +173,9 @@ def test_kernels(shape, dtype, before, kernels):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero(dtype, before):
-    """With a scale of 0, the column of y is exactly 0, and the scale's gradient is correct.
+    """If the scale of a column is 0, y is exactly 0 there, and the scale's gradient is correct.
 
-    The input is saved, so there is no floor.
+    No floor replaces the scale, because the input is saved instead of y.
     """
     x, gate, scale = operands((70, 64), dtype, dtype, "float32")
     scale = scale.at[6].set(0).at[9].set(1e-6)
@@ -207,6 +207,6 @@ def test_what_the_policy_keeps_for_the_next_product(before):
     )
     found = [equation.primitive.name for equation in equations(jaxpr)]
     assert found.count("jaxnorm.rms_norm_gated") == 1
-    # The forward runs three matmuls. The backward recomputes the first two of them, and runs two
-    # for each of the three.
+    # The forward runs three matmuls. The backward recomputes the first two. It also runs two for
+    # the gradients of each of the three matmuls.
     assert found.count("dot_general") == 3 + 2 + 6

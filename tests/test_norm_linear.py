@@ -32,7 +32,7 @@ def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, *
         assert h.dtype == arrays["residual"].dtype
         total = exact(x) + exact(arrays["residual"])
         assert_within(h, total, rounding(total, h.dtype) + 2.0**-24 * np.abs(total))
-    # XLA may use the sum before it is rounded, in either pass.
+    # In both passes, XLA may use the sum h before h is rounded.
     excess = rounding(exact(h), h.dtype) if "residual" in arrays else np.zeros(h.shape)
     expected = NormLinear(
         excess=excess.reshape(-1, cols),
@@ -93,7 +93,10 @@ def test_float64(activation):
 
 
 def test_it_is_the_composition():
-    """Results and gradients are those of the composition, also for rows of NaN, infinity and 0."""
+    """Results and gradients are those of rms_norm followed by a matmul.
+
+    This also holds for rows with NaN or infinity, and for rows of zeros.
+    """
     a = operands(6, 16, 8)
     x = a["x"].at[1].set(jnp.nan).at[2, 3].set(jnp.inf).at[4].set(0)
 
@@ -120,7 +123,7 @@ def test_it_is_the_composition():
 
 
 def test_shapes():
-    """Arrays may have no rows, no features, a single feature, or no axis of rows."""
+    """The operands may have 0 rows, 0 or 1 features, or only one axis."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):
         x, weight = jnp.ones(shape), jnp.ones((shape[-1], features))
 

@@ -29,7 +29,7 @@ WITH_Z = functools.partial(
     [
         (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # saves x and rstd
         (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # saves h and rstd
-        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # also saves z
+        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # and z = h @ weight
         (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is recomputed
         (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
         (jax.checkpoint, "gelu", True, {}),
@@ -155,9 +155,9 @@ def test_what_is_not_used_is_not_made():
         found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
-    # The block has one norm, one matmul and one activation. The gradient of rms_norm_linear itself
-    # has two matmuls, recomputes the norm for one of them, and computes the activation's
-    # derivative. All other operations are recomputed by `jax.checkpoint`.
+    # In the forward, the block has one norm, one matmul and one activation. The backward of
+    # rms_norm_linear has two matmuls, for one of which it recomputes the norm, and it computes the
+    # derivative of the activation. `jax.checkpoint` recomputes all other operations counted here.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -186,9 +186,10 @@ def test_a_scan_keeps_h_once(around):
 
 
 def test_a_program_for_cuda():
-    """For CUDA, the norm runs as three kernels: forward, recomputed in the backward, and backward.
+    """For CUDA, three kernels run for the norm.
 
-    16-bit operands have 16-bit matmuls in both passes.
+    One is its forward, one recomputes it in the backward pass, and one is its backward. If the
+    operands have 16 bits, the matmuls of both passes do, too.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
@@ -208,9 +209,9 @@ def test_a_program_for_cuda():
 
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 def test_the_product_rounds_its_sums_to_y(bias):
-    """The matmul returns y's dtype, so it rounds its sums itself.
+    """The matmul rounds its sums to y's dtype itself.
 
-    If a bias follows, it returns float32.
+    If a bias is added, the matmul returns float32, and the sum with the bias is rounded.
     """
     shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}

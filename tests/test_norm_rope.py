@@ -115,8 +115,8 @@ def test_tables_that_broadcast(lead, save, implementation):
 def test_tables_with_a_factor(factor, dtype, save, implementation):
     """Tables may be multiplied by a factor, as in YaRN and LongRoPE.
 
-    The backward divides by cos^2 + sin^2. With the transposed rotation only, x_hat would be wrong
-    by factor^2.
+    To invert the rotation, the backward divides by cos^2 + sin^2, which is factor^2. Without the
+    division, the recovered x_hat would be wrong by this number.
     """
     cos, sin = tables((8, 1, 32), factor=factor)
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
@@ -144,7 +144,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """Arrays with few axes or rows are correct; they are too small for a kernel."""
+    """Results are correct for arrays with few axes or rows. They are too small for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
@@ -199,7 +199,7 @@ def test_it_is_the_norm_and_its_rotation(interleaved):
     pair = (n[..., 4] + 1j * n[..., 5]) if interleaved else (n[..., 2] + 1j * n[..., 34])
     turned = pair * np.asarray(cos[..., 2] + 1j * sin[..., 2])
     at = [4, 5] if interleaved else [2, 34]
-    # Both sides are rounded: y, and the rms_norm that is rotated here.
+    # Both compared values are rounded: y, and the result of rms_norm that is rotated here.
     error = 2 * analyse(ours, x, scale, cos, sin).error[..., at]
     assert_within(y[..., jnp.array(at)], np.stack([turned.real, turned.imag], -1), error)
     few = jaxnorm.rms_norm_rope(x, scale, cos[..., :8], sin[..., :8], interleaved=interleaved)
@@ -221,7 +221,7 @@ def gradients(x, scale, cos, sin, save, **options):
 def test_a_pair_whose_tables_are_zero(dtype):
     """If cos and sin of a rotated pair are 0, y is 0 in both columns of the pair.
 
-    No gradient is NaN. With save="input", gradients are exact.
+    Gradients are finite if y is saved. With save="input", they are correct.
     """
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     cos, sin = (table.at[..., 3].set(0) for table in tables((8, 1, 32)))
@@ -229,13 +229,13 @@ def test_a_pair_whose_tables_are_zero(dtype):
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # In the pair, the cotangent of the norm n is 0, so dscale is 0, too. dx has a second term,
-    # x_hat c2, which is lost there because x_hat cannot be recovered.
+    # In the pair's columns, the cotangent of the norm is 0, so dscale is 0, too. dx has a second
+    # term, x_hat * c2. It is missing in these columns, because x_hat cannot be recovered from y.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # This bound is NaN, because c2 also sums over the pair.
+    del dx_bound  # The bound is NaN, because c2 is a sum over all columns, with those of the pair.
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])
@@ -249,10 +249,11 @@ def test_a_pair_whose_tables_are_zero(dtype):
 def test_the_law(ratio, dtype, interleaved):
     """The relative error of a column of dscale depends on the ratio of the pair's scales.
 
-    A pair has columns i and j with scales g_i and g_j. Rounding y has a relative error of u in each
-    column, where u is 0.83 times half the unit roundoff. The rotation back mixes both errors: n_i
-    has a mean square error of u^2 (c^2 y_i^2 + s^2 y_j^2), where c and s are cos and sin. The mean
-    of this over all angles is u^2 (3 g_i^2 + g_j^2) / 4.
+    A pair has the columns i and j with the scales g_i and g_j. Rounding y causes a relative error
+    of u in each column, where u is 0.83 times half the unit roundoff. The backward rotates y back
+    to n, which mixes both errors: the mean square error of n_i is
+    ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin. Its mean over all angles
+    is ``u^2 * (3 * g_i^2 + g_j^2) / 4``.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns
@@ -263,8 +264,9 @@ def test_the_law(ratio, dtype, interleaved):
     for of, partner in ((small, ratio), (large, 1 / ratio)):
         predicted = 0.83 * unit_roundoff(dtype) / 2 * np.sqrt((3 + partner**2) / 4)
         error = relative_error(dscale[of], ref.dscale[of])
-        # In float32, every product and sum is rounded like y: about ten roundings instead of one.
-        # Sums over rows add more, which dominate in the column with the large scale.
+        # In float32, the arithmetic has the same precision as y. So there are about ten equally
+        # large rounding errors instead of one. Sums over rows add more errors. For the column with
+        # the large scale, these are larger than all others.
         most = np.sqrt(10) if dtype == "float32" else 1.5
         assert error < most * predicted + SAFETY * 2.0**-24
         assert of is large or error > predicted / 1.5
@@ -275,12 +277,12 @@ def test_the_law(ratio, dtype, interleaved):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rotated", [64, 32])
 def test_check_params_predicts_the_error(rotated, dtype):
-    """check_params predicts each column's error within a factor, for scales of all sizes.
+    """check_params predicts each column's error up to a factor of about sqrt(2).
 
-    It assumes an angle of 45 degrees, at which both columns of a pair have the same error: the
-    squares of both scales have the weight 1/2. In the mean over all angles, the weights are 3/4 and
-    1/4 (`test_the_law`). The prediction is therefore wrong by a factor of at most sqrt(2). The
-    sampling error over some 1000 rows is the same as for rms_norm.
+    It predicts the error at an angle of 45 degrees. There, the squared error is proportional to
+    g_i^2 / 2 + g_j^2 / 2, where g_i and g_j are the scales of the column and of its partner. In the
+    mean over all angles, the weights are 3/4 and 1/4 instead of 1/2 (`test_the_law`). The bounds of
+    this test also allow the sampling error of some 1000 rows.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -306,9 +308,9 @@ def test_check_params_predicts_the_error(rotated, dtype):
 @each_order
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
-    """If only one scale of a pair is 0, its gradient is wrong but finite.
+    """If only one scale of a rotated pair is 0, the gradient of this scale is wrong but finite.
 
-    All other gradients are correct. With save="input", all gradients are.
+    All other gradients are correct. With save="input", this gradient is correct, too.
     """
     lost, partner = (6, 7) if interleaved else (6, 38)
     scale = parameter(64, "float32").at[lost].set(0)
@@ -330,7 +332,10 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_of_a_pair_zero(dtype):
-    """If both scales of a pair are 0, gradients are correct: the forward uses 2^-60 instead."""
+    """If both scales of a pair are 0, gradients are correct.
+
+    The forward replaces the scales by 2^-60, so x_hat can be recovered.
+    """
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))
     )
@@ -346,9 +351,9 @@ def test_both_of_a_pair_zero(dtype):
 
 
 def dscale_walk(ref, column, dtype):
-    """Return the error of an element of dscale that is caused by rounding y.
+    """Return the error that rounding y causes in one element of dscale.
 
-    Both columns of the pair must have the same scale.
+    The formula is valid only if both columns of the rotated pair have the same scale.
     """
     magnitude = np.abs(ref.d[:, column]) * np.hypot(
         ref.xh[:, column], ref.xh[:, ref.partner[column]]
@@ -357,10 +362,11 @@ def dscale_walk(ref, column, dtype):
 
 
 def test_outputs_beyond_float16():
-    """An infinite y (in float16) with a cotangent of 0 affects only its rotated pair in its row.
+    """If an element of y is infinite in float16, only gradients of its rotated pair are wrong.
 
-    The backward treats it as float16's largest number. Other columns depend on it only through
-    sum(dn n). This equals sum(d y) for any rotation, and d is 0 at the infinite element.
+    This requires that the cotangent d of the element is 0. The backward replaces the infinity by
+    float16's largest number. Other columns of the row depend on it only through ``sum(dn * n)``.
+    This equals ``sum(d * y)`` for any rotation, and d is 0 at the infinite element.
     """
     scale = parameter(64, "float32").at[5].set(5e4)
     cos, sin = tables((8, 1, 32))

@@ -57,7 +57,7 @@ WRAPPED = {
 def test_what_is_kept(around, save):
     """The derivative saves y (or x), one number per row, and no other array of x's size.
 
-    x = 3 u is computed inside the function, so it cannot be an argument. Tables expanded to the
+    x = 3 * u is computed inside the function, so it cannot be an argument. Tables expanded to the
     axes of x are saved, too.
     """
     block = WRAPPED[around](lambda u, *others: jaxnorm.rms_norm_rope(3 * u, *others, save=save))

@@ -1,8 +1,11 @@
 """The accuracy cost of saving the output, and its limits: bounds against float64.
 
-Two laws predict relative errors, where u is half the unit roundoff. The error of dx is 0.83 u, from
-rounding it to x's dtype. The error of dscale_j is ``0.83 u sqrt(1 + (bias_j / scale_j)^2)``. The
-tests allow a fifth more (`ROOM`). x has 256 rows of 1024 columns.
+Two laws predict relative errors, where u is half the unit roundoff:
+
+- dx has an error of ``0.83 * u``, because it is rounded to x's dtype;
+- dscale_j has an error of ``0.83 * u * sqrt(1 + (bias_j / scale_j)^2)``, because y is rounded.
+
+The tests allow errors that are larger by a fifth (`ROOM`). x has 256 rows of 1024 columns.
 """
 
 import jax
@@ -14,7 +17,7 @@ from reference import Norm, exact, relative_error
 import jaxnorm
 
 ROWS, COLS = 256, 1024
-# Half the unit roundoff, called u in the law.
+# Half the unit roundoff of each dtype; u in the laws.
 U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 ROOM = 1.2
 # The error of float32 sums of 1024 terms, measured as 1e-7: a few ulps.
@@ -97,9 +100,10 @@ def test_layer_norm(scale, bias, dx_bound, dscale_bound):
 
 
 def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
-    """With a bias far above the scale, the error from the output is bounded and predicted.
+    """If the bias is much larger than the scale, gradients from a saved output have large errors.
 
-    The output has lost information; save="input" avoids the error.
+    The cause is the rounding of the output. The errors are bounded, and check_params does not call
+    the norm safe. With save="input", gradients are accurate.
     """
     scale, bias = rng(7).uniform(-1e-2, 1e-2, COLS), rng(8).normal(size=COLS)
     dx, dscale, ref = gradients("bfloat16", scale, bias)
@@ -126,7 +130,10 @@ def test_scale_all_zero(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30])
 def test_floored_output_vanishes_in_a_matmul(dtype, value):
-    """The small values that the floor adds to y do not change the bits of a matmul's result."""
+    """Where a floor replaces a scale of 0, y is not 0 but tiny.
+
+    These tiny numbers do not change the bits of a matmul's result.
+    """
     x = jnp.asarray(rng(0).normal(size=(16, 64)), dtype)
     scale = jnp.asarray(near_one(64), "float32").at[::3].set(value)
     weights = jnp.asarray(rng(1).normal(size=(64, 32)), dtype)
@@ -155,13 +162,13 @@ def test_the_law(dtype, case):
             for s, b in zip(scale, bias)
         ]
     )
-    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)  # of a sum of independent terms
+    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)  # the size of a sum of independent terms
     measured = np.abs(exact(dscale) - ref.dscale) / (predicted * magnitude)
     assert 0.7 < np.sqrt(np.mean(measured**2)) < 1.4
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """A recovered x_hat is clipped to sqrt(N), its maximum, which rounding y may exceed."""
+    """A recovered x_hat is clipped to its maximum sqrt(N), which rounding errors could exceed."""
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):
@@ -219,7 +226,7 @@ def test_mean_ten_thousand():
 def test_cotangent_parallel_to_x_hat():
     """If the cotangent is nearly parallel to x_hat, dx is a small difference of large terms.
 
-    Its relative error is then u |c2| / |dx|, where c2 is the mean of the cotangent times x_hat.
+    Its relative error is then ``u * |c2| / |dx|``, where c2 is the mean of ``cotangent * x_hat``.
     """
     x, noise = rng(0).normal(size=(ROWS, COLS)), rng(1).normal(size=(ROWS, COLS))
     d = 0.9 * x + np.sqrt(1 - 0.9**2) * noise
@@ -253,9 +260,10 @@ def test_zero_initialised_scale_trains(dtype, save):
 
 
 def test_log_probabilities_of_a_large_vocabulary_belong_in_float32():
-    """With a bfloat16 log_softmax, gradients have larger errors: p = exp(y) is inaccurate.
+    """Gradients of log_softmax with a bfloat16 y have large errors, as documented.
 
-    This is the documented exception; a float32 y avoids it.
+    The backward computes the probabilities as exp(y), which is inaccurate for a rounded y. With a
+    float32 y, gradients are accurate.
     """
     x = jnp.asarray(3 * rng(0).normal(size=(16, 50257)), jnp.bfloat16)
     d = jnp.asarray(rng(1).normal(size=(16, 50257)), jnp.float32)

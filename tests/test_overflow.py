@@ -27,7 +27,7 @@ def parameters(name, cols):
 
 
 def call(name, x, *parameters, **options):
-    """Call a function in which every array of rows (also the residual) is x, and return y."""
+    """Call the function `name` and return y. If it takes a residual, the residual is x, too."""
     if name == "rms_norm_add_rms_norm":
         return jaxnorm.rms_norm_add_rms_norm(x, x, None, *parameters, **options)[0]
     if name.startswith("add"):
@@ -39,10 +39,10 @@ def call(name, x, *parameters, **options):
 @pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_bounded_consumer(name, cols, axis, implementation):
-    """If an element of y is infinite and its cotangent is 0, its gradient is bounded.
+    """If an element of y is infinite and its cotangent is 0, dx is bounded for this element.
 
-    The backward recovers x_hat from float16's largest number. The gradients of other elements are
-    correct.
+    The backward recovers the element's x_hat from float16's largest number. For all other elements,
+    dx is correct.
     """
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)
@@ -70,7 +70,8 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
         h = exact(x) * (1 + name.startswith("add"))
         ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
     dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # In its row, an infinite element affects neither c2 nor other elements.
+    # An infinite element does not affect c2, the mean of (cotangent * x_hat), because its cotangent
+    # is 0. So it does not affect dx of other elements.
     x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
     lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
     expected, bound = ref.dx, dx_bound + lost
@@ -87,7 +88,10 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tangents(name):
-    """Tangents computed from an infinite y equal those computed from the input."""
+    """If some elements of y are infinite, other elements still have correct tangents.
+
+    Their tangents with save="output" equal those with save="input" up to rounding.
+    """
     x, t = normal((130, 256), "float32", 0), normal((130, 256), "float32", 1)
     t = t.at[:, jnp.array(WIDE)].set(0)
     given = parameters(name, 256)

@@ -116,7 +116,10 @@ def loss_of(model):
 
 @pytest.mark.parametrize("make", [qwen, gemma])
 def test_tunix(make, caplog):
-    """Converted models of Tunix have the same values, and save what memory_report predicted."""
+    """Converted models of Tunix compute the same values.
+
+    They save fewer bytes for the backward pass, by the number that memory_report predicts.
+    """
     model, calls, count = make("float32")
     before, state = loss_of(model)
     model, calls, _ = make("float32")
@@ -133,8 +136,8 @@ def test_tunix(make, caplog):
         scale = float(jnp.max(jnp.abs(other)))
         np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-3 * scale)
     reports = memory_report(before, state), memory_report(after, state)
-    # Norms of queries and keys have advice for the norm and for the rotation. Only the former is
-    # followed.
+    # For norms of queries and keys, there is advice on the norm alone, and advice on the norm with
+    # the rotation after it. The conversion follows only the first.
     told, left = (
         sum(row.saves for row in report if row.advice and row.advice.startswith("rms_norm"))
         for report in reports
@@ -143,7 +146,7 @@ def test_tunix(make, caplog):
     assert reports[0].total - reports[1].total == pytest.approx(told - left, rel=0.1)
     functions = {row.advice.partition(":")[0] for row in reports[0] if row.advice}
     assert {"gated_linear", "softmax", "linear_softmax_cross_entropy"} <= functions
-    # check_params finds the parameters of such classes by their names.
+    # check_params finds the parameters of Tunix's norms by their names.
     paths = {norm.path for norm in jaxnorm.check_params(state, "float32")}
     assert len(paths) == count
 

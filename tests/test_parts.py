@@ -18,7 +18,11 @@ from jaxnorm.tools import selfcheck
 
 
 def with_fused_sizes(case, **options):
-    """Return the case with sizes for which XLA passes slices to kernels: multiples of 256 bytes."""
+    """Return the case with sizes of 1024 instead of 1000.
+
+    Arrays are then multiples of 256 bytes long. XLA passes a slice to a kernel directly only if its
+    length is such a multiple.
+    """
     shapes = {
         name: tuple(1024 if size == 1000 else size for size in shape)
         for name, shape in case.shapes.items()
@@ -81,7 +85,7 @@ loss = jaxnorm.softmax_cross_entropy_with_integer_labels
 
 
 def windows(x, scale):
-    """Replace windows of rows by their norms, one after the other, in a loop."""
+    """In a loop, replace 256 rows of x by their norms. Each step begins one row later."""
 
     def step(i, x):
         window = jax.lax.dynamic_slice(x, (i, 0), (256, 1000))
@@ -91,7 +95,10 @@ def windows(x, scale):
 
 
 def layers(x, scales, unroll=1):
-    """Apply norms whose scales are a stack that starts inside another array."""
+    """Apply one norm per layer.
+
+    The scales of all layers are a single slice, which starts at element 1 of `scales`.
+    """
     stack = scales[1:].reshape(-1, 1024)
     return jax.lax.scan(lambda x, scale: (x + rms_norm(x, scale), None), x, stack, unroll=unroll)[0]
 

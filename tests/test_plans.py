@@ -115,9 +115,9 @@ def test_plans_for_a_gpu(i):
 
 
 def test_arrays_that_are_not_given():
-    """If arrays are not given, a plan assumes defaults.
+    """A plan assumes defaults for arrays that are not given.
 
-    The gate then has x's shape and dtype. Tables are float32, and all columns are rotated.
+    The gate has x's shape and dtype. Rotary tables are float32 and rotate all columns.
     """
     scale = {"scale": vector(128)}
     plan = asked("rms_norm_gated", HEADS, **scale)

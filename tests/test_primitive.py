@@ -131,14 +131,15 @@ def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
 
 
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():
-    """XLA's code runs calls that kernels do not support, and calls for which it is faster.
+    """XLA's code runs if kernels do not support a call, or if it is faster than kernels.
 
-    Examples are masked rows of few columns, float64, and a few very long rows.
+    Examples are masked softmaxes of rows with few columns, float64 arrays, and the gradient of a
+    norm of a single very long row.
     """
     few = jax.ShapeDtypeStruct((4096, 4), jnp.bfloat16)
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0
-    # In this program, only the forward runs a kernel.
+    # Only the forward is a kernel. The backward of a single row is faster as XLA's code.
     assert kernels(gradient(rms_norm), jax.ShapeDtypeStruct((1, 65536), jnp.bfloat16)) == 1
     with jax.enable_x64(True):
         assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1024), jnp.float64)) == 0

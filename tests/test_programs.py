@@ -74,7 +74,7 @@ def test_outside_jit(name):
 @each
 @pytest.mark.parametrize("rows", [(0, 2), (3, 0)], ids=str)
 def test_no_rows(name, rows):
-    """Without rows, results have the usual shapes and dtypes, and parameters' gradients are 0."""
+    """If x has no rows, results have the expected shapes and dtypes, and all gradients are 0."""
     operands = operands_of(name, sizes=Sizes(rows))
     run = both(FUNCTIONS[name].ours, floats_in(operands))
     results, found = run(*operands)
@@ -108,7 +108,7 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
 @pytest.mark.remat
 @each
 def test_scan_over_layers(name, x64):
-    """In a scan over three layers, gradients of all operands are those of plain JAX."""
+    """In a scan over three layers, gradients of all operands equal plain JAX's gradients."""
     function, plain, _ = FUNCTIONS[name]
     stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
     wrt = floats_in(stacked)
@@ -158,7 +158,8 @@ def of_symbols(name, operands):
 
 
 LINEAR_LOSSES = [name for name in FUNCTIONS if name.startswith("linear_")]
-# Functions with operands that belong to positions, samples or groups, whose numbers are fixed here.
+# Functions with operands that have an axis for positions, samples or groups. These axes cannot have
+# a symbolic size in this test.
 OF_POSITIONS = {"softmax with a mask", "softmax with a bias", "layer_norm of groups"}
 OF_POSITIONS |= {"rms_norm_gated of heads"}
 OF_POSITIONS |= {n for n, f in FUNCTIONS.items() if {"cos", "of_samples"} & {*f.kinds.split()}}
@@ -171,7 +172,7 @@ OF_ROWS = [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}]
     ("name", "dtype"),
     [
         *((name, "float32") for name in OF_ROWS),
-        # In bfloat16, `analyse` gives no finite bound for a norm of a sum with a matmul after it.
+        # In bfloat16, `analyse` finds no finite bound for rms_norm_linear of a sum.
         *((name, "bfloat16") for name in OF_ROWS if name != "rms_norm_linear silu"),
     ],
 )
@@ -193,8 +194,8 @@ def test_export_with_symbolic_rows(name, dtype):
 
 
 SYMBOLIC = {
-    # Norms with parameters or a gate for each sample, as in adaLN, and GroupNorm, whose rows
-    # include positions.
+    # A norm with parameters for each sample, as in adaLN; a norm with a gate for each sample; and
+    # GroupNorm, which normalises over positions and columns.
     "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
     "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
     "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
@@ -254,7 +255,7 @@ def test_lowering_for_a_gpu_from_any_host(name):
 
 @basic
 def test_work_placed_on_the_cpu(name):
-    """The placement of arrays determines the implementation, not the default backend."""
+    """If arrays are on a CPU, XLA's code runs there, even if the default backend is a GPU."""
     cpu = jax.devices("cpu")[0]
     operands = [jax.device_put(a, cpu) for a in operands_of(name)]
     results = jax.jit(FUNCTIONS[name].ours)(*operands)

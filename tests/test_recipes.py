@@ -40,7 +40,7 @@ def labels_of(*shape):
 
 
 def losses_of(hidden, scale, head, labels):
-    """Compute the loss of each position in plain JAX."""
+    """Compute the cross-entropy of each position in plain JAX: a norm, a head and a softmax."""
     rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
     logp = jax.nn.log_softmax(hidden * rstd * scale @ head)
     return -jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
@@ -50,9 +50,9 @@ ROUNDING = SAFETY * math.sqrt(256) * unit_roundoff("float32")
 
 
 def assert_close(ours, theirs):
-    """Assert equality up to SAFETY sqrt(256) roundings of the largest element.
+    """Assert that results differ by at most ``SAFETY * sqrt(256)`` roundings.
 
-    The sums have 256 terms.
+    The results are sums of 256 terms. The bound is relative to the largest element.
     """
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert a.dtype == b.dtype
@@ -171,7 +171,10 @@ def test_gradient_accumulation():
 
 
 def answers(*shape):
-    """Return tokens, the mask of answers, a policy's parameters, and parameters close to them."""
+    """Return four things: tokens, the mask of the answers' tokens, a policy, and a similar policy.
+
+    A policy is a dict of parameters.
+    """
     tokens, lengths = labels_of(*shape, 16), jnp.arange(np.prod(shape)).reshape(*shape, 1)
     answer = (jnp.arange(16) >= 3) & (jnp.arange(16) < 6 + lengths)
     sizes = {"embedding": (VOCABULARY, WIDTH), "scale": (WIDTH,), "head": (WIDTH, VOCABULARY)}

@@ -89,10 +89,7 @@ def log_prob_and_entropy(logits, labels):
 
 
 def of_layer(function):
-    """Turn a function of logits into a function of the operands of a linear layer.
-
-    The layer computes the logits.
-    """
+    """Return a function that computes logits by a linear layer and applies `function` to them."""
     return lambda x, weight, bias, labels: function(x @ weight + bias, labels)
 
 
@@ -191,7 +188,7 @@ CASES = [
 
 
 def evaluated(name, shapes, types, **options):
-    """Return operands, cotangents, and the reference's results and gradients without bounds."""
+    """Return a reference's operands, cotangents, results and gradients (without their bounds)."""
     given = references.operands(shapes, COLS, seed=0)
     along = references.operands({str(i): shape for i, shape in enumerate(types)}, 0, seed=1)
     results, gradients = getattr(references, name)(
@@ -205,7 +202,10 @@ def evaluated(name, shapes, types, **options):
 
 
 def agree(ours, theirs):
-    """Assert equality up to float64's rounding errors of eight successive sums of COLS terms."""
+    """Assert that values are equal up to float64's rounding errors.
+
+    The bound is that of eight successive sums of COLS terms each.
+    """
     for a, b in zip(ours, theirs, strict=True):
         b = np.asarray(b)
         infinite = np.isinf(b)

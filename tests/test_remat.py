@@ -72,26 +72,27 @@ AROUND = {
 AROUND["nested"] = lambda f: AROUND["save_policy"](AROUND["save_policy"](f))
 AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
-# Each value has a function of an array, a vector and a matrix, and the numbers of arrays that each
-# policy saves. These are counted by shape: (rows, cols), one number per row, and (cols, cols), the
-# shape of weights.
+# `FUNCTIONS` maps a name to two things. The first is a function of an array, a vector and a matrix.
+# The second maps each policy to three numbers: how many saved arrays have the shape (rows, cols),
+# how many have one number per row, and how many have the shape of the weights, (cols, cols).
 
 
 def saved(rows, named, numbers):
-    """Return the numbers of saved arrays for each policy.
+    """Return a dict from each policy to three numbers of saved arrays, as in `FUNCTIONS`.
 
     Args:
-      rows, named: the number of arrays of shape (rows, cols), and how many of them have a name.
-      numbers: the number of arrays with one number per row.
+      rows: how many arrays of shape (rows, cols) are saved without a policy.
+      named: how many of these arrays have a name.
+      numbers: how many arrays with one number per row are saved.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
     return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}
 
 
 def norm_of(name, **options):
-    """Return a norm as a function of x and a vector.
+    """Return the norm `name` as a function of x and a vector s.
 
-    The vector is used for all parameters. A residual or a gate is 2 x.
+    The vector is the value of all parameters. If the norm takes a residual or a gate, it is 2 * x.
     """
     function = getattr(jaxnorm, name)
     takes = inspect.signature(function).parameters
@@ -192,8 +193,8 @@ NAMES = {
     "rms_norm_linear silu": {"jaxnorm_rstd", "jaxnorm_preactivation"},
     "gated_linear": set(),
 }
-# These policies save what `save_policy` saves. "both" also saves matmuls, so it is not tested with
-# functions that have matmuls.
+# Policies that save the same arrays as `save_policy`. An exception is "both", which also saves the
+# results of matmuls. So it is not tested with functions that have matmuls.
 SAME = ("both", "offload", "nested", "jit inside")
 CASES = [
     (name, policy, saved[policy if policy in saved else "save_policy"])
@@ -210,9 +211,10 @@ def operands(dtype="float32"):
 
 
 def block(name):
-    """Return a function of x that calls the function `name` with 3 x.
+    """Return a function of x, s and w that calls the function `name` with 3 * x, s and w.
 
-    So the operand is computed inside, and counts if it is saved. An argument would not.
+    The operand 3 * x is computed inside, so it counts if it is saved. If the operand were an
+    argument, it would not count.
     """
     function = FUNCTIONS[name][0]
     return lambda x, s, w: function(3 * x, s, w)
@@ -249,9 +251,9 @@ def test_what_is_saved(name, policy, saved):
     ],
 )
 def test_gradients_are_those_without(name, policy):
-    """float64 gradients with a policy equal those without, up to rounding errors.
+    """With a policy, float64 gradients are the same as without one, up to rounding errors.
 
-    An element is a sum of at most rows * cols^2 rounded terms.
+    An element of a gradient is a sum of at most rows * cols^2 rounded terms.
     """
     with jax.enable_x64(True):
         arrays = operands("float64")
@@ -327,7 +329,10 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """Without a policy, a norm is recomputed: the test above would detect this by its counts."""
+    """With `jax.checkpoint` but no policy, a norm is recomputed, so there are twice as many norms.
+
+    So the number of norms in the test above shows whether norms are recomputed.
+    """
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
     step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
@@ -337,7 +342,10 @@ def test_checkpoint_runs_a_norm_again(stack):
 
 @pytest.mark.parametrize(("policy", "kernels"), [("save_policy", 2), ("checkpoint", 3)])
 def test_kernels_in_a_program_for_a_gpu(policy, kernels):
-    """A program has one forward and one backward kernel; without a policy, two forward kernels."""
+    """With a policy, the program has one forward kernel and one backward kernel.
+
+    Without a policy, it has a second forward kernel, which recomputes the norm.
+    """
     x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
     weights = jax.ShapeDtypeStruct((LAYERS, 1024, 1024), "bfloat16")
     step = jax.grad(functools.partial(scanned, AROUND[policy]), argnums=(0, 1))
@@ -388,9 +396,10 @@ DERIVATIVES = {
     ["rms_norm", "softmax", "linear_softmax_cross_entropy", "rms_norm_linear silu"],
 )
 def test_derivatives(name, derivative):
-    """Derivatives through named residuals equal those without names, also of second order.
+    """First and second derivatives do not depend on whether residuals have names.
 
-    A second derivative sums over the terms of the first; each sum has rows * cols^2 terms.
+    An element of a first derivative is a sum of at most n = rows * cols^2 terms. An element of a
+    second derivative is a sum of at most n^2 terms.
     """
     with jax.enable_x64(True):
         arrays = operands("float64")
@@ -408,15 +417,15 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
     f = AROUND["names"](lambda x: jaxnorm.linear_softmax_cross_entropy(jnp.sin(x), w, LABELS))
     assert saved_shapes(f, x) == [FULL]
     text = jax.jit(jax.grad(f)).lower(x).as_text()
-    assert text.count("stablehlo.dot_general") == 2  # for logits and dx
+    assert text.count("stablehlo.dot_general") == 2  # for the logits and for dx, not for dw
 
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 @pytest.mark.parametrize("policy", ["plain", "checkpoint", "save_policy", "names", "offload"])
 def test_memory_report(stack, policy):
-    """memory_report's bytes equal those of JAX's own list, under each policy.
+    """For each policy, memory_report lists as many bytes as JAX's own list of residuals.
 
-    Arrays are named after their operations.
+    In the report, arrays have the names of the operations that computed them.
     """
     x, _, w = operands()
     f = functools.partial(stack, AROUND[policy])

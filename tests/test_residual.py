@@ -81,10 +81,11 @@ def test_addition_between_two_norms(
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("shared", ["scale", "next_scale"])
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
-    """With two norms, the gradient of a scale that all groups share is rounded to bfloat16 once.
+    """The gradient of a scale that all groups of rows share is rounded to bfloat16 only once.
 
-    The scale of the other norm differs by group. So a kernel first computes the gradient of the
-    shared scale for each group, and these must not be rounded.
+    The function has two scales, and the other one differs between groups. A kernel then computes
+    the gradient of the shared scale separately for each group. These gradients must be added in
+    float32, so that only their sum is rounded.
     """
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))
@@ -137,9 +138,9 @@ def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implemen
 
 
 def test_groups_whose_rows_are_not_consecutive():
-    """Parameters of interleaved groups of rows are supported by XLA's code on every platform.
+    """A parameter may differ between interleaved groups of rows. XLA's code then runs.
 
-    Any parameter that NumPy can broadcast is allowed.
+    A parameter may have any shape that NumPy can broadcast to x.
     """
     x = normal((4, 3, 16), "float32", 0)
     scale = normal((3, 16), "float32", 1)
@@ -152,7 +153,7 @@ def test_groups_whose_rows_are_not_consecutive():
 def test_groups_over_channels():
     """For NCHW arrays that are normalised over C, each sample may have its own parameters.
 
-    The last axis of parameters is C. The axes before it have the order that they have in x.
+    The last axis of the parameters is C. The other axes have the same order as in x.
     """
     x = normal((2, 16, 3, 5), "float32", 0)
     scale, bias = (normal((2, 1, 1, 16), "float32", seed) for seed in (1, 2))

@@ -36,7 +36,7 @@ def rms_norm(x, scale):
 
 
 def plain(name, r_dtype, y_dtype, *operands):
-    """Compute y and h in float64, each rounded to its dtype."""
+    """Compute y and h in float64 arithmetic, and round each to its dtype."""
     x, residual, scale, next_scale = (a if a is None else a.astype("float64") for a in operands)
     if name == "add_rms_norm":
         h = (x + residual).astype(r_dtype)
@@ -51,9 +51,10 @@ def ours(name, save, y_dtype, x, residual, scale, next_scale):
 
 
 def derivatives(function, operands, along):
-    """Return first and second derivatives with respect to every operand.
+    """Return a dict of first and second derivatives, in forward and in reverse mode.
 
-    They are computed in forward and reverse mode.
+    Gradients are with respect to every operand. Derivatives in forward mode are along the tangents
+    `along`.
     """
 
     def loss(*operands):
@@ -76,9 +77,9 @@ def derivatives(function, operands, along):
 
 
 def of_given(function, *options):
-    """Return a function that computes `derivatives` with respect to the present operands.
+    """Return a function that computes `derivatives` with respect to the operands it is given.
 
-    Absent operands are None.
+    `function` has four operands. The last ones are None if they are not given.
     """
 
     def call(operands, along):
@@ -96,14 +97,14 @@ def exact_derivatives(name):
 @each_save
 @each_mix
 def test_two_norms(mix, save):
-    """Values and gradients are within the bounds of one rounding per array, against NumPy."""
+    """Values and gradients have at most the error of one rounding of each array."""
     x, residual, scale, next_scale = operands(mix)
     given = {"residual": residual, "scale": scale, "next_scale": next_scale}
     check("rms_norm_add_rms_norm", x, **given, save=save, y_dtype=mix[2])
 
 
-# Combinations of dtypes of which exactly one is float64: that of x, of the residual or of y. They
-# are for a function with a single norm.
+# Dtypes for tests of a function with a single norm. Only one is float64: the dtype of x, of the
+# residual, or of y.
 ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in mix]
 
 
@@ -132,7 +133,7 @@ def test_derivatives(name, mix, save):
 def test_no_kernel_takes_a_norm_of_such_a_call():
     """The norms inside a float64 call run no kernel, even if their own arrays are float32.
 
-    Their statistics are float64.
+    The reason is that the norms compute their statistics in float64.
     """
     float32, float64 = np.dtype("float32"), np.dtype("float64")
     spec = build_spec("norm_add_norm", "bwd", 256, 1024, float32, float64, residual_dtype=float32)

@@ -31,8 +31,9 @@ WRAPPED = {
 def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
     """A residual norm runs one kernel per pass, and no other operation on arrays of x's size.
 
-    The backward stores a single gradient if x and the residual have one dtype, or if x's gradient
-    can be cast from the residual's.
+    The backward kernel stores only one gradient in two cases: if x and the residual have the same
+    dtype, or if x's dtype is wider. In the second case, the gradient of the residual is cast to
+    x's dtype.
     """
     shape = (8192, 4096)
     x, residual = jax.ShapeDtypeStruct(shape, x_dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -48,7 +49,7 @@ def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
     assert len(kernels) == 2
     results = [line.rpartition("->")[2].count("8192x4096") for line in kernels]
     assert results == [2, written]
-    # Except for the cast of x's gradient, nothing else works on arrays of this size.
+    # No operation but the cast of x's gradient works on arrays of this size.
     others = re.findall(r"stablehlo\.(?:add|convert|multiply|transpose) .*8192x4096.*", text)
     assert len(others) == (x_dtype == "float32")
     assert all("8192x4096xbf16>) -> tensor<8192x4096xf32>" in line for line in others)
@@ -69,9 +70,10 @@ def test_an_unused_result_costs_no_pass_backward(used):
 
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
 def test_an_unused_sum_is_not_written(name):
-    """If h is not used, it is not written, also under gradients and in scans.
+    """If h is not used, kernels do not write it.
 
-    JAX traces a scan's body separately.
+    This is also the case if a gradient is computed, and in the body of a scan, which JAX traces
+    separately.
     """
     shape = (8192, 4096)
     x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:], "float32")
@@ -184,7 +186,7 @@ def additions_of(jaxpr, shape):
 @pytest.mark.parametrize("layers", [unrolled, scanned])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
-    """In unchanged models, x + branch(norm(x)), the norm's backward adds the residual's gradient.
+    """In models with x + branch(norm(x)), the norm's backward adds the residual's gradient.
 
     So the jaxpr has no addition of gradients.
     """
@@ -204,7 +206,7 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
         return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
 
     ours, theirs = (jax.jit(loss(norm)) for norm in (getattr(jaxnorm, name), plain))
-    # Also run it outside of `jax.jit`.
+    # In the case "plain", run the loss outside of `jax.jit`.
     run = loss(getattr(jaxnorm, name)) if wrapped == "plain" else ours
     assert_computes(run(x, parameters), theirs, x, parameters, like=ours)
     additions = [additions_of(jax.make_jaxpr(f)(x, parameters), x.shape) for f in (ours, theirs)]
@@ -213,9 +215,9 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
 
 
 def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
-    """If JAX has no gradient accumulators, the transpose returns the gradient.
+    """In versions of JAX without gradient accumulators, the norm's transpose returns dx.
 
-    It is then added outside of the norm's backward. This is the case in some versions of JAX.
+    JAX then adds dx to the gradient of the residual, outside of the norm's backward.
     """
     from jaxnorm.primitives import row_operations
 
@@ -236,9 +238,10 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
 
 
 def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
-    """If a kernel does not support the extra cotangent dh, it runs without, and dh is added later.
+    """If a backward kernel does not support the extra cotangent dh, it runs without dh.
 
-    Here rows of dh (bfloat16) are not a multiple of 16 bytes, unlike rows of y and dy (float32).
+    dh is then added to its result. In this test, dh is not supported because its bfloat16 rows are
+    not a multiple of 16 bytes long. Rows of y and dy are float32, and are such a multiple.
     """
     x, scale = (
         jax.ShapeDtypeStruct((512, 8196), "bfloat16"),

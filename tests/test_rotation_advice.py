@@ -30,7 +30,7 @@ def halves(x, cos, sin):
 def whole(x, cos, sin):
     """Rotate as Hugging Face does: x * cos + swapped * sin.
 
-    In `swapped`, each element is the other element of its rotated pair, with its sign.
+    `swapped` exchanges both elements of each rotated pair, and negates the first of them.
     """
     cos, sin = (jnp.concatenate([a, a], -1).astype(x.dtype) for a in (cos, sin))
     a, b = jnp.split(x, 2, axis=-1)
@@ -45,7 +45,7 @@ def neighbours(x, cos, sin):
 
 def step(rotated_norm, tables, x, w):
     q = rotated_norm((x @ w["q"]).reshape(BATCH, LENGTH, HEADS, HEAD), w["scale"], *tables)
-    y = (q * q).reshape(x.shape)  # The derivative of the square saves q.
+    y = (q * q).reshape(x.shape)  # so that q is saved, by the derivative of the square
     return x + y @ w["out"]
 
 
@@ -95,7 +95,7 @@ def taken_twice(x, scale, *tables):
 
 
 def summed(x, scale, cos, sin):
-    """Return swapped halves, which is not a rotation."""
+    """Return x with both halves of its columns swapped. This is not a rotation."""
     a, b = jnp.split(plain(x, scale), 2, axis=-1)
     return jnp.concatenate([b, a], axis=-1)
 

@@ -26,9 +26,9 @@ each_platform = pytest.mark.parametrize(
 
 
 def operands(name, dtype):
-    """Return operands whose sum h must be rounded.
+    """Return x, the residual and the scale. The dtype cannot represent their sum h exactly.
 
-    The sum of the squares of h is exact, so y does not depend on the order of summation.
+    The squares of the rounded h have an exact sum, so y does not depend on the order of summation.
     """
     rng = np.random.default_rng(0)
     unit = jnp.finfo(dtype).eps
@@ -37,7 +37,8 @@ def operands(name, dtype):
     h = h * (1 + (addend < 0) * (h == 1) / 16)  # Avoid sums below 1, which have a finer spacing.
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
-    # x consists of ones, and so does its norm. So the scale is added.
+    # x consists of ones, so its norm without the scale is 1. The scale is what is added to the
+    # residual.
     scale = np.abs(addend[0])
     return jnp.ones(SHAPE, dtype), jnp.asarray(h, dtype), jnp.asarray(scale, "float32")
 
@@ -63,9 +64,9 @@ def test_y_is_the_norm_of_h(name, dtype, platform):
 @each_dtype
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
-    """If x is float32 and the residual is not, dx is the residual's gradient, cast to float32.
+    """If x is float32 and the residual has 16 bits, dx is the residual's gradient, cast to float32.
 
-    So dx has the same rounding. One program computes both gradients.
+    So both gradients have equal values, which are rounded to 16 bits.
     """
 
     @jax.jit
@@ -87,7 +88,8 @@ def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
 def test_the_rounding_is_in_the_program(name, roundings, dtype):
     """On platforms where XLA may drop casts, the program rounds explicitly.
 
-    On a CPU, XLA keeps casts, which are faster, so the program has no such rounding.
+    On a CPU, XLA never drops casts, and a cast is faster than an explicit rounding. So the program
+    has only casts there.
     """
     x, narrow = (jax.ShapeDtypeStruct(SHAPE, each) for each in ("float32", dtype))
     function = functools.partial(getattr(jaxnorm, name), dtype=dtype, implementation="xla")

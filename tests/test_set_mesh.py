@@ -78,8 +78,8 @@ def mesh_of(name):
 def placed(operands, mesh, place):
     """Replicate some operands over the mesh and leave the others uncommitted.
 
-    `place` says which are replicated: all ("replicated"), the first ("first"), all but the first
-    ("others"), or none.
+    `place` names the operands to replicate: all for "replicated", the first for "first", all but
+    the first for "others", and none for "uncommitted".
     """
 
     def is_committed(i):
@@ -96,7 +96,7 @@ def test_no_axis_is_named(name, mesh, place):
     devices = mesh_of(mesh)
     with as_default(Kernels()) as kernels, jax.set_mesh(devices):
         assert_analysed(jax.jit(run)(*placed(operands, devices, place)), expected)
-        # With Auto axes of more than one device, only XLA's code runs.
+        # Each mesh with two axes has an Auto axis of several devices, so only XLA's code runs.
         assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1 and has_kernel(name))
 
 
@@ -189,14 +189,14 @@ def test_a_mesh_without_devices():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BASIC)
 def test_kernels_on_a_mesh_of_gpus(name, place):
-    """Kernels run on a mesh of real GPUs: of one, or of all that exist."""
+    """Kernels run on a mesh of all GPUs of this machine, also if there is only one."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
         arrays = placed(operands, mesh, place)
         compiled = jax.jit(run).lower(*arrays).compile()
         assert_analysed(compiled(*arrays), expected)
-    # As many kernels run as without a mesh.
+    # The program has as many kernels as a program without a mesh.
     alone = jax.jit(run).lower(*operands).compile()
     assert compiled.as_text().count("mosaic_gpu") == alone.as_text().count("mosaic_gpu")
 

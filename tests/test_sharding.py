@@ -80,7 +80,7 @@ def moved(compiled):
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
 
 
-# All shardings of an array with three axes, and of one with one axis, over a mesh with two axes.
+# All shardings over a mesh with two axes: of arrays with three axes, and of vectors.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -88,9 +88,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 @pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """Groups of rows have their own parameters, and each device has those of its own groups.
+    """If groups of rows have their own parameters, a device needs only those of its own groups.
 
-    If several devices have rows of one group, the gradient of its parameters is summed over them.
+    If several devices have rows of the same group, they sum the gradient of its parameters.
     """
     d, x, _ = operands("rms_norm")
     scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
@@ -112,7 +112,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 def test_every_pair_of_explicit_specs(x_spec, params):
-    """For all shardings on two Explicit axes, gradients are sharded like operands."""
+    """Each gradient is sharded like its operand, for all shardings over two Explicit axes."""
     mesh = {"data": 4, "seq": 2}
     case = Case("", mesh, x_spec, params)
     shape = (8, 8, 16)
@@ -202,7 +202,7 @@ def test_training_through_scanned_layers(kernels, transform, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vmap_of_a_sharded_call(kernels, kind):
-    """Under `jax.vmap`, the batch adds rows; each device runs one call on its shard."""
+    """Under `jax.vmap`, batch entries become rows. Each device runs one call on its shard."""
     mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
     _, x, scale = operands("rms_norm")
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))

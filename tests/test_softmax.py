@@ -68,7 +68,7 @@ def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
     """A large constant that is added to all cotangents of a row does not change the gradient.
 
-    The rounding of y must not change this.
+    This must also be so if y is rounded to 16 bits, so that a row's sum is not exactly 1.
     """
     x, d = data((64, 8, cols), dtype), data((64, 8, cols), dtype, seed=1, scale=1.0)
     check("softmax", x, d + 100, axis=axis, implementation=implementation)
@@ -173,7 +173,7 @@ def test_where(name, axis, kind, implementation):
     y_ref = expected(exact(x), axis, where)
     d_kept = np.where(kept, exact(d), 0)
     dx_ref = np.where(kept, GRADIENTS[name][0](y_ref, d_kept, axis), 0)
-    # The bounds are those of the same program for operands without NaN.
+    # The errors are those of the same program, analysed with 0 in place of masked elements.
     y_like, dx_like = analyse(both, jnp.where(kept, x, 0), jnp.where(kept, d, 0))
     assert_within(y, y_ref, y_like.error)
     assert_within(dx, dx_ref, dx_like.error)
@@ -182,7 +182,7 @@ def test_where(name, axis, kind, implementation):
 
 
 def test_log_softmax_mask_is_not_guessed_from_the_output():
-    """log_softmax gives a logit of -inf a gradient, and a masked logit none."""
+    """The gradient of log_softmax is nonzero for a logit of -inf, and 0 for a masked logit."""
     x = jnp.asarray([0.0, -jnp.inf, 1.0])
     for where, expected in [(None, 1.0), (jnp.asarray([True, False, True]), 0.0)]:
         _, vjp = jax.vjp(lambda x, where=where: jaxnorm.log_softmax(x, where=where), x)

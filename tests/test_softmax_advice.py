@@ -48,7 +48,10 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Apply the weights with query heads in groups, as Tunix's Gemma and Qwen do."""
+    """Multiply attention weights by values. A group of query heads shares a head of values.
+
+    This is the code of Tunix's Gemma and Qwen.
+    """
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
 
@@ -85,7 +88,7 @@ def above(logits, v, padding):
 
 
 def with_one_more(logits, v, padding):
-    """Attend with a mask that also allows one key above the diagonal, so it is not causal."""
+    """Compute attention with a mask that is not causal: it allows one key above the diagonal."""
     where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool), 1)
     return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
 
@@ -168,7 +171,8 @@ def test_a_mask_that_something_else_uses():
 def test_a_reshape_of_the_softmax_s_own_axis():
     """There is no advice if the softmax's own axis is reshaped afterwards.
 
-    A softmax of reshaped logits would normalise over other elements.
+    The advice would be to reshape the logits before the softmax. The softmax would then normalise
+    over other elements.
     """
 
     def attend(logits, v, padding):

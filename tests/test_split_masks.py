@@ -55,8 +55,8 @@ FUNCTIONS = {
 def test_values_and_derivatives(name, mask_shape, bias_shape, spec, kind):
     """Results and derivatives equal those of one device, up to about a hundred roundings.
 
-    The rounded terms have magnitude 1. Their sum may be 0, as in softmax's gradient, so the bound
-    is absolute.
+    The bound is absolute, not relative. The terms that are rounded have magnitudes of about 1, but
+    a result may be much smaller: in the softmax's gradient, terms may cancel.
     """
     mask, bias = part(MASK, mask_shape), part(BIAS, bias_shape)
 

@@ -36,7 +36,7 @@ EXCEPTIONS = {
 
 
 def literal_tolerances(path):
-    """Return the lines with a tolerance other than 0 that consists of literals."""
+    """Return the lines of a file in which a tolerance is a literal number other than 0."""
     lines = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):

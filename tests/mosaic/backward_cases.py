@@ -1,7 +1,7 @@
 """Schedules, calls and float64 references for the tests of the backward kernels.
 
-"ring" in a name means `PipelinedRows`, and "rows_ring" `PipelinedNarrowRows`: rows pass through a
-ring of stages in shared memory.
+In names of cases, "ring" stands for the schedule `PipelinedRows`, and "rows_ring" for
+`PipelinedNarrowRows`. In both, rows pass through a ring of stages in shared memory.
 """
 
 import functools
@@ -95,7 +95,7 @@ def parameter_shape(groups: int, spec: Spec) -> tuple[int, ...]:
 
 
 def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
-    """Return the backward's arguments: what the forward saves (in float64), and cotangents."""
+    """Return the backward's arguments: the arrays that the forward saves, and cotangents."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 3, (spec.rows, spec.cols))
     d = rng.normal(0, 1, (spec.rows, spec.cols)).astype(spec.y_dtype)
@@ -110,14 +110,16 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     if spec.norm.scale_dtype is not None:
         shape = parameter_shape(spec.norm.scale_groups, spec)
         scale = rng.normal(1, 0.5, shape).astype(spec.norm.scale_dtype)
-        scale[..., ::7] = 0  # The forward replaces 0 by a floor, if y's dtype has enough range.
+        # If y's dtype has enough range, the forward replaces these scales by a tiny floor.
+        scale[..., ::7] = 0
         y = y * of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
     if spec.norm.bias_dtype is not None:
         bias = rng.normal(0, 1, parameter_shape(spec.norm.bias_groups, spec)).astype(
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            bias[..., ::7] = 0  # Next to a nonzero bias, y would lose x_hat times the floor.
+            # Where the floor replaces a scale of 0, a nonzero bias would round floor * x_hat away.
+            bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
@@ -153,9 +155,10 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     """Return `call` under `jax.jit`.
 
-    `blocks`, the function that sets the number of blocks, is only a part of the cache's key.
+    `blocks` is the function that returns the number of blocks. It is an argument only because a
+    program depends on it: the cache's key consists of the arguments.
     """
-    del blocks  # The kernel looks it up in its own module.
+    del blocks  # The kernel itself finds this function in its own module.
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 
@@ -190,7 +193,7 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
         # u.
         total, total_error = (a / y.sum(axis=1, keepdims=True) for a in (total, total_error))
         total_error += (_TERMS + 4) * _U * np.abs(total)
-    # The kernel may compute exp(y) as 2^(y log2(e)), which rounds the exponent once more.
+    # The kernel may compute exp(y) as 2^(y * log2(e)), which rounds the exponent once more.
     weight, weight_error = (np.exp(y), 4 * (1 + np.abs(y)) * _U) if log else (y, 0)
     dx = log_softmax_gradient(y, d, 1) if log else y * (d - total)
     error = np.abs(weight) * (total_error + weight_error * np.abs(total))

@@ -36,7 +36,7 @@ class Case:
     schedule: Any
 
     def schedule_for(self, *dtypes: np.dtype | None) -> Any:
-        """Return the schedule with a `vector` of 16 bytes of the widest dtype.
+        """Return the schedule with a `vector` that is 16 bytes long in the widest dtype.
 
         A schedule whose vector is 1 is returned unchanged.
         """
@@ -59,7 +59,8 @@ CASES = (
     Case("split_row_tail", 2, 2571, ForwardSchedule("split_row", 1, warpgroups=4)),
     Case(
         "pipelined_tile",
-        11,  # Three tiles of 4 rows; the third one overlaps. The first block has two.
+        # Three tiles of 4 rows. The third overlaps the second. The first block has two tiles.
+        11,
         512,
         ForwardSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
@@ -202,8 +203,9 @@ def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """Return y in float64, and the error that a kernel may make."""
     x = exact(x)
     shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
-    # The error of exp(t): the rounding of t and, for 16-bit outputs, of t log2(e), and 4 u for the
-    # function itself. Partitions of a row have separate maxima, which doubles the error of t.
+    # The relative error of exp(t), where t = x - max(x). It has three parts: the rounding of t, the
+    # rounding of t * log2(e) for 16-bit outputs, and 4 u for the function itself. The parts of a
+    # row have separate maxima, which doubles the error of t.
     exp_error = (4 * np.abs(shifted) + 4) * _U
     total_error = (p * exp_error).sum(axis=1, keepdims=True) + (_TERMS + 8) * _U
     if spec.op == "softmax":
@@ -233,8 +235,8 @@ def norm_reference(
     norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
-    # An error of the mean adds its square to the variance. The terms of that sum are not negative,
-    # so its error is relative to the sum.
+    # An error of the mean adds its square to the variance. The variance itself is a sum of squares.
+    # Squares are not negative, so the rounding error of the sum is relative to the variance.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
     error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)

@@ -161,5 +161,5 @@ def assert_fits(kernel: Compiled, spec: Spec) -> None:
     if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
         assert schedule.stages >= 2
         threads = 128 * getattr(schedule, "warpgroups", 1)
-        registers = -(-kernel.registers // 8) * 8  # The hardware allocates 8 at a time.
+        registers = -(-kernel.registers // 8) * 8  # allocated in groups of 8
         assert registers * threads * schedule.blocks_per_sm <= norm_backward.REGISTERS

@@ -35,14 +35,17 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
+    """Run kernels with two persistent blocks.
+
+    Two suffice to test sums over blocks, and take the interpreter little time.
+    """
     monkeypatch.setattr(schedules, "persistent_blocks", _two)
 
 
 def _two(spec: Spec, schedule: Any) -> int:
     """Return 2, the number of blocks.
 
-    All tests use this one function, because it is a part of the key of the cache of programs.
+    All tests use this same function, because the cache of programs has it in its keys.
     """
     return 2
 
@@ -238,7 +241,7 @@ def test_groups_with_64_bit_types(name: str) -> None:
         check(spec, case.schedule_for(BF16), *make_operands(spec))
 
 
-# Each group has enough rows that both blocks reuse the stages of their rings.
+# Each group has so many rows that both blocks reuse the stages of their rings.
 @pytest.mark.parametrize(("name", "rows"), [("ring_two_warpgroups", 5), ("rows_ring", 17)])
 def test_results_are_the_same_again(name: str, rows: int) -> None:
     case = BY_NAME[name]
@@ -252,7 +255,10 @@ def test_results_are_the_same_again(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "rows_ring_tail"])
 def test_nan_stays_in_its_row(name: str) -> None:
-    """A NaN in one row makes only that row of dx NaN; dscale and dbias are sums over all rows."""
+    """A NaN in one row of an operand makes only this row of dx NaN.
+
+    dscale and dbias are NaN, too, because they are sums over all rows.
+    """
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
     saved, stats, scale, bias, d = make_operands(spec)
@@ -292,7 +298,7 @@ def test_float16_has_no_floor() -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("name", ["ring_two_warpgroups_tail", "rows_ring"])
 def test_float16_that_overflows(name: str, op: str) -> None:
-    """An infinite y whose cotangent is 0 does not affect the rest of its row.
+    """An infinite y whose cotangent is 0 does not affect other elements of its row.
 
     The cotangent is 0 if, for example, a tanh follows.
     """
@@ -332,9 +338,9 @@ def no_races(spec: Spec, case: Case) -> bool:
     return not interpret_pallas_call.get_races().races_found
 
 
-# There are two kinds of loop over rows (`ring` and `rows_ring`). If the residual is float32 and x
-# is not, the kernel itself stores both gradients, so both kinds run. For other dtypes, x's gradient
-# is cast outside the kernel, so one kind suffices.
+# If the residual is float32 and x is not, the kernel itself stores both gradients. This is tested
+# in both kinds of loop over rows (`ring` and `rows_ring`). For other dtypes, x's gradient is cast
+# outside the kernel, so testing one kind suffices.
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [

@@ -149,9 +149,9 @@ def test_default_schedules_with_dh_lower(
 
 
 def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
-    """The backward needs all arrays' rows to be multiples of 16 bytes, including those of dh.
+    """A backward that takes dh is refused if dh's rows are not a multiple of 16 bytes long.
 
-    Here only dh's rows are not.
+    The rows of its other arrays are multiples of 16 bytes here.
     """
     spec = make_spec("rms_norm", 4096, 4100, BF16, F32, adds_dh=True)
     assert schedules.norm_schedule(spec) is None
@@ -176,7 +176,7 @@ def test_groups_of_rows_lower(cols: int, rows: int) -> None:
     ("groups", "rows"), [(2, 5000), (8, 1024), (100, 512), (133, 77), (3000, 9)]
 )
 def test_blocks_of_groups_have_no_idle_round(groups: int, rows: int) -> None:
-    """The blocks of all groups are distributed so that they finish at nearly the same time."""
+    """The number of blocks per group is chosen such that all blocks end at nearly the same time."""
     spec = make_spec("rms_norm", groups * rows, 4096, BF16, BF16, scale_groups=groups)
     schedule = schedules.norm_schedule(spec, HOPPER)
     assert isinstance(schedule, PipelinedRows)
@@ -216,7 +216,10 @@ def test_every_call_has_a_schedule_that_fits(
     adds_dh: bool,
     groups: int,
 ) -> None:
-    """Each supported call has a schedule that fits. `rows` is the number of rows per group."""
+    """Each supported call has a schedule whose blocks fit into the memory of an SM.
+
+    `rows` is the number of rows per group.
+    """
     softmax = "softmax" in op
     change = {"scale_dtype": scale, "saved": saved, "adds_dh": adds_dh, "bias_groups": groups}
     if op != "layer_norm":
@@ -255,7 +258,7 @@ def test_without_a_driver_the_clusters_are_those_of_an_h200() -> None:
 
 @dataclasses.dataclass
 class Device:
-    """The attributes of a JAX device that the library reads."""
+    """A fake JAX device. It has only the attributes that the library reads."""
 
     local_hardware_id: int
     core_count: int = 132
@@ -263,7 +266,7 @@ class Device:
     shared_memory_per_block_optin: int = HOPPER.smem
 
 
-# For each of two GPUs, a dict from a cluster size to the number of clusters that fit.
+# For each of two GPUs, a dict from the cluster size to the number of clusters that run at once.
 CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})
 
 

@@ -172,9 +172,9 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
-    """Yield a separate process for each GPU.
+    """Yield a dict from each compute capability to a pool with a single process.
 
-    A process can compile for only one architecture: that of its first compilation.
+    A process can compile for one architecture only, that of its first compilation.
     """
     spawn = multiprocessing.get_context("spawn")
     pools = {capability: ProcessPoolExecutor(1, spawn) for capability in CONFIGS}

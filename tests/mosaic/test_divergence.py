@@ -71,8 +71,9 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# The widths give: full steps, a partial last step, unaligned rows, and rows with less than 16 bytes
-# per thread. Logits and teacher have equal or different dtypes.
+# A thread processes a row in steps of 16 bytes. With these widths, all steps are full, or the last
+# one is partial, or rows are unaligned, or a row has less than 16 bytes per thread. The logits and
+# the teacher's logits have equal or different dtypes.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
@@ -132,7 +133,7 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """For small divergences, errors are relative to the difference of the logits."""
+    """If logits and teacher differ by about 1e-2, errors are at most some roundoffs times 1e-2."""
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)

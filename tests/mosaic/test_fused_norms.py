@@ -40,9 +40,9 @@ class Family(NamedTuple):
 
     Attributes:
       options: the values of each option. The tests cover every pair of values.
-      changes: other changes to the default call, each tested on 16 rows.
-      shapes: (rows, columns) of the lowered and compiled calls; a third number is the number of
-        groups of rows.
+      changes: dicts of other options to change in the default call, each tested on 16 rows.
+      shapes: for each call that is lowered or compiled, its numbers of rows and columns and, if
+        groups of rows have their own parameters, the number of groups.
       mixes: the number of combinations of dtypes that are compiled.
     """
 
@@ -141,7 +141,10 @@ IN_BOTH_ORDERS = [{"norm_before_gate": before} for before in (True, False)]
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use two persistent blocks: enough to test sums over blocks, and fast to interpret."""
+    """Run kernels with two persistent blocks.
+
+    Two suffice to test sums over blocks, and take the interpreter little time.
+    """
     monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
 
@@ -160,10 +163,10 @@ def check(spec: Spec, schedule: Any) -> None:
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Yield each schedule with one combination of options, and one fast schedule with all of them.
+    """Yield cases in which each schedule runs one combination of options.
 
-    One combination per schedule suffices: the loops over rows do not depend on the formula, and
-    each kind of loop has several schedules.
+    One fast schedule runs every combination. This suffices, because the loops over rows do not
+    depend on the formula, and each kind of loop has several schedules.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:
@@ -173,8 +176,8 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # `cases` lists two schedules of each kind in a row. So the value of the first option
-        # changes after every second case.
+        # `cases` has two successive schedules of each kind. Both run with different values of the
+        # first option.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)
@@ -204,9 +207,10 @@ RINGS = (
 
 
 def check_both(family: str, **given: Any) -> None:
-    """Check the forward and the backward with different loops over rows.
+    """Check the forward and the backward, each with several schedules.
 
-    The forward loads parameters before or after x. The backward runs both kinds of loop.
+    For a scaled sum, the forward runs twice: it loads parameters before or after x. The backward
+    runs both kinds of loop over rows.
     """
     if "fwd" in FAMILIES[family].directions and "adds_dh" not in given:
         for row_tile in ROW_TILES if family == "scaled sum" else ROW_TILES[:1]:
@@ -251,7 +255,7 @@ def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
 @interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation: str) -> None:
-    """The gate's activation is correct for 0 and where its exponential overflows or underflows."""
+    """The activation is correct for a gate of 0, and if its exponential over- or underflows."""
     spec = FAMILIES["gate"].spec("fwd", 8, 512, mix=MIXES[1], activation=activation)
     gate = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 255)), [-0.0]])
     arrays = norms.make_operands(spec)

@@ -97,8 +97,8 @@ def test_large_arrays(op, rows, cols, direction, dtype):
     assert_like_xla(KernelWorkload(op, direction, rows, cols, dtype, dtype), mosaic)
 
 
-# Each kind of block, with its gradients. The block "x + norm(x)" is omitted: it runs the kernels of
-# a norm.
+# Each kind of model block in the benchmarks, with its gradients. The block "x + norm(x)" is
+# omitted, because it runs the kernels of a single norm.
 BLOCKS = [
     pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
     for block in blocks.grid(

@@ -133,7 +133,7 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
     for output, value, error in zip((in_rows(y, spec), *stats), values, errors, strict=True):
         within(output, value, error)
 
-    # The backward reads the arrays that XLA's forward saves.
+    # The tested backward gets the arrays that the forward of XLA's code saves.
     y, kept = jax.jit(functools.partial(contract.call, xla, rows))(x, *wide)
     saved, kept = np.asarray(y) if spec.norm.saved == "output" else x, [np.asarray(s) for s in kept]
     backward, rows = (changed(s, direction="bwd", adds_dh=adds_dh) for s in (spec, rows))
@@ -150,9 +150,9 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
             within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
 
 
-#: The cases cover strips that overlap in columns or in inner elements, strips that are processed in
-#: a loop, and strips shared by warpgroups. A group is a part of a thread's vector, one vector, or
-#: the vectors of several threads.
+#: The cases have strips that overlap in columns or in inner elements, strips that a block processes
+#: in a loop, and strips that several warpgroups share. A thread loads a vector of inner elements. A
+#: group of inner elements is a part of a vector, one vector, or the vectors of several threads.
 STRIPS = {
     "a_vector": Strips(1, 37, 32, 4, 8, group=4),
     "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
@@ -255,8 +255,9 @@ def types(spec: Spec) -> list[Any]:
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
 
 
-#: Sizes for each rule of the table, and sizes that no strip width or number of warps divides. Each
-#: group is one channel.
+#: Shapes (outer, cols, inner). Each rule of the table applies to one. In other shapes, `inner` is
+#: no multiple of the strip's width, or `cols` is no multiple of the number of warps. Each group is
+#: one channel.
 SHAPES = [(64, 8, 4096), (16, 32, 256), (16, 64, 3136), (32, 256, 4096), (8, 1000, 784)]
 SHAPES += [(8, 4096, 4096), (4, 3001, 144), (2, 12000, 64), (8, 333, 32), (8, 100, 16)]
 

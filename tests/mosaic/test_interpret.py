@@ -77,11 +77,11 @@ RESIDUAL_CALLS = [
 
 
 def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case]]:
-    """Return each case with every second call, so that each kind of schedule runs every call.
+    """Return pairs of a call and a case, such that each kind of schedule runs every call.
 
-    `CASES` has pairs of schedules of one kind: with rows that divide evenly, and with overlapping
-    rows. One of the pair runs the calls with even indices, and the other the rest. Which of them
-    runs the even ones alternates from pair to pair.
+    Successive cases in `CASES` have schedules of the same kind. One of the two runs the calls with
+    even indices, and the other runs the calls with odd indices. From pair to pair, the two change
+    roles.
     """
     found = [
         (call, case)
@@ -343,7 +343,7 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
 )
 @pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
-    # The number of rows is a multiple of the schedule's, so that blocks do not overlap.
+    # The number of rows is a multiple of a block's rows, so that blocks do not overlap.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
     spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)
@@ -352,7 +352,7 @@ def test_no_races(op: str, case: Case) -> None:
 
 
 def test_deterministic() -> None:
-    """Two runs give the same bits, although two warpgroups store some columns in any order."""
+    """Two runs give the same bits, even if two warpgroups store the same columns in any order."""
     case = BY_NAME["split_row_tail"]
     spec = make_spec("softmax", case.rows, case.cols, F32, F32)
     (x,) = make_operands(spec)

@@ -19,7 +19,7 @@ __all__ = ["cudnn", "of_docs"]  # pytest fixtures
 
 
 def test_kernels(compiler: Compiler, cudnn, of_docs):
-    """The numbers of attention kernels are those that docs/transformations.md gives."""
+    """Programs contain as many attention kernels as docs/transformations.md says."""
 
     def counts(attention):
         arrays = [

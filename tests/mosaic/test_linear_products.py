@@ -1,7 +1,8 @@
 """Functions of linear logits, compiled by XLA for an H100: matmuls and memory traffic.
 
-The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS here. On a real GPU it may choose
-Triton's matmuls if they are faster, which can also add to their output (`test_products`).
+The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS here. On a real GPU, XLA may choose
+Triton's matmuls if they are faster. Like cuBLAS, these can add a matmul to an existing array
+(`test_products`).
 """
 
 import re
@@ -52,9 +53,10 @@ def compiled(
     ids=["mean", "none", "log_prob", "rows that chunks do not divide"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
-    """A loss with gradients runs 3 matmuls, or 4 if it has no reduction.
+    """A loss and its gradients take 3 matmuls, or 4 if the loss has no reduction.
 
-    One of them, for the weight's gradient, adds its result to its output in place.
+    The matmul that computes the weight's gradient adds its result in place to the gradient of
+    earlier chunks.
     """
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
@@ -86,12 +88,15 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
-    workspace = 2**26  # bytes, for cuBLAS and for arrays with one number per row
+    workspace = 2**26  # bytes for cuBLAS's own memory, and for arrays with one number per row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
 
 
 def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
-    """A larger chunk needs no more memory, up to the default of as many rows as the weight has."""
+    """A chunk of the default size needs no more memory than a smaller chunk.
+
+    By default, a chunk has as many rows as the weight here.
+    """
     default, fewer = (
         compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
         for options in ({}, CHUNKS)

@@ -117,8 +117,8 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
     assert_within(dx[:, :classes], expected.gradient(*d), expected.gradient_bound(*d))
 
 
-# The widths give: full steps, a partial last step, unaligned rows, and rows with less than 16 bytes
-# per thread.
+# A thread processes a row in steps of 16 bytes. With these widths, all steps are full, or the last
+# one is partial, or rows are unaligned, or a row has less than 16 bytes per thread.
 @pytest.mark.parametrize(
     ("op", "cols", "dtype", "schedule", "options"),
     [
@@ -360,8 +360,8 @@ def test_programs():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
-# 64 registers per thread allow four blocks per SM; 80 and 96 allow at least two. Smoothed labels, a
-# cap and a third sum take more registers.
+# With 64 registers per thread, four blocks fit into an SM; with 80 or 96, at least two do. Kernels
+# need more than 64 if labels are smoothed, if logits are capped, or if a third sum is computed.
 @pytest.mark.parametrize(
     ("op", "options", "registers"),
     [

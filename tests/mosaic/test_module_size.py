@@ -1,8 +1,9 @@
 """The size of kernels' modules, which determines how long a first call takes.
 
-Lowering runs in Python and takes time for each operation, which is then compiled. Code that repeats
-for each row, or for each vector of a thread, must therefore be a loop or one Mosaic operation: rows
-are copied together, and an array gets its layout where it is created.
+Lowering runs in Python and takes time for each operation. Compiling each operation takes more time.
+So a kernel must not emit separate operations for each row, or for each vector of a thread. It must
+use a loop, or a single Mosaic operation for all of them. For example, one operation copies several
+rows, and an array gets its layout where it is created, not by a later conversion.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Function:
     """A function whose kernels are measured.
 
     Attributes:
-      x: returns the shape of x for a number of columns.
+      x: a function that maps the number of columns to the shape of x.
       like_x: the number of other operands with the shape of x.
       columns: the number of operands with one element per column.
     """
@@ -190,7 +191,7 @@ CASES = [
 
 
 def operations(name: str, cols: int, x: str, y: str) -> int:
-    """Return the number of operations in the modules of a function's kernels, of both passes."""
+    """Return the number of operations of a function's kernels, forward and backward together."""
     function = FUNCTIONS[name]
     rows = jax.ShapeDtypeStruct(function.x(cols), x)
     column = jax.ShapeDtypeStruct((cols,), F32)
@@ -221,7 +222,7 @@ def _kernels(operation: Any) -> list[bytes]:
 
 
 def _size(module: bytes) -> int:
-    """Return the number of operations of a module in MLIR bytecode, counted in its printed form."""
+    """Return the number of operations of an MLIR module, which is given as bytecode."""
     with ir.Context() as context, ir.Location.unknown():
         mosaic_gpu_dialect.register_dialect(context)
         context.load_all_available_dialects()

@@ -23,9 +23,9 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
-# The cases cover each kind of tile, and each way to broadcast a mask or a bias to it. A mask or a
-# bias has one row per tile or one row per row of x, and all columns or only one. In some cases, the
-# number of rows is not divisible by the rows of a tile.
+# The cases cover each kind of tile, and each way to broadcast a mask or a bias to a tile. The mask
+# or bias has one row per tile or one row per row of x. It has all columns or a single column. In
+# some cases, the number of rows is not a multiple of the tile's rows.
 VALUES = [
     Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
     Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),
@@ -125,7 +125,7 @@ def test_what_is_masked_may_take_part(case):
     """With a finite `masked_logit`, as in Flax, a fully masked row is uniform with gradient 0."""
     mask = test_logits.mask_of(case.mask)
     mask = mask.at[0].set(False) if mask.ndim > 1 else mask
-    x = data(case.shape, "float32").at[1].set(FILL)  # equal to the masked logits of the row
+    x = data(case.shape, "float32").at[1].set(FILL)  # the value of masked logits
     d = data(case.shape, "float32", seed=1)
     bias = [data(case.call("softmax", F32).view.logits_bias, "float32")] if case.bias else []
     forward, backward = case.call("softmax", F32), case.backward("softmax", F32)

@@ -189,7 +189,7 @@ def test_rows_keep_to_themselves(dtype, scale):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("power", [6, -13])
 def test_numbers_that_float16_has_not(power, dtype):
-    """Results are correct even if x times scale, or scale times weight, leaves float16's range."""
+    """Results are correct even if ``x * scale`` or ``scale * weight`` leaves float16's range."""
     spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
@@ -227,7 +227,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """Under `jax.vmap` over x, the batch becomes rows of one call; over parameters, a loop."""
+    """`jax.vmap` over x gives one call with more rows. `jax.vmap` over parameters gives a loop."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -241,7 +241,10 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """The derivatives in both modes are bitwise those of the composition of rms_norm and matmul."""
+    """Derivatives equal, bit by bit, those of rms_norm followed by a matmul.
+
+    This is tested in forward mode and in reverse mode.
+    """
     spec = dataclasses.replace(GELU, rows=8)
     arrays = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)
@@ -270,9 +273,9 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program is one kernel, and a multiplication of the weight by the scale.
+    """The program runs one kernel. If there is a scale, the weight is first multiplied by it.
 
-    No other operation works on an array of x's size.
+    No other operation has an operand or a result of x's size.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
@@ -414,7 +417,7 @@ def test_rows_keep_to_themselves_on_a_gpu(dtype):
 def test_gradients_on_a_gpu():
     """With implementation="mosaic", values and gradients on a GPU are within their bounds.
 
-    The forward is the kernel; the derivative is that of the composition.
+    The kernel computes the forward. The derivative is that of rms_norm followed by a matmul.
     """
     spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
     x, weight, scale, bias = arrays_of(spec)

@@ -28,9 +28,9 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# How rows of x (heads) share rows of the rotary tables. In a tile of x, all rows may belong to one
-# position, or to several positions. Each row of x may have its own row of the tables, or all share
-# one.
+# How rows of x (heads) share rows of the rotary tables. In the first two cases, the heads of a
+# position share a row; the rows of a tile belong to one position, or to several positions. In the
+# third case, each row of x has its own row of the tables. In the last case, all rows share one.
 SHARED = {
     "16 heads": Shared(((2, False), (3, True), (16, False)), has_columns=True),
     "3 heads": Shared(((8, True), (4, False), (3, False)), has_columns=True),
@@ -192,5 +192,5 @@ def test_registers(
         if direction == "bwd":
             schedule = heads.backward(spec)
             assert schedule is not None
-            registers = -(-kernel.registers // 8) * 8  # The hardware allocates 8 at a time.
+            registers = -(-kernel.registers // 8) * 8  # allocated in groups of 8
             assert registers * WARPGROUP_THREADS * schedule.blocks_per_sm <= REGISTERS

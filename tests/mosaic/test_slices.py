@@ -45,7 +45,7 @@ def norm(x: jax.Array, *scale: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------ what is copied
 
 
-# These calls always run XLA's code.
+# Entries of `FUNCTIONS` that always run XLA's code.
 WITHOUT_KERNELS = ("log_prob_and_entropy several labels",)
 
 

@@ -146,7 +146,7 @@ def call(monkeypatch):
 def check(call, family, schedule=None, **given):
     """Assert that the passes of a call are within their bounds.
 
-    A backward is left out if it runs the kernels of another operation.
+    The backward is not tested if it runs the kernels of another operation.
     """
     if schedule is not None:
         call = functools.partial(call, schedule=make_schedule(schedule))
@@ -235,9 +235,10 @@ def test_gradients_of_groups_have_the_same_bits(scale_groups, schedule, call):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.usefixtures("call")
 def test_columns_beyond_a_row(activation):
-    """Padding columns have no effect, even if their x_hat would be huge.
+    """The columns with which a kernel pads a row have no effect.
 
-    It would be huge here, because all numbers of a row are equal, so their variance is 0.
+    In this test, all numbers of a row are equal, so the variance is 0. Without a mask, x_hat would
+    be huge in padding columns, because their x differs from the mean.
     """
     x = jnp.full((9, 100), 2.0**60, jnp.float32)
     norm = functools.partial(jaxnorm.layer_norm, activation=activation, implementation="triton")
@@ -416,20 +417,21 @@ def test_pairs_of_vanishing_scales(value, rotate):
 def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
     """If one scale of a rotated pair is tiny next to the other, the recovered x_hat is clipped.
 
-    Its column of y contains only rounding errors of the other column.
+    It is recovered from rounding errors: after the rotation, the column with the large scale
+    dominates both columns of y.
     """
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
     dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
-    # The cotangent of a rotated column is at most the sum of its pair's cotangents, times the
-    # tables' factor.
+    # The cotangent of a column before the rotation is at most the sum of both cotangents of its
+    # pair, times the factor by which the tables are multiplied.
     d = np.abs(exact(arrays["dy"]))
     most = 1.2 * (d + np.roll(d, 8, 1)).sum(0) * math.sqrt(spec.cols)
     assert np.all(np.abs(dscale) <= most)
 
 
 def gradients_of(rotate, spec, arrays):
-    """Return y, dx and dscale."""
+    """Run both passes, and return y, dx and dscale."""
     y, stats = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])
     backward = changed(spec, direction="bwd", want_stats=False)
     *_, operands = norms.backward_operands(backward, arrays, ({"y": y}, stats))
@@ -438,7 +440,7 @@ def gradients_of(rotate, spec, arrays):
 
 @each_order
 def test_tables_of_zero_tell_nothing(interleaved, rotate):
-    """If cos and sin of a pair are 0, so is x_hat; other pairs equal plain JAX's."""
+    """If cos and sin of a pair are 0, the pair's x_hat is 0. Other pairs equal plain JAX's."""
     spec = spec_of("rows with tables of their own", interleaved=interleaved)
     arrays = norms.make_operands(spec)
     arrays |= {name: arrays[name].at[:, 1::4].set(0) for name in ("cos", "sin")}
@@ -451,7 +453,7 @@ def test_tables_of_zero_tell_nothing(interleaved, rotate):
 
 
 def test_an_output_that_overflows(rotate):
-    """Gradients are finite if y overflows float16 (65504) and the cotangent of an infinity is 0."""
+    """Gradients are finite if elements of y overflow float16 and their cotangents are 0."""
     spec = spec_of("heads share a position", (F32, F32, F32, F16))
     arrays = with_scale(spec, np.array([2, 10]), 1e6)
     y, _ = rotate(spec, *[arrays[n] for n in norms.names_of(spec)])
