@@ -208,11 +208,9 @@ class Calls:
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
         """Check the argument ``calls``; raise TypeError or ValueError if it is wrong.
 
-        The other arguments are used in error messages:
-
-        - `function`: the name of the public function that converts a model;
-        - `package`: the name of the package, such as "equinox";
-        - `base`: the base class of the package's modules, from which all keys of ``calls`` derive.
+        `function` (the name of the public function that converts a model) and `package` (such as
+        "equinox") are used in error messages. The keys of ``calls`` must be subclasses of `base`,
+        the package's base class of modules.
         """
         expected = (
             f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
