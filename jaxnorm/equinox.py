@@ -94,8 +94,8 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
 class RMSNorm(_Settings, eqx.nn.RMSNorm):
     """``equinox.nn.RMSNorm`` that saves its output, not its input, for the backward pass.
 
-    Its fields and arguments, the behaviour under ``jax.vmap``, and the calls that run equinox's
-    code are as for :class:`jaxnorm.equinox.LayerNorm`.
+    See :class:`jaxnorm.equinox.LayerNorm` for the fields and arguments, for the behaviour under
+    ``jax.vmap``, and for the cases in which a call runs equinox's own code.
 
     Args:
       shape, eps, use_weight, use_bias, dtype: as in :class:`jaxnorm.equinox.LayerNorm`.
@@ -427,8 +427,8 @@ def _added(norm: Any) -> dict[str, Any]:
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:
     """Return True if a call must run equinox's code, because jaxnorm's functions do not support x.
 
-    If such a norm has a scale_offset, ValueError is raised instead, because equinox's code has no
-    such option.
+    ValueError is raised if such a call would ignore a scale_offset of the module, because equinox's
+    code does not have this option.
     """
     if x.dtype.name in FLOAT_DTYPES and x.size and x.ndim:
         return False

@@ -115,8 +115,8 @@ class RMSNorm(_Settings, nn.RMSNorm):
 class GroupNorm(_Settings, nn.GroupNorm):
     """:class:`flax.linen.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    Its fields and parameters, and the calls that run Flax's code, are as for
-    :class:`jaxnorm.linen.LayerNorm`. Channels are the last axis of x.
+    See :class:`jaxnorm.linen.LayerNorm` for the fields and parameters, and for the cases in which a
+    call runs Flax's own code. Channels are the last axis of x.
 
     Attributes:
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
@@ -312,7 +312,7 @@ def converted(
         yield
         return
     seen = Seen(replaced)
-    running: list[nn.Module] = []  # modules whose function from `calls` is running
+    running: list[nn.Module] = []  # modules for which a function of `calls` is running now
 
     def call(
         call: Callable[..., Any],

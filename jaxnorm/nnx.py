@@ -372,9 +372,9 @@ def convert[Model](
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
     ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms whose class is a
     subclass of one of Flax's classes are not converted if the subclass overrides code. (A subclass
-    whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It lists these
-    norms and the norms that save their input, with the reasons. If the model has no norms, it says
-    so. Modules of jaxnorm's classes keep their own settings.
+    whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning, which lists
+    these norms and the norms that save their input, with the reasons. If the model has no norms,
+    the warning says so. Modules of jaxnorm's classes keep their own settings.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
     such classes. For Tunix's Qwen 3::
@@ -394,7 +394,7 @@ def convert[Model](
         :func:`jaxnorm.layer_norm`.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
         a class, the function replaces ``__call__``. It may call the original ``__call__``. The
-        modules stay the same objects, with the same parameters, and instances of the class;
+        modules stay the same objects, keep their parameters, and remain instances of the class.
         ``save`` and ``implementation`` do not apply to them. Modules of subclasses are not changed.
         The warning lists the changed modules, the modules of subclasses, and classes in ``calls``
         that the model does not use.

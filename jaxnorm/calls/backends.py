@@ -84,15 +84,17 @@ def preferred() -> str | None:
 def order(platform: str) -> tuple[str, ...]:
     """Return the names of all implementations.
 
-    The ones that the default tries come first, in the order in which it tries them.
+    The implementations that ``implementation=None`` tries come first, in the order in which they
+    are tried.
     """
     return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
-    """Return the names of the kernel implementations that the default tries before xla, in order.
+    """Return the names of the kernel implementations to try, in order, for ``implementation=None``.
 
-    If the environment variable names one of them, the list starts with that one.
+    xla comes after them and is not included. If the environment variable ``JAXNORM_IMPLEMENTATION``
+    names one of them, the result starts with this one.
     """
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]

@@ -157,9 +157,9 @@ class Call:
         The tangent pass of a forward pass returns the tangents of all results. The tangent pass of
         a backward pass is the transpose of that backward pass.
 
-        A norm without a residual addition has no sum h. If `takes_h` is True, its tangent pass
-        still returns a tangent named h, which is x's tangent. So the transpose of the tangent pass
-        takes a cotangent named h, which it adds to x's gradient.
+        `takes_h` is for norms without a residual addition. If it is True, x also counts as a result
+        named h: the tangent pass returns x's tangent under this name. The transpose then takes a
+        cotangent named h and adds it to x's gradient.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -193,7 +193,7 @@ class Call:
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
     def without_dh(self) -> "Call":
-        """Return the backward pass without the operand dh, a cotangent that it would add to dx."""
+        """Return this backward pass without the operand dh, the cotangent that is added to dx."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
@@ -223,9 +223,9 @@ class Call:
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
         """Cast a parameter to the arithmetic dtype; return the changed call and the parameter.
 
-        It is used before a parameter is broadcast to groups of rows. Each group then has a gradient
-        in the dtype of the arithmetic. The caller sums these gradients, so that only the sum is
-        rounded to the parameter's original dtype.
+        The returned call describes the cast parameter. Callers use this method before they
+        broadcast a parameter to groups of rows. The gradient of each group then has the arithmetic
+        dtype. The caller sums these gradients, and rounds only the sum to the parameter's dtype.
         """
         dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
@@ -269,9 +269,9 @@ class Call:
 
         A kernel requires aligned arrays. An array may be a slice of another array and therefore
         unaligned, so most arrays are copied. Two kinds of arrays need no copy. First, residuals
-        that the forward pass computes for the backward pass: if a loop over layers stacks them, XLA
-        passes a slice of the stack to a kernel only if the slice is aligned. Second, the arrays of
-        a linear loss, which aligns them itself.
+        that the forward pass computes for the backward pass. A loop over layers may stack them, but
+        if a slice of the stack is not aligned, XLA copies it itself. Second, the arrays of a linear
+        loss, which aligns them itself.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.takes, *self.returns))
@@ -360,8 +360,8 @@ class Call:
         if strided is None or takes_inner is takes_no_inner:
             return in_rows
         # If the parameters cannot be reshaped for (rows, cols), return the strided spec even if the
-        # implementation does not support it: an error message should quote the reason that belongs
-        # to the strided spec.
+        # implementation does not support it. The error message then says why the implementation
+        # cannot run the strided spec.
         return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once
@@ -421,7 +421,7 @@ class Call:
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # xla takes a mask of x's shape
+            if name == "xla" and "mask" in kinds:  # xla needs a mask that has x's full shape
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])

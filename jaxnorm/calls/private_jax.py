@@ -16,9 +16,9 @@ from jax.extend.core import Primitive
 def needs_devices(primitive: Primitive) -> None:
     """Make JAX pass the list of devices to the lowering rule of `primitive`.
 
-    `custom_partitioning` needs this list. Without this API, `auto_axes.can_partition` returns
-    False, and arrays that are sharded over Auto mesh axes are processed by plain JAX instead of
-    kernels.
+    `custom_partitioning` needs this list. If JAX does not have the set of primitives that is used
+    here, `auto_axes.can_partition` returns False. Arrays that are sharded over Auto mesh axes are
+    then processed by plain JAX instead of kernels.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch
@@ -29,7 +29,7 @@ def needs_devices(primitive: Primitive) -> None:
 def check_floats(primitive: Primitive) -> None:
     """Make `checkify` check the results of a primitive for NaNs.
 
-    Without this API, the float checks of `checkify` ignore this primitive.
+    If JAX does not have the table of checks that is used here, `checkify` ignores this primitive.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import checkify
@@ -41,8 +41,9 @@ def check_floats(primitive: Primitive) -> None:
 def accumulators() -> Any:
     """Return JAX's autodiff module if its transpose rules can receive gradient accumulators.
 
-    If JAX lacks this API, the result is None. The cotangent of a residual branch is then added to
-    x's gradient outside the backward kernel, in a separate pass over memory.
+    With accumulators, the backward kernel of a norm itself adds the cotangent of the residual
+    branch to x's gradient. If JAX has no accumulators, the result is None. The addition is then a
+    separate pass over memory, after the kernel.
     """
     with contextlib.suppress(ImportError):
         from jax._src.interpreters import ad

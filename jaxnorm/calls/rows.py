@@ -20,8 +20,8 @@ from jaxnorm_kernels.specs import Shared
 #: The kinds of operands that have as many axes as x, with size 1 where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
 
-# The kinds of operands whose shapes do not follow from x's shape, in the order of the fields of
-# `RowView` with the same names.
+# The kinds of operands whose shapes do not follow from x's shape. `RowView` has a field for each
+# kind, with the same name and in the same order.
 _SHAPES = (*PARAMETERS, *BROADCAST)
 
 
@@ -38,12 +38,12 @@ class RowView:
     Attributes:
       shape: shape of x.
       axes: the normalised axes, sorted and not negative.
-      scale, bias, branch_scale: shapes of the parameters. A shape ends with the normalised axes,
-        with size 1 where the parameter is broadcast. It may start with further axes, so that each
-        group of rows has its own parameter. These axes broadcast to the other axes of x,
-        right-aligned. The shape `()` means that the parameter has exactly the normalised axes.
+      scale, bias, branch_scale: shapes of the parameters. A shape ends with the sizes of the
+        normalised axes, or 1 where the parameter is broadcast. Axes in front of these give each
+        group of rows its own parameter: they broadcast, right-aligned, to the axes of x that are
+        not normalised. For a parameter, `()` stands for the sizes of the normalised axes.
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
-        are broadcast. `()` if the call has none.
+        are broadcast. Here, `()` means that the call has no bias or no mask.
       table: shape of the cos and sin tables: x's shape, with 1 where they are broadcast. The last
         axis has one value for each pair of columns.
       candidates: ``(k,)`` if each row has k labels; `()` if it has one label.
@@ -96,10 +96,13 @@ class RowView:
     def strided(self) -> tuple[int, int, int, int] | None:
         """The sizes ``(outer, cols, inner, inner_cols)`` of the strided view, or None.
 
-        The view exists in two cases. First, the normalised axes are adjacent, but not the last
-        ones; `inner_cols` is then 1. Second, as in GroupNorm, the normalised axes are a run of
-        adjacent axes and the last axes, with other axes between them. Each row then includes
-        `inner_cols` consecutive elements of the inner axis (the channels of a group).
+        The view exists in two cases:
+
+        - The normalised axes are adjacent, but are not the last axes of x. `inner_cols` is then 1.
+        - As in GroupNorm, the normalised axes form two separate sequences: some adjacent axes (the
+          positions), and the last axes (the channels of a group). The axes between the two are not
+          normalised (the groups). Each row then includes `inner_cols` consecutive elements of the
+          inner axis.
         """
         match [math.prod(self._sizes(axes)) for axes in self._runs]:
             case [outer, cols, inner]:
@@ -139,16 +142,17 @@ class RowView:
 
     @functools.cached_property
     def scattered(self) -> bool:
-        """True if a parameter cannot be reshaped to ``(groups, cols)`` for groups of adjacent rows.
+        """True if a parameter cannot have the shape ``(groups, cols)`` that kernels need.
 
-        This is so if rows that share a value are not adjacent, or if the parameter is broadcast
-        along a normalised axis.
+        That shape has one row for each group of adjacent rows of x. It is impossible if the rows
+        that share a value are not adjacent, or if the parameter is broadcast along a normalised
+        axis.
         """
         return any(self._groups(kind) is None for kind in PARAMETERS)
 
     @_once
     def groups(self, kind: Kind) -> int:
-        """Return the number of groups of consecutive rows that each have their own parameter."""
+        """Return the number of groups of consecutive rows; each group has its own parameter."""
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
@@ -158,11 +162,11 @@ class RowView:
 
     @_once
     def inner_groups(self, kind: Kind) -> int | None:
-        """Return n if the strided view reshapes the parameter to ``(n, inner)``, otherwise None.
+        """Return n if the parameter has the shape ``(n, inner)`` in the strided view, else None.
 
-        The strided view is ``(outer, cols, inner)``. Such a parameter varies along the inner axis,
-        and is broadcast along the columns. The outer axis is divided into n groups of consecutive
-        indices, and each group has its own values.
+        In the strided view, x has the shape ``(outer, cols, inner)``. A parameter of the shape
+        ``(n, inner)`` varies along the inner axis and is broadcast along the columns. The outer
+        axis is divided into n groups of consecutive indices, and each group has its own values.
         """
         if self.strided is None:
             return None
@@ -209,7 +213,8 @@ class RowView:
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Return, for each axis of an operand of this kind, the axis of x to which it corresponds.
 
-        If a row has k labels ("candidate"), the additional last axis of the labels is not listed.
+        The kind "candidate" (k labels for each row) has an additional last axis. No axis of x
+        corresponds to it, so the result leaves it out.
         """
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))

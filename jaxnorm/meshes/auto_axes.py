@@ -42,11 +42,12 @@ def are_whole(axes: Any) -> bool:
 
 
 def can_partition(axes: Any) -> bool:
-    """Return True if a partitioning rule can be used with this axis context of the lowering.
+    """Return True if a partitioning rule can be used where a call is lowered.
 
-    A rule can be used only if the devices and the mesh are known. A rule also cannot be used on a
-    mesh with Explicit axes, even where `jax.sharding.auto_axes` makes them automatic in part of a
-    program: JAX would lower the code of one shard as if the axes were Explicit.
+    `axes` is the axis context of the lowering. The devices and the mesh must be known, and the mesh
+    must have no Explicit axes. The latter holds even inside `jax.sharding.auto_axes`, which makes
+    the axes Auto in part of a program, because JAX would still treat them as Explicit when it
+    lowers the code of one shard.
     """
     return (
         isinstance(axes, mlir.ShardingContext)
@@ -103,10 +104,11 @@ def partitioned(
 
 
 def _digest(static: Any) -> str:
-    """Return a hash of a call and of everything else that determines the code that runs on a shard.
+    """Return a hash of a call and of everything else that determines the code of one shard.
 
-    The lowered program does not contain that code. JAX's persistent compilation cache distinguishes
-    programs with different code by this hash, which is part of a function's name.
+    The lowered program calls a function, but does not contain the code that this function runs on a
+    shard. The hash is part of the function's name, so that JAX's persistent compilation cache can
+    distinguish programs whose code for a shard differs.
     """
     kernels = backends.importable(backends.local_platform())
     # Triton compiles its kernels outside XLA, so JAX's cache keys do not include its version. They

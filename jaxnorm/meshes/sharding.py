@@ -184,8 +184,9 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
 
     operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
     results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
-    # A rotation needs both columns of a pair, so the columns are not sharded. Shardy requires the
-    # names in the order in which they occur in the rule.
+    # Return the names of the axes that must not be sharded. The columns of a rotation are among
+    # them, because a rotation needs both columns of a pair. Shardy requires these names in the
+    # order in which they occur in the rule.
     of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
     names = dict.fromkeys(" ".join(operands).split())
     whole = [name for name in names if name.startswith("p") or name in of_pairs]
@@ -342,7 +343,7 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
-    """Return the mesh of the first type that has one; an empty mesh if no type has one."""
+    """Return the mesh of the first array type that has a mesh; otherwise an empty mesh."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 

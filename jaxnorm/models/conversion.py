@@ -1,7 +1,8 @@
 """Code that the conversions of existing linen, nnx and equinox models share.
 
-A conversion makes a package's norms run jaxnorm's functions. The norms of some classes or options
-are left to the package, some norms must save their input, and one log line names all of these.
+A conversion makes the norms of a package (Flax or equinox) run jaxnorm's functions. Some norms keep
+the package's code because of their class or their options. Some converted norms must save their
+input instead of their output. One log line names the norms of both kinds.
 """
 
 import functools
@@ -102,11 +103,13 @@ def decided(
     why_left: Callable[[Any], str | None],
     why_input: Callable[[Any], str | None],
 ) -> dict[str, Save]:
-    """Return the `save` mode of each norm to convert, by path. Log which norms are not converted.
+    """Return a dict that maps the path of each norm to convert to its `save` mode.
+
+    Log which norms are not converted.
 
     Args:
       function: name of the conversion, such as ``"nnx.convert"``.
-      norms: all norms of a model, by path.
+      norms: maps paths to norms: all norms of a model.
       classes: a dict from the package's norm classes to jaxnorm's.
       save: the mode of all norms except those that must save their input.
       calls: the user's functions for classes, which the log line mentions.
@@ -136,7 +139,8 @@ def decided(
 def subclass(module: Any, base: type, package: str) -> str:
     """Return the reason, for the log line, why a norm of a subclass is not converted.
 
-    `module` is the norm, and `base` the class of the package from which its class derives.
+    `module` is the norm. `base` is the package's norm class that the class of `module` derives
+    from.
     """
     name = type(module).__name__
     return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
@@ -194,18 +198,19 @@ class Calls:
     Two objects are equal if they have the same functions for the same classes.
 
     Attributes:
-      functions: for each class, the function that replaces its ``__call__``.
-      applied: for each module of these classes, by path, the name of its class.
-      left: for each module of a subclass, by path, the reason why it is not changed.
-      others: for each module whose class is defined by the user, is not in `functions`, and has a
-        name that ends in "norm", by path, the name of the class.
+      functions: maps a class to the function that replaces its ``__call__``.
+      applied: maps the path of each module of these classes to the name of its class.
+      left: maps the path of each module of a subclass to the reason why it is not changed.
+      others: maps the paths of some other modules to the names of their classes: the user defined
+        the class, its name ends in "norm", and it is not in `functions`.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
         """Check the argument ``calls``; raise TypeError or ValueError if it is wrong.
 
-        `function` is the name of the conversion, `base` the package's class of modules, and
-        `package` the package's name.
+        `function` (the name of the public function that converts a model) and `package` (such as
+        "equinox") are used in error messages. The keys of ``calls`` must be subclasses of `base`,
+        the package's base class of modules.
         """
         expected = (
             f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
@@ -270,11 +275,12 @@ class Calls:
             self.others[path] = kind.__name__
 
     def sentences(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> Iterator[str]:
-        """Yield sentences about the recorded modules, for the log line.
+        """Yield sentences for the log line about the modules that this object has recorded.
 
         Args:
           left: names of norm classes that are not converted because they override code.
-          seen: full names of classes whose modules were found in earlier conversions.
+          seen: full names of classes that had modules in earlier conversions. A class in ``calls``
+            is reported as not found only if it is not among them.
         """
         for what, modules in (
             ("call functions of calls", self.applied),
@@ -353,14 +359,16 @@ def log(
     outcomes: Mapping[str, Mapping[str, str]],
     sentences: Iterable[str] = (),
 ) -> None:
-    """Log one line about norms that were not converted, or not as the user requested.
+    """Log one line about the norms that a conversion did not change as the user requested.
 
-    Such norms are slower or save more than intended, which is not visible otherwise.
+    These are norms that were not converted, and norms that must save their input. Without the line,
+    the user would not notice that they are slower or save more than intended.
 
     Args:
       function: name of the conversion, such as ``"nnx.convert"``.
       seen: number of all norms.
-      outcomes: for each outcome, such as "are left to Flax", the reason for each norm, by path.
+      outcomes: maps an outcome, such as "are left to Flax", to a dictionary that maps the path of
+        each norm with this outcome to the reason.
       sentences: further sentences of the line.
     """
     parts = [

@@ -168,7 +168,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree; add norms that must save x to `reasons`."""
+        """Yield the paths of the norms in a tree, and note in `reasons` which ones must save x."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -194,15 +194,20 @@ class Stored:
 
 
 class Seen:
-    """A record of the modules that were called inside a context of `converted`, for its log line.
+    """A record of the modules that were called inside a context of `converted`.
+
+    The context's log line is made from it.
 
     Attributes:
       modules: full names of the classes of all modules.
       has_norms: True if a module of Flax's or jaxnorm's norm classes was called.
-      norms: for each norm of Flax, by path, the reason why it was not converted, or None.
-      kept: for each norm that saves its input instead of its output, by path, the reason.
-      unknown: for each norm that is not in the argument ``params``, by path, a text that says so.
-      calls: the user's functions for classes, with a record of their use.
+      norms: maps the path of each norm of Flax to the reason why it was not converted, or to None
+        if it was.
+      kept: maps the path of each norm that saves its input instead of its output to the reason.
+      unknown: maps the path of each norm that is not in the argument ``params`` to a text that
+        says so.
+      calls: the user's functions that replace the ``__call__`` of classes, with a record of the
+        modules for which they were called.
       own: names of subclasses of Flax's norms that were not converted because they override code.
     """
 
@@ -216,9 +221,9 @@ class Seen:
         self.unknown: dict[str, str] = {}
 
     def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
-        """Record the class of a norm if it was not converted because it overrides code.
+        """Record the norm's class if it is a subclass that overrides Flax's code.
 
-        `flax` are Flax's norm classes.
+        Norms of such a class are not converted. `flax` has Flax's norm classes.
         """
         if conversion.converted_as(type(norm), flax) is None:
             self.own[type(norm).__name__] = None
@@ -228,8 +233,9 @@ class Seen:
     ) -> Save:
         """Return the `save` mode of a norm, and record the norm if it must save its input.
 
-        The mode depends on the values of the parameters. If the parameters are traced, it depends
-        on `stored`, which was computed from the values in the argument ``params``.
+        The mode depends on the values of the parameters. Traced parameters have no values. For
+        them, the mode is taken from `stored`, which was computed from the values in the user's
+        argument ``params``.
         """
         if "scale" not in parameters:
             return "output"
@@ -256,9 +262,9 @@ class Seen:
             _seen_before.setdefault(around, set())
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
-        # True if all of these modules were also called in an earlier context with equal settings.
-        # The model may have more modules than these: others may be in a compiled program, which
-        # does not call Python modules again.
+        # True if all modules of this record were also called in an earlier context with equal
+        # settings. The record may then be incomplete: a program that was compiled in the earlier
+        # context runs without calling its Python modules again.
         is_part = before is not None and self.modules <= before
         names = before if before and is_part else self.modules
         conversion.log(
@@ -288,6 +294,6 @@ class Seen:
         )
 
 
-#: The keys are settings of contexts. A value has the full class names of the modules that were
-#: called in earlier contexts with these settings.
+#: Maps the settings of a context to the full class names of all modules that were called so far, in
+#: any context with these settings.
 _seen_before: dict[Hashable, set[str]] = {}

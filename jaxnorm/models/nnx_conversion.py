@@ -23,7 +23,8 @@ def convert(
       classes: a dict from Flax's norm classes to jaxnorm's.
       added: the additional attributes of the converted norms. Only `save` may differ: norms that
         must save their input get ``save="input"``.
-      calls: the user's functions for classes, which take precedence.
+      calls: the user's functions that replace the ``__call__`` of classes. A norm of such a class
+        calls the user's function and is not converted.
 
     Raises:
       TypeError: `model` has no `nnx.Module` in it.

@@ -53,7 +53,8 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
 def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
     """Convert `value`, such as a list, to an array.
 
-    `expected` describes valid values, for the error about an integer that is too large for JAX.
+    `expected` is a text that describes valid values. The error message for an integer that is too
+    large for JAX includes it.
     """
     try:
         return jnp.asarray(value)
@@ -91,7 +92,7 @@ def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> n
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
     """Convert `given` to a NumPy dtype; raise TypeError unless it is a supported float dtype."""
     try:
-        # "None" raises an error here, while NumPy would convert None to float64.
+        # The string "None" raises an error here. NumPy would convert the object None to float64.
         resolved = np.dtype(given if given is not None else "None")
     except TypeError as error:
         raise TypeError(
@@ -180,8 +181,8 @@ def axes_in_order(
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
     """Raise ValueError unless a parameter's shape fits x.
 
-    The shape must end with the normalised axes, and must broadcast to the shape of x with these
-    axes moved to the end.
+    `expected` is the shape of x after its normalised axes are moved to the end. The parameter must
+    broadcast to this shape, and must have at least the normalised axes.
     """
     expected = [view.shape[axis] for axis in view.others + view.axes]
     covered = tuple(expected[len(expected) - len(shape) :])
@@ -354,8 +355,8 @@ def broadcastable(
 ) -> jax.Array:
     """Prepend axes of size 1 to `array`, so that it has as many axes as `shape`.
 
-    ValueError is raised unless the array broadcasts to `shape`. `of` names the owner of this shape
-    in the error, such as "x's".
+    ValueError is raised unless the array broadcasts to `shape`. `of` is the text, such as "x's",
+    that says in the error message whose shape this is.
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):

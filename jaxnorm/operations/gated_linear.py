@@ -61,12 +61,12 @@ def gated_linear(
     and ``up``. The residuals of the activation's derivative are recomputed there as well. No matmul
     runs twice.
 
-    Elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64), and its result is
-    rounded once, to the dtype to which ``gate`` and ``up`` promote. The dtype of the matmul is the
-    one to which this dtype and the dtype of ``weight`` promote, or ``dtype`` if that has fewer
-    bits. A wider ``dtype`` applies to the result only. The matmul's sums are float32 (float64 if
-    the matmul or the output is float64). bias is added to the sums before they are rounded. The
-    backward pass of a 16-bit matmul uses 16-bit matmuls.
+    Elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64). Its result h is
+    rounded once, to the dtype to which ``gate`` and ``up`` promote. The operands of the matmul are
+    rounded to the dtype to which h and ``weight`` promote. If ``dtype`` has fewer bits, they are
+    rounded to ``dtype`` instead; if it has more bits, only y has this dtype. The matmul's sums are
+    float32 (float64 if the matmul or the output is float64). bias is added to the sums before they
+    are rounded. The backward pass of a 16-bit matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
@@ -271,7 +271,7 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """Describe, for an error, a function's result that is not an array of real numbers."""
+    """Return the words of an error message for a result that is not an array of real numbers."""
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 

@@ -52,18 +52,18 @@ def kl_divergence(
         their softcap are constants: their gradient is 0.
       axis: the axis or axes of the classes; None for all.
       where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
-        A boolean mask or float weights of positions have as many axes as there are axes of
-        positions, and broadcast to the shape of positions. The divergences are multiplied by the
+        A boolean mask or float weights of positions have one axis for each axis of logits that is
+        not in ``axis``, and broadcast to the result's shape. The divergences are multiplied by the
         weights. Where ``where`` is False or 0, divergence and gradient are 0 for any logits. A
         boolean mask of classes has as many axes as logits, and broadcasts to their shape. Classes
-        where it is False are excluded from both distributions. The divergence of a position without
-        any class is 0.
+        where it is False are excluded from both distributions. If all classes of a position are
+        excluded, its divergence is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
       logits_scale: factor of both arrays of logits, 1 over a temperature. It may be a number above
         0, a scalar array (which may be traced), or an array with a scale for each position. Such an
-        array has as many axes as there are axes of positions, and broadcasts to their shape. The
-        values of an array are not checked, and have no derivative. The divergence is not multiplied
-        by the temperature squared.
+        array has one axis for each axis of logits that is not in ``axis``, and broadcasts to the
+        result's shape. The values of an array are not checked, and have no derivative. The
+        divergence is not multiplied by the temperature squared.
       logit_softcap, teacher_logit_softcap: Python numbers above 0, or None for no cap. A cap is
         applied after the scale. For a model that applies its cap before a temperature T, use
         ``logit_softcap=cap / T`` with ``logits_scale=1 / T``.
@@ -72,9 +72,9 @@ def kl_divergence(
 
     Returns:
       The divergences, an array of the shape of logits without ``axis``: float32, or float64 if
-      logits or teacher_logits are float64. A divergence is infinite if a class has a probability of
-      0 in the second distribution only. It is NaN if the position's logits include +inf or NaN, or
-      are all -inf.
+      logits or teacher_logits are float64. KL(p || q) is infinite if q is 0 for a class for which p
+      is not 0; for KL(q || p), exchange p and q. A divergence is NaN if the position's logits
+      include +inf or NaN, or are all -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 

@@ -57,20 +57,20 @@ def linear_kl_divergence(
       teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
       bias, teacher_bias: arrays (V,), any of these dtypes; or None.
       where: a boolean mask of positions, or float weights of positions, which have no gradient. It
-        has as many axes as x without the last one, and broadcasts to their shape. Where it is False
-        or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
+        has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is False or 0, x and
+        teacher_x are ignored, even if they are NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * divergence) / sum(where)``, or 0 if the denominator is 0;
         ``"sum"``: ``sum(where * divergence)``; or ``"none"``: the divergence of each position,
         times its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, counting the float32
-        logits of both student and teacher.
+        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`. The memory of a chunk
+        then includes the float32 logits of the student and of the teacher.
       logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits with bias, as in
         :func:`kl_divergence`. logits_scale may be an array.
       dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For
-        example, ``jnp.bfloat16`` rounds float32 weights, so that the matmuls have 16 bits. None for
-        the dtype to which they promote.
+        example, ``jnp.bfloat16`` rounds float32 weights, so that the matmuls run in bfloat16. With
+        None, the operands have the dtype to which they promote.
       implementation: name of the implementation that computes the divergence of a chunk's logits;
         None lets jaxnorm choose. ``implementation_for("kl_divergence", (chunk, V), jnp.float32)``
         shows the choice.

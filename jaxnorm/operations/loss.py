@@ -48,9 +48,9 @@ def softmax_cross_entropy_with_integer_labels(
 
     A position is an index into the axes of logits other than ``axis``: it has one label and one
     loss. The forward pass reads the logits once and writes no array of their size. The residuals
-    are the logits and, for each position, L as two numbers. The backward pass reads the logits once
-    and writes the gradient. A loss near 0 is as accurate as a large one. The arithmetic is float32
-    (float64 for float64 logits).
+    are the logits and two numbers for each position, which together represent L. The backward pass
+    reads the logits once and writes the gradient. A loss near 0 is as accurate as a large one. The
+    arithmetic is float32 (float64 for float64 logits).
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
@@ -62,12 +62,12 @@ def softmax_cross_entropy_with_integer_labels(
         not in ascending order, logits are transposed.
       where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
         A boolean mask (such as ``labels != -100``) or float weights of positions have as many axes
-        as labels, and broadcast to their shape. The losses are multiplied by the weights, which may
-        be negative, are cast to the loss's dtype and have no gradient. Where ``where`` is False or
-        0, loss and gradient are 0 for any labels and logits. A boolean mask of classes has as many
-        axes as logits, and broadcasts to their shape. Classes where it is False are excluded from
-        the sum in L, but the logit of the label is used even if its class is masked. If all classes
-        of a position are masked, loss and gradient are 0.
+        as labels, and broadcast to their shape. The losses are multiplied by the weights. Weights
+        may be negative, are cast to the loss's dtype, and have no gradient. Where ``where`` is
+        False or 0, loss and gradient are 0 for any labels and logits. A boolean mask of classes has
+        as many axes as logits, and broadcasts to their shape. Classes where it is False are
+        excluded from the sum in L, but the logit of the label is used even if its class is masked.
+        If all classes of a position are masked, loss and gradient are 0.
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
         spread evenly over all classes. It must be 0 with a mask of classes.
       z_loss: a finite Python number of at least 0, the factor in the equation above.
@@ -289,9 +289,10 @@ def masks(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
-    One of them is None: `where` is a mask of classes if it has as many axes as the logits.
-    Otherwise, it is a boolean mask of positions, or weights of positions. `of` is used in errors.
-    It is the possessive form of an argument that has the shape of the positions, such as "labels'".
+    If `where` has as many axes as the logits, it is the mask of classes, and the second element of
+    the pair is None. Otherwise, it is a boolean mask or weights of positions, and the first element
+    is None. `of` is a text for error messages, such as "labels'": it says whose shape `where` must
+    broadcast to.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

@@ -51,7 +51,8 @@ def norm_call(
         kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
-    # A view stores the shape `()` for a parameter with exactly the normalised axes.
+    # If a parameter has the normalised axes, without broadcasting, and no other axes, `RowView`
+    # stores `()` as its shape.
     view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )

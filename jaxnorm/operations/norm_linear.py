@@ -109,13 +109,14 @@ def rms_norm_linear(
       y = \mathrm{activation}(\mathrm{rms\_norm}(x, \mathrm{scale}) \, \mathrm{weight} +
       \mathrm{bias})
 
-    The residuals are x and one number for each row. The normalised array is never saved: the
-    computation of weight's gradient recomputes it. With an activation, the activation's input is
-    also saved.
+    For the backward pass, x and one number for each row are saved. The normalised array is never
+    saved: the computation of weight's gradient recomputes it. With an activation, the activation's
+    input is also saved.
 
-    The operands of the matmul have the dtype to which x and weight promote, or ``dtype`` if that
-    has fewer bits; the normalised array is rounded to it. Sums, bias and activation are computed in
-    float32 (float64 if x, weight or the output is float64), and the result is rounded once.
+    The operands of the matmul, which are the normalised array and weight, are rounded to the dtype
+    to which x and weight promote. If ``dtype`` has fewer bits, they are rounded to ``dtype``
+    instead. Sums, bias and activation are computed in float32 (float64 if x, weight or the output
+    is float64), and the result is rounded once.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64.
@@ -185,8 +186,9 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
     # This operation changes no value, and XLA removes it. If a `jax.checkpoint` policy saves the
-    # array named above, JAX recomputes this result from it. Without this operation, each
-    # `jax.checkpoint` whose function takes h would save a second copy of h.
+    # array that is named above, JAX recomputes the operation's result from it. Without the
+    # operation, the function would return the named array itself. A later `jax.checkpoint` that
+    # takes it as an argument would then save it a second time.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -272,7 +274,8 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
     operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
     for name in ("scale", "bias"):
-        # Gather these small arrays if they are sharded (FSDP). `products.product` gathers weight.
+        # Gather scale and bias, which are small, if they are sharded (FSDP). weight is gathered
+        # later, in `products.product`.
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
@@ -367,8 +370,8 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
     def refused(*arrays: jax.Array) -> jax.Array:
         """Bind the norm with implementation "mosaic".
 
-        This branch is lowered only for platforms without Mosaic kernels, where it raises the
-        ValueError that users get for any norm.
+        This branch is lowered only for platforms without Mosaic kernels. There, the lowering raises
+        the same ValueError as for any norm with implementation "mosaic".
         """
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):

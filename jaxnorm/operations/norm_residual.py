@@ -189,7 +189,8 @@ def rms_norm_add_rms_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{rms\_norm}(x), \qquad y = \mathrm{rms\_norm}(h)
 
-    In Gemma 2 and 3, x is the output of attention or of an MLP, and y is the input of the next one.
+    In Gemma 2 and 3, x is the output of an attention block or of an MLP. y is the input of the
+    block that follows: of the MLP after attention, or of the next layer's attention after an MLP.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.

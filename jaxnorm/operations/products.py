@@ -54,8 +54,8 @@ def product(
     16-bit matmuls, even if the result is float32 because a bias or an activation follows.
 
     Args:
-      f: function of `arrays` that returns the first operand, (..., d). It must be hashable, and
-        equal for equal calls.
+      f: function of `arrays` that returns the first operand, (..., d). It must be hashable. Two
+        calls for the same computation must pass functions that compare equal (not a new lambda).
       arrays: arguments of f.
       weight: array (d, n) of any dtype.
       dtype: dtype of the matmul's operands, to which f's result and weight are rounded.
@@ -133,11 +133,12 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 def _product(
     static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    """Return ``z = h @ weight``, where ``h = f(*arrays)``. The derivative does not save h.
+    """Return the argument z unchanged, with a derivative that does not save h.
 
-    The caller computes h and z outside this function, so that rematerialisation policies see the
-    matmul and the names of arrays in f. The JVP rule below computes z's tangent from the other
-    arguments. It ignores the tangent of the argument z, so JAX does not compute that tangent.
+    The caller must pass ``h = f(*arrays)`` and ``z = h @ weight``. They are computed outside this
+    function, so that rematerialisation policies see the matmul and the names of arrays in f. The
+    JVP rule below computes z's tangent from h, weight and arrays. It ignores the tangent of the
+    argument z, so JAX does not compute that tangent.
     """
     del static, h, weight, arrays
     return z
@@ -193,9 +194,10 @@ def _(
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    # There is no barrier here, so that XLA can fuse this with the computation of dz. In unrolled
-    # layers, a barrier around `kept` would change the memory that XLA uses: one array less per MLP
-    # without a gate, but one array more per gated MLP (the gate, which XLA otherwise recomputes).
+    # There is no barrier around `kept`, so that XLA can fuse this tangent with the computation of
+    # dz. A barrier would have a mixed effect on memory in unrolled layers: XLA would store one
+    # array less for each MLP without a gate. For each gated MLP, it would store one array more: the
+    # gate, which it recomputes if there is no barrier.
     return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 

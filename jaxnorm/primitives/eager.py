@@ -45,10 +45,11 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return three things: the compiled function, and two functions that get its arguments.
+            """Return three functions for calls with the same kinds of arguments.
 
-            The first one gets the arrays, the second one the static arguments. `others` are the
-            names in `either` whose arguments are arrays in this call.
+            The first is the compiled function. The other two take a dict of all arguments: the
+            second returns the arguments that are arrays, the third the static ones. `others` are
+            the arguments in `either` that are arrays in this call.
             """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]
@@ -146,10 +147,11 @@ def _is_array(a: Any) -> bool:
 def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    A tracer of `jax.grad` outside `jax.jit` has a value too, so the result is True for it. JAX then
-    caches the derivative of the compiled function; it would trace the derivative of an uncompiled
-    function at each call. If JAX checks for NaNs or infinities, the result is False for tracers:
-    the check would fail for the -inf that a loss saves for masked rows (see `alone`).
+    A call with such arguments is compiled. A tracer of `jax.grad` outside `jax.jit` has a value
+    too, so the result is True for it. This saves time, because JAX caches the derivative of a
+    compiled function, but traces the derivative of any other function again at each call. If JAX
+    checks for NaNs or infinities, the result is False for tracers: the check would fail for the
+    -inf that a loss saves for masked rows (see `alone`).
     """
     kind: type = type(a)
     if _is_concrete(kind):

@@ -3,9 +3,10 @@
 `recomputed(f, ...)` evaluates f, and the backward pass recomputes f's intermediates from f's
 arguments. This needs an optimization barrier: otherwise, XLA would save the intermediates of the
 forward pass and use them in the backward pass. `jax.checkpoint` puts all arguments behind a
-barrier. In a loop over layers, XLA then copies the slice of each stacked array. Here, only bools
-are behind the barrier (`true` below). A select between x and zeros makes all intermediates depend
-on a bool::
+barrier. In a loop over layers, this makes XLA copy the layer's slice of each stacked argument.
+`recomputed` instead puts only bools behind the barrier (`true` below), and replaces x by a select
+between x and zeros. All intermediates that are computed from x then depend on a bool, and cannot be
+computed before the barrier::
 
     y = f(x, ..., *arrays)                              a `jax.custom_jvp`
     dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
@@ -40,10 +41,10 @@ Function = Callable[..., jax.Array]
 def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
     """Return ``f(*rows, *arrays)``; save only `rows`, `arrays` and arrays that f closes over.
 
-    The backward pass uses two bools behind a barrier (see the module's docstring): one to compute
-    the gradients of `rows`, the other to compute the gradients of `arrays`. With a single bool, XLA
-    would compute expensive intermediates such as gelu's tanh only once for both, and store them in
-    float32 between two kernels.
+    In the backward pass, the gradients of `rows` depend on one bool behind a barrier, and the
+    gradients of `arrays` on another (see the module's docstring for the bools). With a single bool,
+    both kinds of gradients would use the same intermediates. XLA would then compute expensive ones,
+    such as gelu's tanh, in one kernel and store them in float32 for another kernel.
 
     Args:
       f: function of arrays. All intermediates that XLA must not save depend on the first of `rows`.
@@ -179,20 +180,25 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# A primitive that computes one of two functions. If `awaits` is False, it computes a tangent:
-# (true, true, *arrays, *tangents) -> tangent. If `awaits` is True, it computes the transpose:
-# (true, true, *arrays, cotangent) -> cotangents. In the transpose, a barrier makes the two bools
-# wait for the cotangent. `groups` has a number (0 or 1) for each tangent. It selects the bool with
-# which the transpose computes the cotangent of this tangent.
+# One primitive for a tangent pass and for its transpose. The first two operands are bools that are
+# always true:
+#
+#     awaits=False    (true, true, *arrays, *tangents) -> tangent
+#     awaits=True     (true, true, *arrays, cotangent) -> cotangents       the transpose
+#
+# In the transpose, a barrier makes the two bools wait for the cotangent. `groups` has, for each
+# tangent, the number of a bool (0 or 1). The transpose computes the cotangent of this tangent from
+# intermediates that depend on this bool.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 
 def _jvp_along(
     f: Callable[..., Any], along: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> Any:
-    """Return `jax.jvp` of f along the primals for which `along` is True; the others are constants.
+    """Return `jax.jvp` of f with respect to some of the primals; the others are constants.
 
-    `tangents` has the tangents of these primals only.
+    `along` has a bool for each primal: True if f is differentiated with respect to it. `tangents`
+    has the tangents of these primals only.
     """
     given, rest = _partition(along, primals)
     return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tuple(tangents))

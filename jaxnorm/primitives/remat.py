@@ -80,7 +80,7 @@ def named(
     arrays: Sequence[jax.Array],
     name: Callable[[jax.Array, str], jax.Array] = checkpoint_name,
 ) -> list[jax.Array]:
-    """Return the arrays with names that `jax.checkpoint` policies see.
+    """Give the arrays names, to which `jax.checkpoint` policies can refer, and return them.
 
     An array whose name is None is returned unchanged. `name` is the function that names an array.
     """
@@ -88,9 +88,10 @@ def named(
 
 
 def name_of_linear(result: str, a: jax.Array) -> jax.Array:
-    """Return an array of rms_norm_linear, named for policies.
+    """Give an intermediate array of rms_norm_linear its name, and return it.
 
-    `result` is "h", the sum that is normalised, or "z", the input of the activation.
+    `jax.checkpoint` policies can refer to the name. `result` says which array `a` is: "h", the sum
+    that is normalised, or "z", the input of the activation.
     """
     names = {"h": OPERATIONS["norm"].out_name, "z": _PREACTIVATION}
     return checkpoint_name(a, names[result])
@@ -111,17 +112,18 @@ def register(primitive: Primitive, rules: Any) -> None:
     table, transform, name = private
 
     def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
-        """Return three things: the results, the saved arrays, and a function for backward.
+        """Return three things: the results, the saved arrays, and a function for the backward pass.
 
-        The function takes the saved arrays and the primals, and returns the results again.
+        The function takes the saved arrays and the primals, and returns the results again. JAX
+        differentiates this function in the backward pass.
         """
         (call,) = static.values()
         recompute = functools.partial(rules.bind, call)
         if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # The backward pass uses the saved arrays instead of recomputing them. If the backward pass
-        # is differentiated as well, a saved array is differentiated like the forward pass that
-        # computed it.
+        # The backward pass uses the saved arrays instead of recomputing them. For a second
+        # derivative, a saved array is not a constant: its derivative is the derivative of the
+        # forward pass that computed it.
         with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules

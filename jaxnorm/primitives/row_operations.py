@@ -10,14 +10,15 @@ Each public function has three primitives. For RMSNorm, these are::
 The operands before the bar are the residuals. If the output is saved, x is not among them. The JVP
 rule of the forward primitive binds the tangent primitive. The tangent and the backward primitive
 are linear in the operands after the bar, and each is the transpose of the other. This gives reverse
-mode, forward mode and mixtures of both. For second-order derivatives, the tangent and the backward
-pass are differentiated along the residuals, in plain JAX (the xla implementation).
+mode, forward mode and mixtures of both. Second-order derivatives also need the derivatives of the
+tangent and the backward pass with respect to the residuals. Plain JAX (the xla implementation)
+computes them.
 
-The implementation is chosen when a primitive is lowered. While a call is traced, the platform is
-unknown (the program may run on the CPU of a GPU machine, or be lowered for another machine). The
-number of devices, and whether the program is exported, are unknown as well. Therefore a machine
-without a GPU never imports or traces a GPU kernel, and programs that cannot contain a kernel get
-plain JAX.
+The implementation is chosen when a primitive is lowered, not when a call is traced. During tracing,
+the platform is unknown (the program may run on the CPU of a GPU machine, or be lowered for another
+machine). The number of devices, and whether the program is exported, are unknown as well. Because
+of the late choice, a machine without a GPU never imports or traces a GPU kernel, and programs that
+cannot contain a kernel get plain JAX.
 """
 
 import functools
@@ -46,9 +47,10 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
     Args:
       ctx: the context of the lowering rule.
       call: the call.
-      bind: ``bind(call, *arrays)`` binds the primitive of another call.
-      partitioned: function that takes a call whose arrays XLA's partitioner shards. It returns the
-        function to which the call is lowered, with a partitioning rule.
+      bind: ``bind(call, *arrays)`` binds the primitive for a call that may differ from `call`, for
+        example by having fewer operands.
+      partitioned: function that is used if XLA's partitioner shards the arrays. It takes the call
+        and returns a function that has a partitioning rule, to which the call is lowered.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):

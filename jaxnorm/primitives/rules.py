@@ -2,8 +2,9 @@
 
 A call has a forward, a tangent and a backward pass, and each pass is a JAX primitive. The tangent
 and the backward pass take residuals, and further operands (tangents or cotangents) in which they
-are linear. With respect to these operands, each pass is the transpose of the other. For
-second-order derivatives, both passes are differentiated along the residuals, in plain JAX.
+are linear. As linear functions of these further operands, the tangent and the backward pass are
+transposes of each other. Second-order derivatives also need the derivatives of both passes with
+respect to the residuals. Plain JAX computes them.
 """
 
 import abc
@@ -43,7 +44,10 @@ class Pass(Protocol):
 
     @property
     def primitives(self) -> str | None:
-        """Name of the public function whose primitives the pass binds; None if it is `function`."""
+        """Name of the function whose primitives the pass binds; None if these are `function`'s own.
+
+        It differs from `function` if a public function uses the primitives of another one.
+        """
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -346,7 +350,10 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule like `as_jax_calls`, and enable 64-bit types if an array has a 64-bit dtype."""
+    """Adapt a rule in the same way as `as_jax_calls`.
+
+    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype.
+    """
     return as_jax_calls(with_wide_types(rule))
 
 
@@ -356,7 +363,7 @@ def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return `jax.jvp` of f, in which primals with symbolic zero tangents are constants."""
+    """Return the result of `jax.jvp`; a primal with a symbolic zero tangent is a constant."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
 
     def function(*arrays: jax.Array) -> Any:
@@ -401,8 +408,9 @@ def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any
     return function(*arguments, **named)
 
 
-# 2**17 stack entries make the frame a little larger than 1 MiB, so its chunk has 2 MiB. Nearly 1
-# MiB of the chunk is left for the frames of the functions that are called.
+# With 2**17 stack entries of 8 bytes, the frame is a little larger than 1 MiB. CPython rounds the
+# size of its chunk up to a power of two, 2 MiB. So nearly 1 MiB of the chunk is left for the frames
+# of the functions that are called.
 in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 
 

@@ -1,1 +1,1 @@
-"""Tools for users that inspect calls, parameters and programs, and print plans and reports."""
+"""Tools that inspect a user's calls, parameters and programs, and print plans and reports."""

@@ -29,7 +29,8 @@ _ADVISE_INPUT = 0.1
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Parameter names of scales and biases. `_OWN_SCALES` occur in norm classes that models define.
+# Parameter names of scales and biases. The names in `_OWN_SCALES` are used by norm classes that
+# models define themselves, instead of ``scale`` or ``weight``.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
@@ -53,8 +54,9 @@ class NormReport:
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
-      max_partner_ratio: for a norm whose output is rotated in pairs of columns, the largest ratio
-        of the scales of a pair's two columns; None for any other norm.
+      max_partner_ratio: a number for a norm whose output is rotated in pairs of columns; otherwise
+        None. The two columns of a pair have different scales. This is the largest ratio of one to
+        the other, in any pair.
     """
 
     path: str
@@ -169,16 +171,16 @@ def check_params(
         - a leaf named ``weight`` next to a ``bias`` of the same shape (the bias of a linear layer
           has another shape);
         - a leaf named ``weight`` without a ``bias``, if it has one axis, or if its module is named
-          like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``) or has a class with
-          ``Norm`` in its name;
-        - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
-          if any, as in norm classes that models define (for example Tunix).
+            like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of
+            its module's class has ``Norm`` in it;
+          - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
+            if any, as in norm classes that models define (for example Tunix).
 
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the norm functions.
       rotated: name or names of the norms whose output is rotated, such as ``("q_norm", "k_norm")``.
-        A name is the last part of a norm's path, or several of the last parts. The last axis of
-        such a norm's scale must have one element for each column of a head.
+        A name is the last part of a norm's path, or the last few parts. The last axis of such a
+        norm's scale must have one element for each column of a head.
       rotated_columns: number of rotated columns in these norms: twice the last axis of the tables;
         None for all columns.
       interleaved: how columns form pairs in these norms, as in :func:`jaxnorm.rms_norm_rope`.
@@ -192,8 +194,9 @@ def check_params(
     Raises:
       TypeError: ``dtype`` is not a supported float dtype, a scale or bias is not a real float
         array, or an option is of the wrong type.
-      ValueError: a bias and its scale differ in shape; ``rotated`` names no norm, or a norm with a
-        bias; or ``rotated_columns`` is odd, or more than the columns of a norm.
+      ValueError: a bias and its scale differ in shape; no norm has a name that ``rotated`` gives,
+        or such a norm has a bias; or ``rotated_columns`` is odd, or more than the columns of such a
+        norm.
 
     Example:
       >>> import jax.numpy as jnp
@@ -296,8 +299,9 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # The relative error is at most about 1, because the backward pass clips x_hat. This is true
-    # even for a gradient that is pure noise.
+    # The backward pass clips x_hat, so the error of the gradient is at most about as large as the
+    # gradient itself, even if the gradient consists of rounding errors only. Therefore, the
+    # predicted relative error is limited to 1.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,

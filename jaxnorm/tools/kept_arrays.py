@@ -26,8 +26,8 @@ _CALLS = {
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
-# The classes of the primitives of JAX's new rematerialisation (``jax_remat3``). Each of them is
-# treated like the named primitive of the default rematerialisation.
+# JAX's new rematerialisation (``jax_remat3``) has primitives of its own. This dict maps the class
+# of each to the name of a primitive of the default rematerialisation, which is treated alike.
 _HIGH_LEVEL = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
@@ -111,8 +111,8 @@ class Graph:
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
         """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
-        In the graph, each other result has a user whose `made_by` is ``"result"``. `is_active` has
-        a bool for each argument: True if it is differentiated.
+        For each of the further results, the graph has a node that uses it and whose `made_by` is
+        ``"result"``. `is_active` has a bool for each argument: True if it is differentiated.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
@@ -142,9 +142,10 @@ class Graph:
           jaxpr: the jaxpr of the program, or of an inner call or scan.
           given: the values of its constants and arguments.
           layers: number of times that the jaxpr runs.
-          source: the line of the user's code that calls a library function, if the jaxpr is inside
-            this function: all arrays then get this line. Otherwise "".
-          around: the line of the call, for equations without a line.
+          source: for the jaxpr of a library function, the line of the user's code that calls the
+            function. All arrays of the jaxpr then get this line. For other jaxprs, "".
+          around: the line of the call or scan that contains the jaxpr. An equation that has no line
+            gets this line.
         """
         values: dict[Var, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
 
@@ -184,8 +185,8 @@ class Graph:
         consts, carries = _counts(equation, body)
         layers *= equation.params["length"]
         line = source or _line(equation)
-        # If any operand of the scan depends on a differentiated argument, so may the carry after
-        # the first iteration.
+        # If any operand of the scan depends on a differentiated argument, the carry may depend on
+        # this argument too, after the first iteration.
         is_active = any(v.is_active for v in operands)
         carried, sliced = body.invars[consts:][:carries], body.invars[consts + carries :]
         given = [
@@ -207,9 +208,9 @@ class Graph:
 
 
 def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
-    """Return the array that a scan assembles from iterations, or `jax.shard_map` from shards.
+    """Return the whole array that a scan or `jax.shard_map` assembles from parts.
 
-    `part` is the array of one iteration, or of one device.
+    `part` is the array of one iteration of the scan, or of one device.
     """
     stacked = Value(aval, STACKED, [part], line, layers)
     axes = len(stacked.shape) - len(part.shape)
@@ -219,9 +220,10 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
 
 
 def origin(value: Value) -> Value:
-    """Return the array before primitives that only name or copy it.
+    """Follow an array back through primitives that only name or copy it.
 
-    For an array that a scan stacks, the result is the array of one iteration.
+    Return the array to which the first of these primitives is applied. For an array that a scan
+    stacks, continue with the array of one iteration.
     """
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
@@ -352,7 +354,7 @@ def users(value: Value) -> Iterator[Value]:
 
 
 def uncast(value: Value) -> Value:
-    """Return the array before casts, and before primitives that only name or copy it."""
+    """Follow an array back through casts, names and copies; return the original array."""
     value = origin(value)
     while value.made_by == "convert_element_type":
         value = origin(value.operands[0])
@@ -371,11 +373,11 @@ def number(value: Value) -> float | None:
 
 
 def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
-    """Return the two operands of a linear layer's matmul: the rows and the weight.
+    """Return the rows and the weight if `product` is a linear layer's matmul, otherwise None.
 
-    Such a matmul contracts one axis and has no batch axes, and its weight has two axes. For any
-    other value, the result is None. The weight may be the first operand, as in `jax.vmap` of
-    ``weight @ x``, and the contracted axis may be any axis of the rows.
+    A linear layer's matmul contracts one axis and has no batch axes, and its weight has two axes.
+    The weight may be the first operand, as in `jax.vmap` of ``weight @ x``, and the contracted axis
+    may be any axis of the rows.
     """
     if product.made_by != "dot_general" or product.equation is None:
         return None
@@ -524,7 +526,7 @@ class Program:
         return [v for v in found.values() if id(v) not in self.advised]
 
     def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved constant arrays of a value's shape that have no advice yet."""
+        """Return the saved constant arrays that have the shape of `value` and no advice yet."""
         zeros = [v for v in self.saved if is_zeros(origin(v), value)]
         return [v for v in zeros if id(v) not in self.advised]
 

@@ -59,11 +59,14 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
 
 @functools.cache
 def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
-    """Return the arrays of h's size from which h is computed elementwise, and two bools.
+    """Return three things about the elementwise operations that compute h.
 
-    h is the first operand of a matmul, or an array that it is computed from. The first bool is True
-    if one of the operations is nonlinear. The second is False if an operand is computed by a
-    reduction, such as the sum over a row in a norm or a softmax.
+    h is the first operand of a matmul, or an array from which this operand is computed.
+
+    - A dict of the arrays of h's size to which the operations are applied.
+    - True if one of the operations is nonlinear.
+    - True if no operand of the operations is computed by a reduction, such as the sum over a row in
+      a norm or a softmax.
     """
     sources: dict[int, Value] = {}
     is_nonlinear, is_alone = False, True

@@ -31,9 +31,9 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Primitives that may use the arrays of a loss without being part of the loss: their derivatives
-# save no array of the logits' size. If the logits are still computed after the advice is followed,
-# an argmax may use them as well (`_OF_LOGITS`).
+# Code outside a loss may apply these primitives to the arrays of the loss, because their
+# derivatives save no array of the logits' size. `_OF_LOGITS` is for advice to use a loss that takes
+# logits. The program then still has the logits, so it may also apply an argmax to them.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
@@ -87,7 +87,10 @@ def losses(program: Program) -> Iterator[Advice]:
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
-    """Return advice to use jaxnorm's loss of logits, which saves only the logits before a cast."""
+    """Return advice to use jaxnorm's loss that takes logits.
+
+    If the program casts the logits (for example to float32), only the array that is cast is saved.
+    """
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
     how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
@@ -125,7 +128,10 @@ def _ours(value: Value) -> Loss | None:
 
 
 def _plain(value: Value) -> Loss | None:
-    """Return the loss in plain JAX that is computed from the exponentials `value`, or None."""
+    """Find a loss that is written in plain JAX; `value` must be the exponentials of its logits.
+
+    Return None if `value` does not belong to such a loss.
+    """
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
@@ -143,10 +149,10 @@ def _plain(value: Value) -> Loss | None:
 
 
 def _uncapped(loss: Loss) -> Loss:
-    """Extend a loss by the softcap before it, ``cap * tanh(logits / cap)``, and return it.
+    """Return the loss including a softcap, if its logits are ``cap * tanh(logits / cap)``.
 
-    If there is no softcap, or if its result has other users than the loss, the loss is returned
-    unchanged.
+    If there is no softcap, or if code outside the loss uses the softcap's result, the loss is
+    returned unchanged.
     """
     sliced = [loss.logits] * _is_slice(loss.logits)
     capped, factors = factors_of(sliced[0].operands[0] if sliced else loss.logits)

@@ -18,8 +18,8 @@ from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
-# Shapes of x for which the report lists implementations: a transformer's activations, and, for
-# functions of attention's heads, (batch, length, heads, columns).
+# Shapes of x for which the report lists implementations. `_SHAPE` are a transformer's activations.
+# `_HEADS`, for functions that process each attention head, is (batch, length, heads, columns).
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
 # Functions that take a scale but are not in the table of operations.
 _WITH_SCALE = ("rms_norm_linear",)

@@ -96,7 +96,7 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
             for one in recognised.find(program):
                 found |= _shared_out(one, program)
                 program.advised.update(found)
-    finally:  # Clear the caches, because their keys are arrays of this graph.
+    finally:  # The caches' keys are arrays of this graph, which would otherwise stay in memory.
         linear_advice.clear_caches()
         kept_arrays.is_spread.cache_clear()
     return found
@@ -106,7 +106,8 @@ def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int
     """Return, for each array that the advice frees, the advice and the number of bytes it frees.
 
     The number of bytes is the size of the array. If the program then saves other arrays instead,
-    their total size is subtracted, first from the largest freed array.
+    their total size is subtracted from the sizes of the freed arrays: from the largest one first,
+    then from the next ones, until it is used up.
     """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)

@@ -21,8 +21,8 @@ from jaxnorm.tools.text import table
 # Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
 # of the total bytes below which a row is not shown.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
-# Arrays with equal values of these fields of `KeptArray` are shown as one row of the report: shape,
-# dtype, source, made_by, layers and advice.
+# The report shows several arrays in one row if all of the following fields of `KeptArray` are
+# equal: shape, dtype, source, made_by, layers and advice.
 type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
 _HEADER = ("MiB", "array", "count", "made by", "source", "advice")
 # Maximum widths of some columns, in characters. The column "source" gets the remaining width.

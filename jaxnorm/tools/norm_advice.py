@@ -1,8 +1,9 @@
-"""Advice on norms in plain JAX, with or without an activation, a rotation or a gated sum.
+"""Advice on norms in plain JAX, also with an activation, a rotation or a residual addition.
 
-jaxnorm has functions that compute a norm together with these operations and save a single array. A
-norm is recognised in the traced program, whatever class or function it is in: x is multiplied by
-the reciprocal root of a mean of squares.
+jaxnorm has functions that compute a norm together with these operations and save a single array. In
+a residual addition, one addend may be multiplied by a gate. A norm is recognised in the traced
+program, whatever class or function it is in: x is multiplied by the reciprocal root of a mean of
+squares.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, o
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *kept_arrays.COPYING, *NAMING}
 
 # The activations that jaxnorm's norms support. An activation is recognised by three primitives: its
-# only nonlinear primitive, another primitive in it, and the primitive that computes its result.
+# only nonlinear primitive, a second primitive that must occur in it, and the primitive that
+# computes its result.
 _ACTIVATIONS = {
     "silu": ("logistic", "mul", "mul"),
     "gelu": ("tanh", "integer_pow", "mul"),
@@ -60,7 +62,7 @@ def norms(program: Program) -> Iterator[Advice]:
 
 
 def gated_sums(program: Program) -> Iterator[Advice]:
-    """Recognise a norm of jaxnorm after a sum in which a gate multiplies a cast branch.
+    """Recognise one of jaxnorm's norms of a sum, if a gate multiplies the branch that is added.
 
     On the left is such code, on the right its replacement.
 
@@ -69,8 +71,8 @@ def gated_sums(program: Program) -> Iterator[Advice]:
         h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
         y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
 
-    The replacement saves the branch before the cast. (`norms` recognises a norm in plain JAX after
-    such a sum.)
+    The code on the left saves the result of the cast. The replacement saves `branch` itself, which
+    has fewer bytes. (`norms` recognises a norm in plain JAX after such a sum.)
     """
     for norm in program.values:
         name = norm.made_by.removeprefix("jaxnorm.")
@@ -158,8 +160,8 @@ def _root(value: Value) -> Value:
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # Also skip a cast of a matmul's result to more bits: each use of the result may have its
-        # own cast.
+        # Follow a cast to more bits back as well if a matmul's result is cast. The program may cast
+        # the result separately for each use, so these uses only have the matmul's result in common.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -280,8 +282,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # An operand from outside the region may be as large as x. It is then the product of an array
-    # with one number per row and an array with one number per column.
+    # An operand from outside the region may be as large as x. It is then an outer product, of an
+    # array with one number per row and an array with one number per column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -289,10 +291,10 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         freed.append(root)
     members = program.saved_of(freed)
     if activation == "relu":
-        members += program.zeros_like(results[0])[:1]  # relu's derivative saves zeros
+        members += program.zeros_like(results[0])[:1]  # JAX saves an array of zeros for relu
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
-    # jaxnorm's norm saves its result, or its operand if it has an activation. A GroupNorm always
-    # saves an additional, reshaped array.
+    # A norm of jaxnorm saves its result. A norm with an activation saves its input instead. A
+    # GroupNorm always saves an additional, reshaped array.
     its = results if activation is None else [root]
     if any(v.made_by == "reshape" for v in region):
         instead = sum(v.bytes * v.layers for v in its)
@@ -363,7 +365,7 @@ def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
 
 
 def _narrowest(result: Value) -> Value:
-    """Return the array before casts to more bits."""
+    """Follow a result back through casts and copies; return the array with the fewest bits."""
     value = result
     while value.made_by == "convert_element_type" or value.made_by in NAMING:
         value = value.operands[0]
@@ -373,9 +375,9 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return the results that repeat an earlier cast: same array, same dtype.
+    """Return the results that are casts of the same array to the same dtype as an earlier result.
 
-    They are not needed, because a norm returns a single array.
+    jaxnorm's norm returns a single array for all of these casts.
     """
     seen: set[tuple[int, str]] = set()
     again = []
@@ -433,9 +435,9 @@ def _made_of(result: Value) -> dict[int, Value]:
 
 
 def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value]:
-    """Return the values between a norm's result and `value`, and `value` itself.
+    """Return `value` and all values on the paths in the graph from a norm's result to `value`.
 
-    `inside` has the values that are computed from the result.
+    `inside` has the values that are computed from the norm's result.
     """
 
     def before(value: Value) -> list[Value]:

@@ -47,11 +47,11 @@ def implementation_for(
 ) -> Plan:
     """Return the implementations that would run a call of `function`, and the reasons.
 
-    The call is traced, but not run. The plan does not say whether the same function in plain JAX,
-    which XLA fuses with the operations around it, would be slower. Under ``jax.vmap``, a batched x
-    is an x with more rows: put the size of the batch in front of `shape`. If parameters are
-    batched, or if their gradients are computed for each batch element, pass parameters whose first
-    axis is the batch.
+    The call is traced, but not run. The plan says what runs, not what is fastest: plain JAX may be
+    faster than a kernel, because XLA fuses it with the operations around it. Under ``jax.vmap``, a
+    batched x is an x with more rows: put the size of the batch in front of `shape`. If parameters
+    are batched, or if their gradients are computed for each batch element, pass parameters whose
+    first axis is the batch.
 
     Args:
       function: name of a public function, such as ``"add_rms_norm"``.
@@ -130,7 +130,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # this is rms_norm_linear, which has checked `name`
+        if first is None:  # only rms_norm_linear has no such call; it has checked `name` already
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 

@@ -98,7 +98,10 @@ class Norm:
         subtract_mean: bool | None = None,
         epsilon: float = 1e-6,
     ) -> None:
-        """Compute the forward pass. By default, norms with a bias are LayerNorms."""
+        """Compute the forward pass of a LayerNorm if `subtract_mean` is True, else of an RMSNorm.
+
+        If `subtract_mean` is None, a norm is a LayerNorm if it has a bias.
+        """
         self.scale, self.bias = scale, bias
         self.subtract_mean = bias is not None if subtract_mean is None else subtract_mean
         self.mean = mean(x) if self.subtract_mean else 0.0
@@ -469,8 +472,8 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # cos and sin are never both 0, because such a rotation would have no inverse. As in YaRN,
-        # cos^2 + sin^2 is not 1.
+        # cos is never 0: a rotation with cos = sin = 0 would have no inverse. cos^2 + sin^2 is not
+        # 1 in general. This is a valid input, because YaRN scales its tables.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

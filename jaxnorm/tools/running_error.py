@@ -132,7 +132,7 @@ class Bounded:
         )
 
     def at(self, indices: np.ndarray) -> "Bounded":
-        """Return one element of each row, an array whose last axis has size 1.
+        """Select one element from each row. The last axis of the result has size 1.
 
         `indices` has, for each row, the index of the element along the last axis.
         """

@@ -88,7 +88,7 @@ def _norm(function: str) -> tuple[Case, ...]:
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
-    """Return two cases of a norm with a rotation. One rotates all columns, one half of them."""
+    """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
     _, length, _, cols = _HEADS
 
     def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
@@ -138,7 +138,10 @@ def _loss(function: str) -> tuple[Case, ...]:
 
 
 def _reference(function: str) -> Callable[..., Results]:
-    """Return a public function's reference, which has the name of its operation."""
+    """Return the reference of a public function.
+
+    It is the function in `references` that has the name of the public function's operation.
+    """
     reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
     return reference
 
@@ -194,8 +197,8 @@ class Outcome:
     Attributes:
       case, dtype: the case, and the dtype of its operands.
       implementations: names of the implementations that ran the passes.
-      value, gradient: largest quotient of an error and its bound, for the results and for the
-        gradients.
+      value: the largest error of a result, divided by the bound of this error.
+      gradient: the same for the gradients.
       failure: the error, if the case raised one; otherwise "".
     """
 
@@ -292,7 +295,10 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return a case's arrays in `dtype`, and its operands and its cotangents in float64."""
+    """Return three things: a case's arrays in `dtype`, and its operands and cotangents in float64.
+
+    The arrays in `dtype` include operands and cotangents.
+    """
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
@@ -314,10 +320,10 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: function that takes and returns a function that runs both passes. Tests use it to run
-        the case under `jax.vmap` or on a mesh.
-      read: function that extracts the result of the case from a result of the function that `form`
-        returned.
+      form: wrapper of the function that runs both passes. Tests use it to run the case under
+        `jax.vmap` or on a mesh.
+      read: function that extracts the case's own array from an array that the wrapped function
+        returns. Under `jax.vmap`, for example, it selects one batch element.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)

@@ -80,12 +80,12 @@ def _quotient(exponential: Value) -> Value | None:
 
 
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
-    """Return the arrays from a softmax's result to the copy of it that is saved, or None.
+    """Return the chain of arrays that leads from a softmax's result to its saved copy.
 
-    A copy is a cast, a reshape or a transpose. The advice is to cast, reshape or transpose the
-    logits instead, so that the softmax returns the saved array. This is not possible, and the
-    result is None, if one of these arrays has other users, or if a reshape changes the softmax's
-    axis.
+    Each array of the chain is a cast, a reshape or a transpose of the array before it. The advice
+    is to cast, reshape or transpose the logits instead, so that the softmax itself returns the
+    saved array. This is impossible if other code uses an array of the chain, or if a reshape
+    changes the softmax's axis. The result is then None.
     """
     path = [result]
     while id(path[-1]) not in program.by_origin:

@@ -1,8 +1,9 @@
 """Wall times of a few calls, compared with plain JAX, for ``python -m jaxnorm --check`` on a GPU.
 
 A time is measured for a jitted program that runs many times in a row, and includes the launch by
-the host. Such times are less accurate than the kernel times of the repository's benchmarks. They
-are too long for programs that run for less than 50 us.
+the host. Such times are less accurate than the kernel times of the repository's benchmarks. If a
+program's kernels run for less than 50 us, the measured time is longer than theirs, because the
+launch takes longer.
 """
 
 import dataclasses
