@@ -12,8 +12,9 @@ If d is the cotangent of the log-probability, e the cotangent of the entropy, an
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-With a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`. The
-equations then give the gradient of f g(x), and x - m stands for f (g(x) - m).
+With a logits scale or a softcap, the logits are f * g(x), where the module `logits` defines the
+factor f and the function g. In the equations, f * (g(x) - m) then replaces x - m. dx becomes the
+gradient of f * g(x), from which the gradient of x is computed.
 
 Each element of dx depends only on the same element of x and on the row's statistics and cotangents.
 So a block needs only a part of a row, and dx may overwrite x. If the row's position is masked, the
@@ -139,7 +140,7 @@ def _gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
-    # Compare columns with the label's column only if it is among them, which is rare.
+    # Compare columns with the label's column only if the unit contains that column, which is rare.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

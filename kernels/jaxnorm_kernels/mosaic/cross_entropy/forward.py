@@ -7,9 +7,10 @@ For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
     log_prob = -(D + log(s))      entropy = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
 r is x_l, or 0 if x_l is infinite. It is close to the mean of the logits, so the sum of x - r loses
-little accuracy. Both terms of the entropy are nonnegative. With a logits scale or a softcap, the
-logits are f g(x), as defined in the module `logits`: x then stands for g(x), and differences are
-multiplied by f. Padding columns, which are not classes, count as -inf.
+little accuracy. Both terms of the entropy are nonnegative. Padding columns, which are not classes,
+count as -inf. With a logits scale or a softcap, the logits are f * g(x), where the module `logits`
+defines the factor f and the function g. In the equations, g(x) then replaces x, and every
+difference is multiplied by f.
 
 A row is read once, in a loop. Each thread keeps the maximum of the elements that it has read so
 far, and sums relative to this maximum. When the maximum grows to m', the sums are rescaled::
@@ -18,11 +19,12 @@ far, and sums relative to this maximum. When the maximum grows to m', the sums a
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
 The sums of threads, warps and warpgroups are merged in the same way. The loop leaves out the
-label's own term, and computes s_o, the sum of the other terms. If s_o is small, log(1 + s_o) is
-accurate, while the logarithm of the rounded sum is not::
+label's own term, exp(-D), and computes s_o, the sum of the other terms. So s = s_o + exp(-D). One
+of the terms of s is the maximum's, which is 1, and log(s) = log1p(s - 1). This is accurate even if
+the other terms are small, while the logarithm of the rounded sum s is not::
 
-    log(s) = log1p(s_o)                 if D = 0: the label has the maximum, and its term is 1
-             log1p(s_o - 1 + exp(-D))   otherwise: s_o contains the maximum's term, which is 1
+    log(s) = log1p(s_o)                 if D = 0: the label has the maximum, so exp(-D) = 1
+             log1p(s_o - 1 + exp(-D))   otherwise: s_o contains the maximum's term
 """
 
 import dataclasses
@@ -84,11 +86,12 @@ class LossForwardSchedule:
     warpgroups: int = 1
 
 
-# `_SHARE_BYTES` is the minimum number of bytes of a row per warpgroup, and `_SHARE_BYTES_OF_FEW`
-# the minimum for calls with at most as many rows as the GPU has SMs. With 64 KiB per warpgroup, the
-# time to start a block and to merge its sums is negligible. Small blocks are better, because some
-# start while others load: over 32768 columns of bfloat16, one warpgroup per block reaches 1.01 of a
-# copy's bandwidth and two reach 0.94 (H200).
+# A block has one warpgroup for each `_SHARE_BYTES` of a row, and at most `_MOST_WARPGROUPS`. If
+# there are no more rows than SMs, it has one for each `_SHARE_BYTES_OF_FEW`. A warpgroup with 64
+# KiB has so much work that the time to start a block and to merge its sums is negligible. With less
+# work per warpgroup, blocks would have more warpgroups. Small blocks are better, because some start
+# while others load: over 32768 columns of bfloat16, one warpgroup per block reaches 1.01 of a
+# copy's bandwidth, and two warpgroups reach 0.94 (H200).
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 # Number of columns that a thread adds up per step. With this number, a thread needs at most 64
 # registers, so an SM runs 1024 threads. Together they have 32 KiB of loads in flight.
@@ -230,7 +233,7 @@ class _Share:
 
     @functools.cached_property
     def whole_steps(self) -> int:
-        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
+        """Number of leading steps whose columns are all added to the sums (see `Units.whole`)."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
@@ -238,7 +241,7 @@ class _Share:
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's units after the first `whole_steps` steps; there may be none."""
+        """Return this warpgroup's units that the first `whole_steps` steps leave, possibly none."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -249,8 +252,9 @@ class _Share:
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
         """Return the thread's sums over this warpgroup's units of the row, as `Sums`.
 
-        `raw` contains the elements of the units in `first()`, which the caller has already loaded.
-        `r` is the number that is subtracted from each logit for label smoothing.
+        `raw` contains the elements of the units that ``first()`` returns. The caller has already
+        loaded these elements. With label smoothing, `r` is the number that is subtracted from each
+        logit; otherwise it is None.
         """
         sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
@@ -296,7 +300,8 @@ class _Share:
             shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-        # Compare columns with the label's column only if it is among them, which is rare.
+        # Compare columns with the label's column only if a unit contains that column, which is
+        # rare.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
@@ -352,8 +357,8 @@ def _rescaled(
 ) -> list[jax.Array]:
     """Rescale sums from an old maximum to a new one.
 
-    `depth` is the old maximum minus the new one, and `exp` is exp(f depth), where f is the factor
-    of the logits f g(x).
+    `depth` is the old maximum minus the new one. The argument `exp` is the value of
+    exp(f * `depth`), where f is the factor of the logits f * g(x).
     """
     if spec.returns_entropy:
         t = [(t[0] + s * finite(depth)) * exp]

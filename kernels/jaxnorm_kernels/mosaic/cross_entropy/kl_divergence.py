@@ -19,11 +19,11 @@ The sums of threads, warps and warpgroups are merged in the same way. For equal 
 the factors r are equal, so a and b are exactly 0. If u is small, e_Q - e_P is computed without
 cancellation, as e_P times a polynomial of u.
 
-The backward pass needs no sum over a row. p and q are the teacher's and the student's
-probabilities, and d is the cotangent of the divergence:
+The backward pass needs no sum over a row. p is always the teacher's and q the student's
+probability of a class, whether or not ``reverse`` is set. With the cotangent c of the divergence:
 
-    dz = d (q - p)                                         for KL(p || q)
-    dz = d q (log(q) - log(p) - KL)                        for KL(q || p), if ``reverse``
+    dz = c (q - p)                                         for KL(p || q)
+    dz = c q (log(q) - log(p) - KL)                        for KL(q || p), if ``reverse``
 """
 
 import functools
@@ -57,10 +57,10 @@ from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
-# `_SHARE_BYTES` is the minimum number of bytes of both rows per warpgroup, and
-# `_SHARE_BYTES_OF_FEW` the minimum for calls with at most as many rows as the GPU has SMs. With
-# more than two warpgroups per block, an SM's registers would not suffice for two blocks, because
-# each thread has two maxima and four sums.
+# A block has one warpgroup for each `_SHARE_BYTES` of both rows together. If the call has no more
+# rows than the GPU has SMs, it has one for each `_SHARE_BYTES_OF_FEW`. `_MOST_WARPGROUPS` is the
+# maximum: a thread has two maxima and four sums, which take so many registers that two blocks with
+# more warpgroups would not fit on an SM.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
@@ -97,9 +97,10 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two logits z = f g(x), from their values of g.
+        """Return the difference of two logits, z_P - z_Q, where z = f * g(x).
 
-        The result is exactly 0 for equal logits with equal softcaps.
+        `p` and `q` are the two values of g(x). If they are equal, and both logits have the same
+        factor f, the result is exactly 0.
         """
         if self.p.logit_factor == self.q.logit_factor:
             return f_times(p - q, self.p)
@@ -203,7 +204,7 @@ class _Share(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """Number of leading steps in which all loaded columns count (see `Units.whole`)."""
+        """Number of leading steps whose columns are all added to the sums (see `Units.whole`)."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
@@ -211,7 +212,7 @@ class _Share(NamedTuple):
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return this warpgroup's units after the first `whole_steps` steps; there may be none."""
+        """Return this warpgroup's units that the first `whole_steps` steps leave, possibly none."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -226,8 +227,8 @@ class _Share(NamedTuple):
     def reduce(self, refs: Sequence[Ref], raw: _Raw) -> _Sums:
         """Return the thread's sums over this warpgroup's columns of the two rows.
 
-        `raw` contains the elements of the units in ``first()``, which the caller has already
-        loaded.
+        `raw` contains the elements of the units that ``first()`` returns. The caller has already
+        loaded these elements.
         """
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         sums = _Sums(lowest, lowest, zero, zero, zero, zero)
@@ -295,8 +296,9 @@ def _terms(
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # A column with e_P = 0 contributes 0. The exception is an infinite u: there Q is 0, and P is
-    # nonzero although e_P has underflowed to 0, so the divergence is infinite.
+    # A column with e_P = 0 contributes 0, unless u is infinite. Then the probability Q is 0, and
+    # the probability P is not, although e_P may have underflowed to 0. So the divergence is
+    # infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
