@@ -82,9 +82,10 @@ class ProductSchedule:
     Attributes:
       features: number of columns of a tile of y. A tile has 128 rows.
       stages: number of buffers for tiles of x and weight in shared memory.
-      group: number of tiles side by side in y that are computed before the tiles below them. Tiles
-        side by side read the same rows of x. Tiles below each other read the same columns of
-        weight, which are still in the L2 cache when the lower tiles are computed.
+      group: width, in tiles, of the vertical bands in which y is computed. Within a band, tiles are
+        computed row by row. Tiles in the same column of tiles read the same columns of weight. In a
+        narrow band, they are computed shortly after each other, so that these columns are still in
+        the L2 cache.
     """
 
     features: int
@@ -101,9 +102,10 @@ class ProductSchedule:
         return -(-rows // self.rows), -(-features // self.features)
 
 
-# The larger the tiles are, the fewer bytes a matmul loads in total. A wgmma instruction has at most
-# 256 columns; with 192, the kernel takes 1.09 times as long. With groups of 4, 16 or 32 tiles
-# instead of 8, it takes up to 1.11 times as long if weight does not fit in the L2 cache.
+# The larger the tiles are, the fewer bytes a matmul loads in total. So a tile has 256 columns, the
+# maximum of a wgmma instruction; with 192 columns, the kernel takes 1.09 times as long. `group` is
+# 8; with 4, 16 or 32, the kernel takes up to 1.11 times as long if weight does not fit in the L2
+# cache.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
 # A narrow tile has half the size. It is used if y has fewer wide tiles than the GPU has SMs.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
@@ -127,12 +129,14 @@ _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 # The numbers of rows and of columns of a tile must be multiples of 8 for asynchronous copies.
 _MULTIPLE = 8
-# Row indices are int32. The last tile may start up to one tile beyond the last row.
+# Row indices are int32. The limit is below 2^31, because the last tile may extend beyond the last
+# row, and its indices must not overflow either.
 _MAX_ROWS = 2**31 - 2**16
 
-# ``jax.default_matmul_precision`` may name an algorithm, in upper case. These are the algorithms
-# that the kernel implements. Other settings, such as "float32", need no check: the kernel adds in
-# float32, and products of 16-bit numbers are exact in float32.
+# The setting ``jax.default_matmul_precision`` may be the name of an algorithm. Such names are in
+# upper case. For each dtype, this is the only algorithm that the kernel implements. Other settings,
+# such as "float32", are always satisfied: the kernel adds in float32, and products of 16-bit
+# numbers are exact in float32.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -229,10 +233,10 @@ def rms_norm_linear_fwd(
 def _scaled_weight(
     weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return c * G * weight in `dtype`, and 1 / c as a ``(1,)`` array (None if c is 1).
+    """Return G * weight in `dtype`, multiplied by a factor c, and 1 / c as a ``(1,)`` array.
 
-    In float16, G * weight might overflow, so 1 / c is a power of 2 above the largest |G|. In
-    bfloat16, c is 1.
+    The factor prevents an overflow in float16: 1 / c is a power of 2 above the largest |G|. In
+    bfloat16, or without a scale, c is 1, and None is returned instead of 1 / c.
     """
     if scale is None:
         return weight.astype(dtype), None
@@ -246,7 +250,7 @@ def _scaled_weight(
 def _padded(array: jax.Array, name: str) -> jax.Array:
     """Pad an array with zeros, so that the sizes of its axes are multiples of 16.
 
-    The rows of x are not padded.
+    There are two exceptions: the first axis of x (the number of rows), and the array "power".
     """
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
@@ -277,8 +281,9 @@ def _shared(
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
-    The layout has the widest swizzle that fits: its number of bytes, at most 128, divides the size
-    of a row of the tile and the size of a row of each of `arrays`.
+    The layout has the widest swizzle that fits. A swizzle of n bytes fits if n divides the number
+    of bytes in a row of the tile, and also in a row of each array of `arrays`. The maximum is 128
+    bytes. Arrays other than the first one are given if their tiles must have the same swizzle.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
@@ -440,8 +445,8 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # There are two buffers, and stores use them in turn. Wait until this buffer is free:
-            # only the previous store, from the other buffer, may still be reading.
+            # There are two buffers, and asynchronous stores use them in turn. Wait until this
+            # buffer is free. The previous store may still be in flight: it reads the other buffer.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

@@ -156,7 +156,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence about it if the kernels were not timed on the local GPU, else None."""
+    """If the kernels were not timed on the local GPU, return a sentence that says so, else None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -178,11 +178,11 @@ def _is_held(spec: Spec) -> bool:
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Return True if the call is a backward pass to which the limits of `norm_schedule` apply.
+    """Return True if the limits of `norm_schedule` apply to the call.
 
-    These are the backward passes of single norms and of scaled sums. Calls that add a residual
-    without a branch scale are excluded, because each of their norms is checked separately. Norms
-    with a rotation are excluded, because they have other kernels.
+    They apply to backward passes of norms, except for two kinds of call. If the call adds a
+    residual without a branch scale, each norm of the call is checked separately. If the norm has a
+    rotation, other kernels run the call.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# Lower limit of exponents, low enough that exp of it is 0. Without the limit, an exponent of -inf,
-# or a large negative one multiplied by a sum or a cotangent, would be infinite. Its product with
-# exp(exponent) = 0 would then be NaN.
+# Lower limit of the exponents t in products such as t * exp(t) * sum. exp(t) is still 0 at this
+# limit. If t is -inf, or if t * sum overflows, a factor 0 * inf would make the product NaN. With
+# the limit, it is 0.
 _FAR = -1e20
 
 
@@ -53,8 +53,9 @@ def probability(
 ) -> tuple[jax.Array, jax.Array, float]:
     """Return the probability p, its logarithm to a base b, and the natural logarithm of b.
 
-    `depth` is g(x) - m, and `log_sum` is log(s). The base is 2 if dx has 16 bits: p then takes a
-    multiplication, an addition and one instruction for the exponential. Otherwise, the base is e.
+    `depth` is g(x) minus its maximum over the row, and `log_sum` is log(sum(exp(f * `depth`))). The
+    base is 2 if dx has 16 bits, because p then takes only a multiplication, an addition and one
+    exponential instruction to compute. Otherwise, the base is e.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum

@@ -20,13 +20,15 @@ PORTABLE_CLUSTER = 8
 #: Maximum size of each cache of schedules (`kept` makes one cache for each `choose` function).
 SCHEDULES_KEPT = 1024
 
-# Hardware limits of all GPUs with clusters:
-REGISTERS = 65536  # per multiprocessor
-MOST_REGISTERS = 255  # per thread
-# Hardware limits of Hopper and B200:
-SHARED_BYTES = 228 * 1024  # per multiprocessor
-RESERVED_BYTES = 1024  # shared memory that the system reserves per block
-MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES  # per block
+# Limits of all GPUs that have clusters: registers of a multiprocessor, and maximum number of
+# registers of a thread.
+REGISTERS = 65536
+MOST_REGISTERS = 255
+# Limits of Hopper and B200, in bytes: shared memory of a multiprocessor, the part of it that the
+# system reserves for each block, and the maximum shared memory of a block.
+SHARED_BYTES = 228 * 1024
+RESERVED_BYTES = 1024
+MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +81,11 @@ def _of_size(sms: int, like: Gpu) -> Gpu:
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: These numbers of clusters were not measured but scaled from those of an H200. They are used only
-#: if the CUDA driver cannot report the true numbers.
+#: The numbers of clusters were not measured on a B200, but scaled from those of an H200. They are
+#: used only if the CUDA driver cannot report the true numbers.
 B200 = _of_size(148, HOPPER)
-#: These numbers of clusters were not measured either. Clusters of 16 blocks are left out, because
-#: only Hopper and B200 are known to support them.
+#: The numbers of clusters were not measured on an RTX 5090, but scaled from those of an H200.
+#: Clusters of 16 blocks are left out, because only Hopper and B200 are known to support them.
 RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
 )

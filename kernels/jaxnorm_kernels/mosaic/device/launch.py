@@ -151,9 +151,10 @@ def release_read() -> None:
 def release_used() -> None:
     """Wait until every warp has stored the results that it computed from a pipeline stage.
 
-    A pipeline stage is a buffer in shared memory. Once the results are stored, no loads from the
-    buffer are in flight, so a GPU needs only a barrier before an asynchronous copy overwrites the
-    buffer. The interpreter requires a fence, too.
+    A pipeline stage is a buffer in shared memory. After this call, an asynchronous copy may
+    overwrite it. A warp can store a result only after the loads that the result depends on, so no
+    loads from the buffer are in flight then. On a GPU, this function therefore needs only a barrier
+    (`release_read` also needs a fence). In the interpreter, it needs a fence, too.
     """
     if is_interpreted():
         plgpu.commit_smem()

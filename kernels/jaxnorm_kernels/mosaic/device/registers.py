@@ -160,10 +160,11 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield a tuple for each register of an array: that register of each value, and its address.
+    """Yield tuples of registers and an address in `ref`, which is in global memory.
 
-    All `values` have the same shape and layout. The address is where the elements of the register
-    begin in `ref`, which is in global memory.
+    `values` are arrays with the same shape and layout, so they have the same number of registers.
+    Tuple number i has register number i of each array, and then the address in `ref` at which the
+    elements of this register begin.
     """
     first, *_ = values
     at = mgpu.addresses(ref, first.layout, first.shape)
@@ -236,9 +237,9 @@ def store_vectors(
 ) -> None:
     """Store those elements of `value` whose index in `ref` is in the range [first, end).
 
-    `ref` is an ``(n,)`` ref in global memory, and `start` the index of the first element of
-    `value` in it. Each thread's vector must be either entirely inside the range or entirely
-    outside.
+    `ref` is an ``(n,)`` ref in global memory. The first element of `value` has index `start` in
+    `ref`, and the others follow. Each thread's vector must be either entirely inside the range or
+    entirely outside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
@@ -261,11 +262,12 @@ def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """In the interpreter, store the columns i of `value` for which ``0 <= first + i < size``.
+    """In the interpreter, store a range of the columns of `value`, and leave out the others.
 
-    Column i of `value` is stored in column ``start + i`` of `ref`. The columns are stored in a few
-    slices whose sizes are powers of 2, because sizes of slices must be static. The other columns of
-    `ref` must not be written, because another block or warpgroup may be storing there.
+    The range consists of the columns i with ``0 <= first + i < size``. Column i of `value` is
+    stored in column ``start + i`` of `ref`. The columns are stored in a few slices whose sizes are
+    powers of 2, because sizes of slices must be static. The other columns of `ref` must not be
+    written, because another block or warpgroup may be storing there.
     """
     value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
     whole = value.shape[-1]
@@ -364,8 +366,7 @@ def load_each_row(
 
     Args:
       refs: the operands.
-      row_of: ``row_of(shared, row)`` maps the index of a row of x to the index of the row of the
-        operands that it uses.
+      row_of: ``row_of(shared, row)`` returns which row of the operands is used by row `row` of x.
       shared: describes how rows of x share rows of the operands.
       first: index of the tile's first row in x.
       layout: layout of the results.

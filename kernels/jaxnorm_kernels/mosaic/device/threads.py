@@ -1,8 +1,9 @@
 """Operations in which each thread works on its own elements of a ``(4, 32 v)`` array.
 
 The array has `warps_layout`: 4 warps of 32 threads, and v neighbouring elements per thread. One
-value per thread forms a ``(4, 32)`` array. Pallas has no such per-thread reductions. The
-interpreter has no threads, and reduces groups of v neighbouring elements instead.
+value per thread forms a ``(4, 32)`` array. Pallas has no operations that work on the elements of
+each thread separately, such as the sum of a thread's elements. The interpreter has no threads, and
+reduces groups of v neighbouring elements instead.
 """
 
 import functools
@@ -73,9 +74,9 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 def tanh(unit: jax.Array, times: float) -> jax.Array:
     """Compute ``tanh(times * unit)`` with an absolute error of at most 8 ulp of 1.
 
-    The formula is ``1 - 2 / (1 + exp(2 * times * unit))``. The exponent has an upper limit, because
-    `_reciprocals` multiplies `_SHARING` of the denominators, and the product must be finite. The
-    limit only affects results within 2^-28 of 1, which become 1.
+    The formula is ``1 - 2 / (1 + exp(2 * times * unit))``. `_reciprocals` multiplies several of the
+    denominators, and this product must not overflow. So the argument of exp has an upper limit. It
+    only affects results within 2^-28 of 1, which become 1.
 
     The reciprocal has an error of up to 3 ulp, of which 1 ulp is from the instruction. The
     exponential adds up to a quarter ulp. The factor 2 in the formula doubles these errors.

@@ -77,8 +77,8 @@ class BackwardRefs(NamedTuple):
     ) -> "BackwardRefs":
         """Return the arguments `refs` of a kernel's body, split into the attributes of this class.
 
-        `sizes` is `RowOperands.sizes`. `results` and `partials` are the numbers of refs in the
-        attributes with these names.
+        `sizes` is `RowOperands.sizes`. The arguments `results` and `partials` are the lengths of
+        the attributes `results` and `partials`.
         """
         return cls(*split(refs, *sizes, results, partials))
 
@@ -93,7 +93,7 @@ class Formula(Protocol):
     * `stats` and `totals`: values that depend only on the row.
     """
 
-    #: Number of leading row operands that `terms` reads.
+    #: Number of row operands that `terms` reads. They are the first ones of all row operands.
     summed: int
     #: Number of sums along a row that `finish` needs.
     row_sums: int
@@ -105,9 +105,10 @@ class Formula(Protocol):
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        """Return the terms of each sum along the row, as one array per sum.
+        """Return the terms of the sums along the row: a list with one array for each sum.
 
-        The kernel adds up the terms. `elements` has only the first `summed` row operands.
+        The kernel adds up the terms. `elements` contains only as many row operands as the attribute
+        `summed` says, because the sums do not need the others.
         """
         ...
 
@@ -117,7 +118,7 @@ class Formula(Protocol):
         """Return two lists: the results per element, such as dx, and the terms of column sums.
 
         The second list has one array per column sum: the values that this row adds to it. `totals`
-        are the sums along the row, of the terms that `terms` returns.
+        are the results of adding up, along the row, the arrays that the method `terms` returns.
         """
         ...
 

@@ -51,8 +51,8 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Number of rows of column sums that a thread loads at once. When a block has processed all its
-# tiles, it has separate column sums for each row of a tile, and adds these rows.
+# A block accumulates column sums separately for each row of a tile. When all tiles are processed,
+# it adds these rows of sums. This is the number of rows of sums that a thread loads at once.
 _ADDED_AT_A_TIME = 8
 
 #: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
@@ -67,9 +67,10 @@ class TileWork(NamedTuple):
 
     Attributes:
       finish: ``finish(held, top, statistics, early)`` computes one tile. `held` are the operands'
-        buffers in shared memory, and `top` is the tile's first row in them. `statistics` and
-        `early` are what the functions below have loaded. `finish` returns the values of each
-        result, and the terms of the column sums.
+        buffers in shared memory, and `top` is the tile's first row in them. The arguments
+        `statistics` and `early` are the values that the functions ``statistics(first)`` and
+        ``early(first)`` have returned for this tile. `finish` returns the values of each result,
+        and the terms of the column sums.
       statistics: ``statistics(first)`` loads the statistics of a tile from global memory. It is
         called one pipeline step before the statistics are used. `first` is the index of the tile's
         first row in the array.
@@ -94,8 +95,8 @@ class _NarrowRowsKernel:
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
-      shared: shared memory in which the column sums of a tile's rows are added at the end. Each
-        fragment (range of columns) has a ref with a row for each row of the tile.
+      shared: refs in shared memory, one for each fragment (range of columns). At the end, a ref
+        contains column sums: one row of sums for each row of a tile. These rows are then added.
     """
 
     work: TileWork
@@ -149,7 +150,10 @@ class _NarrowRowsKernel:
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term` with 0 in the rows of step `k` that also belong to the previous step."""
+        """Return `term` with 0 in stale rows, whose terms the previous step has already added.
+
+        The rows of `term` are those of step `k`, from the row with index `first` on.
+        """
         if not self.share.has_stale_rows:
             return term
         row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
@@ -184,7 +188,8 @@ def narrow_rows_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a pipelined kernel over narrow rows.
 
-    Returns the results per element, and for each column sum a float32 array with one row per block.
+    The kernel returns the results per element, followed by the column sums. A column sum is a
+    float32 array with one row of partial sums per block.
 
     Args:
       start: returns the `TileWork` of a block. It is called after the block has started its first
@@ -246,7 +251,7 @@ class PipelinedNarrowRows:
       vector: number of neighbouring elements that one thread loads and stores at once.
       threads: number of threads that share a row, at most the 32 threads of a warp.
       rows: number of rows per stage, a multiple of `height`.
-      stages: number of stages (buffers in shared memory that copies fill in turn).
+      stages: number of stages, the buffers in shared memory. Asynchronous copies fill them in turn.
       blocks_per_sm: number of blocks that fit on an SM at the same time.
     """
 

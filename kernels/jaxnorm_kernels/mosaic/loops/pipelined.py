@@ -6,10 +6,10 @@ rows. Each warpgroup of the block has a partition of the columns, and a ring of 
 *stages*. Asynchronous copies (TMA) fill the stages with the warpgroup's columns of the next rows.
 
 A row is read from shared memory twice: for its sums, and for dx. So it occupies no registers while
-warps exchange the sums. These registers hold the column sums (dscale, dbias) instead, which each
+warps exchange the sums. This leaves registers for the column sums (dscale, dbias), which each
 thread accumulates over all rows. Each step processes one row, or one group of short rows. To hide
 the time of the exchange, warps write the sums of step k to shared memory (publish) before they read
-those of step k - 1::
+the sums of step k - 1::
 
     for step k:   wait for its stage      add up each warp's columns, publish the sums   (reduce)
                   read the sums of k-1    store dx, add to column sums, refill the stage (finish)
@@ -213,7 +213,7 @@ class PipelinedRows:
 
 @dataclasses.dataclass(frozen=True)
 class _PipelinedKernel:
-    """The loop of one warpgroup over rows. It processes only its partition of their columns.
+    """One warpgroup's loop over rows. The warpgroup processes its partition of the columns.
 
     Attributes:
       formula: what is computed for each row.
@@ -344,9 +344,9 @@ def pipelined_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a pipelined kernel with a formula.
 
-    Returns the results per element, and for each column sum a float32 array with one row per block.
-    `blocks` is the number of blocks (or of clusters, if `schedule.cluster` is above 1) for each
-    group of rows.
+    The kernel returns the results per element, followed by the column sums. A column sum is a
+    float32 array with one row of partial sums per block. `blocks` is the number of blocks (or of
+    clusters, if `schedule.cluster` is above 1) for each group of rows.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.stages < 2 or rows // groups < ring.rows:

@@ -177,9 +177,9 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # A norm with an extra cotangent and a norm of a sum use the same kernel, because the formula
-    # does not depend on the operation. It does not depend on `wrt` (the operands that need
-    # gradients) either. So `wrt` is replaced by (), to make the formulas of such calls equal.
+    # The formula depends neither on the operation (for example norm or add_norm), nor on `wrt`, the
+    # operands that need gradients. Here, `wrt` is replaced by (), so that calls which differ only
+    # in it have equal formulas and use the same kernel.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":

@@ -84,9 +84,9 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Minimum |G| for which 1 / G is computed. Without a `Spec.scale_floor` (in float16), |G| may be
-# smaller. Then y = xh G underflows to 0 and 1 / G may be infinite, so the normalised input xh is
-# taken to be 0.
+# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh G has underflowed to 0 and 1 /
+# G may be infinite, so the normalised input xh is taken to be 0. This occurs only in float16: for
+# other dtypes, `Spec.scale_floor` is a higher limit of |G|.
 _NO_RECIPROCAL = 2.0**-100
 
 

@@ -3,10 +3,10 @@
 LayerNorm subtracts the mean; in RMSNorm, mean is 0::
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias       or an activation of this
+    y = (x - mean) r G + bias       or activation((x - mean) r G + bias)
 
 Operations with a residual add it before or after the norm. norm_add_norm has two norms with
-different scales. h, and the y of norm_add, have the residual's dtype::
+different scales::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
@@ -14,6 +14,7 @@ different scales. h, and the y of norm_add, have the residual's dtype::
     norm_add_norm    h = residual + norm(x)    y = norm(h)
     scaled_add_norm  h = residual + branch_scale * x      y = norm(h)
 
+h has the residual's dtype. In norm_add, y has this dtype, too.
 With a gate, y is rounded once, after the multiplication::
 
     norm_gated       y = norm(x) * activation(gate)    or y = norm(x * activation(gate))
@@ -91,9 +92,9 @@ class _Params:
     Attributes:
       tile: how a block distributes its rows over threads.
       rows: number of rows of the call.
-      norms: for each entry of `refs`, the spec of its norm, or None for branch_scale.
-      refs: for each norm, a list with the refs of its scale and bias. The last entry is a list
-        with the ref of branch_scale, if present.
+      norms: the spec of each norm, and then None if there is a branch_scale.
+      refs: a list for each entry of `norms`. The list of a norm contains the refs of its scale and
+        bias. The list of branch_scale contains one ref.
     """
 
     tile: Tile
@@ -110,7 +111,11 @@ class _Params:
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
-        """Load the parameters in ``refs[k]`` that are used by the rows with index ``index()``."""
+        """Load the parameters in ``refs[k]``.
+
+        ``index()`` returns the index of the row that uses them, or of several rows of one group. It
+        selects the parameters if each group of rows has its own (see `of_group`).
+        """
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
@@ -217,8 +222,9 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 def _scaled_add_norm(row: _Row) -> NamedResults:
     h = row.scaled_sum()
     yield "h", h
-    # The norm uses h several times. If the tile reads rows from shared memory again for each use,
-    # recompute h for each use, too, so that it occupies no registers in between.
+    # The norm uses h several times. If the tile has no registers for entire rows, and reads x from
+    # shared memory again for each use, h must not stay in registers either. So recompute it each
+    # time.
     yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
@@ -243,7 +249,11 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """The kernel's body: load, normalise and store each row of the block."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the elements to normalise and, if needed later, h, the residual or the gate."""
+        """Return a tuple of one or two arrays, from the elements of the row operands.
+
+        The first array has the elements to normalise. The second one is h, the residual or the
+        gate. It is absent if the operation does not need it after the norm.
+        """
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)

@@ -7,9 +7,9 @@ together: each inner element has statistics over its columns, which are merged o
 The equations are those of `norm.forward` and `norm.backward`, with two differences:
 
 * G and the bias do not depend on the column, so dscale and dbias are sums over the columns of an
-  inner element. G dscale is then the sum of d G xh over these columns, and G dbias the sum of d G.
-  The means c2 and c1 are computed from these two products. For this reason, c2 is mean(d G xh) even
-  if the output is saved.
+  inner element. Because G is a constant in these sums, sum(d G xh) = G * dscale and sum(d G) =
+  G * dbias. The means c2 and c1 are computed from these products. So c2 is mean(d G xh) even if the
+  output is saved, where `norm.backward` uses mean(d z).
 * If the input is saved, only c = x - mean is computed for each column. The factors r, G and r r c2
   are the same for all columns, so their products are computed once per inner element:
 
@@ -59,7 +59,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
         param_refs, (y_ref, *stat_refs) = split(refs, len(params))
         # Start the loads of the parameters first, so that they run while `_statistics` computes
-        # sums. Both take about the same time.
+        # sums. The loads take about as long as the sums.
         prepared = norm_columns([strip.inner_param(ref) for ref in param_refs], spec)
         columns = [strip.broadcast(column) for column in prepared[joins:]]
         rstd, mean = _statistics(strip, gather, spec)
@@ -257,11 +257,12 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Compute dscale, dbias and the terms of c2 and c1 from the sums over the columns.
+        """Return two lists: dscale and dbias, and what each inner element adds to c2 and c1.
 
-        c2 and c1 are the row sums of the backward pass (see `norm.backward`). The caller adds their
-        terms over the inner elements of a group. dscale and dbias are left out if they are not
-        needed. `params` are the results of `columns`.
+        All values are computed from `sums`, the sums over the columns of each inner element. c2 and
+        c1 are the row sums of the backward pass (see `norm.backward`). To get them, the caller adds
+        the values in the second list over the inner elements of a group. dscale and dbias are left
+        out if they are not needed. `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:

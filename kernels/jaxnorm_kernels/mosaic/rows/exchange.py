@@ -207,7 +207,10 @@ class ClusterExchange:
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """Shape of a stage: (values, contributions), or (contributions, values) if `added`."""
+        """Shape of a stage, with one axis for values and one for the contributions to each value.
+
+        The axis of values is the first one, or the last one if `added`.
+        """
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     @property
@@ -304,7 +307,7 @@ class ClusterExchange:
         self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
-        """Return the sums over the warps of all blocks. This requires `added`.
+        """Return the sums over the warps of all blocks. Call this only if `added` is True.
 
         All blocks add in the same order, so they get identical bits.
         """
@@ -435,27 +438,27 @@ class Gather(Exchange):
     """An exchange after which every warp has the values of all warps.
 
     Attributes:
-      slots: number of stages. A stage is memory for the values of one exchange. With two stages, a
-        warpgroup may be one exchange ahead of another.
+      slots: number of stages, each of which is memory for the values of one exchange. With two
+        stages, a warpgroup may be one exchange ahead of another.
     """
 
     slots: int = 1
 
     @property
     def stages(self) -> int:
-        """Number of stages: `slots`. A stage is memory for the values of one exchange."""
+        """Number of stages, given by `slots`. A stage is memory for the values of one exchange."""
         return self.slots
 
     def __call__(
         self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
     ) -> list[jax.Array]:
-        """Exchange `values` between all warps, and return one array for each of them.
+        """Exchange values between all warps, and return one array for each argument of `values`.
 
-        Each of `values` is a ``(4,)`` array with an element for each warp of this warpgroup. The
+        Each argument is a ``(4,)`` array with an element for each warp of this warpgroup. The
         returned array has the elements of all warps of the block or, in a cluster, of all blocks.
-        Their order is the same in every warp. The lanes of each warp have all elements, so a warp
-        can reduce them without another exchange. `count` is the number of earlier calls in this
-        block.
+        The order of the elements is the same in every warp. The lanes of each warp together have
+        all elements, so a warp can reduce them without another exchange. `count` is the number of
+        earlier calls in this block.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)
@@ -492,7 +495,7 @@ class RowSums(Exchange):
 
     @property
     def stages(self) -> int:
-        """Number of stages: twice `depth`. A stage is memory for the values of one exchange."""
+        """Number of stages, twice `depth`. A stage is memory for the values of one exchange."""
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:

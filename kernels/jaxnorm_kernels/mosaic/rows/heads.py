@@ -201,7 +201,10 @@ class HeadTile:
         return total
 
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
-        """Broadcast one number per row to the shape of `like`, an array with one of the parts."""
+        """Broadcast one number per row to the shape of `like`.
+
+        `like` contains one part of the columns, for example the first columns of all pairs.
+        """
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
     def _parts(

@@ -43,10 +43,10 @@ def scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Return a list with an entry for the mask and for the bias, if the pass reads them.
+    """Return how the mask and the bias are broadcast over the rows of x, as a list.
 
-    An entry is a `Shared`, which describes how the mask or the bias is broadcast over the rows of
-    x. It is None if the spec contains no such description.
+    The list has an entry for the mask, if the pass reads a mask, and then an entry for the bias, if
+    there is one. An entry is a `Shared`, or None if the spec does not describe the broadcast.
     """
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
@@ -61,7 +61,8 @@ def run_of_rows(spec: Spec) -> int:
     """Return the length of a *run*: consecutive rows of x that a block may process together.
 
     The rows of a run either use consecutive rows of the mask (or bias), or all use the same row of
-    it. In a causal softmax, the rows of a run also belong to the same matrix of queries and keys.
+    it. In a causal softmax, the rows of a run also belong to the same score matrix. The rows of a
+    score matrix are queries, and its columns are keys.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *[spec.softmax.queries] * spec.softmax.causal)
@@ -94,10 +95,10 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
     """Return a number of threads and a vector size that split a causal row into `parts` units.
 
     A unit consists of ``threads * vector`` columns, which the threads of a row load at once. A
-    causal softmax loads complete units up to the diagonal. On average, it loads half a unit more
-    than necessary, so small units are better. First the vector is halved, then the number of
-    threads, until the row has `parts` units or both are minimal. Rows with a mask or a bias, and
-    short rows, use `threads` and `vector` unchanged.
+    causal softmax does not load units that are entirely above the diagonal. On average, it loads
+    half a unit more than necessary, so small units are better. First the vector is halved, then the
+    number of threads, until the row has `parts` units or both are minimal. Rows with a mask or a
+    bias, and short rows, use `threads` and `vector` unchanged.
     """
     if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -213,13 +214,16 @@ class Place:
 
     @property
     def query(self) -> jax.Array:
-        """Index of the tile's first row within its matrix of queries and keys."""
+        """Index of the tile's first row within its score matrix.
+
+        The rows of a score matrix are queries, and its columns are keys.
+        """
         return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
         """Return a mask of a fragment (column range): True on or below the diagonal.
 
-        `query` is the index of the tile's first row in its matrix of queries and keys.
+        `query` is the index of the tile's first row within its score matrix (queries x keys).
         """
         shape = self.tile.shape(fragment.width)
         if self.tile.rows > 1:
@@ -256,8 +260,9 @@ class Place:
 def first_row(tile: Tile, spec: Spec) -> Any:
     """Return the index in x of the rows that a block processes.
 
-    Blocks that run at the same time process rows of x that use the same row of the bias or the
-    mask, so that all but the first of them load it from the L2 cache.
+    If several rows of x use the same row of the bias or the mask, they are assigned to blocks that
+    run at the same time. The first of these blocks loads the shared row from memory. The others
+    load it from the L2 cache.
     """
     operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
     shared = operands[-1] if operands else None
@@ -269,7 +274,7 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 
 
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
-    """Return the index of the row of an operand (mask, bias or table) that a row of x uses."""
+    """Return which row of an operand (mask, bias or table) is used by row `row` of x."""
     index, rows_inside = jnp.int32(0), 1
     for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
         if has_each:
@@ -280,7 +285,11 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
 
 
 def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
-    """Return the index of the `nth` row of x that uses row `shared_row` of the operand."""
+    """Return the index in x of one of the rows that use row `shared_row` of an operand.
+
+    The operand is a mask, a bias or a table. Of all rows of x that use this row of the operand, the
+    result is the row with number `nth`.
+    """
     row, rows_inside = jnp.int32(0), 1
     for size, has_each in reversed(shared.segments):
         index = shared_row if has_each else nth

@@ -55,7 +55,8 @@ class Fragment:
     def is_stale(self) -> jax.Array | None:
         """Return a mask of the stale columns, in `warps_layout`, or None if no column is stale.
 
-        A stale column is also in another fragment, which counts it.
+        A column is stale if another fragment contains it, too, and adds it to sums. So it must be
+        left out of sums over this fragment.
         """
         if self.fresh is None:
             return None
@@ -68,8 +69,8 @@ class Fragment:
 class Partition:
     """The columns of a row that one warpgroup processes.
 
-    If several rows share a warpgroup, each row has a single partition with all its columns. Its
-    unit is one vector for each thread that shares the row.
+    If a warpgroup processes several rows, a partition is an entire row. A unit then consists of one
+    vector for each of the threads that process the row together.
 
     Attributes:
       cols: number of columns of the row.
@@ -96,7 +97,7 @@ class Partition:
 
     @functools.cached_property
     def body_width(self) -> int:
-        """Number of columns in the body, which are the complete units of the partition."""
+        """Number of columns in the body. The body consists of the partition's complete units."""
         return self.units * self.unit
 
     @functools.cached_property

@@ -44,7 +44,7 @@ class Pipelined(Tile):
       slots: number of buffers for rows in shared memory. Each warpgroup has its own slots, which
         contain its columns.
       tiles: number of rows (or groups of narrow rows) that a block processes.
-      tail: number of rows (or groups) at the end that have a block each.
+      tail: number of rows (or groups) at the end of the array that have a block each.
       rereads: True if a row stays in shared memory until its results are stored, and is read again
         for each use. It then occupies no registers in between.
     """
@@ -59,9 +59,9 @@ class Pipelined(Tile):
         return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
-        """Return the number of blocks that process `tiles` rows (or groups of rows).
+        """Return the number of blocks that process `tiles` rows (or groups of rows) each.
 
-        All other blocks process one row (or group).
+        Every other block processes one row (or group).
         """
         return max(0, super().blocks(rows) - self.tail) // self.tiles
 
@@ -114,8 +114,9 @@ class Pipelined(Tile):
         count: Any = 1
         if self.tiles > 1:
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
-            # Hide the number of tiles from the compiler, so that it cannot make the copies
-            # unconditional. Otherwise it would move the wait for `params` above the copies.
+            # The copies below are executed if ``k < count``. If the compiler knew that this is
+            # true, it would remove the branch, and could then move the wait for `params` above the
+            # copies. So hide the number of tiles from the compiler.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:

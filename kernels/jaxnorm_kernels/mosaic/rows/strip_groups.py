@@ -130,10 +130,10 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The inner elements of a strip, and the range of those that the strip stores.
+    """The inner elements of a strip, and the range of elements that the strip stores.
 
-    It is used if the strip's width is not a multiple of the group size, or if the group size is no
-    power of 2. Groups at the ends of the strip may then be incomplete.
+    This class is used if the strip's width is not a multiple of the group size, or if the group
+    size is not a power of 2. Groups at the ends of the strip may then be incomplete.
 
     Attributes:
       start: index of the strip's first element along the inner axis.
@@ -169,8 +169,8 @@ def load_of_any(ref: Ref, span: Span) -> jax.Array:
 def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
     """Store the values of the groups that this strip owns.
 
-    The ref is ``(inner / group,)``, in global memory. A strip owns the groups of inner elements in
-    the index range ``[span.first, span.end)``.
+    The ref is ``(inner / group,)``, in global memory. The strip owns the inner elements with
+    indices from ``span.first`` to ``span.end - 1``, which form complete groups.
     """
     group = jnp.int32(span.group)
     if is_interpreted():

@@ -15,8 +15,9 @@ normalised together form a *group* (see `strip_groups`).
 
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
 previous strip. Its first elements are *stale*: they are stored twice, with the same value. If the
-group size does not divide the width, each strip overlaps the next one, and stores only the groups
-that it *owns*: those that are complete in it and in no earlier strip.
+group size does not divide the width, a strip may contain only a part of its last group. Strips then
+overlap, so that each group is complete in some strip. Each strip *owns* a range of complete groups,
+and stores only these. Each group is owned by exactly one strip.
 """
 
 import dataclasses
@@ -153,7 +154,10 @@ class Strips:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a warpgroup's columns. Each part has the same number of copies."""
+        """Number of parts into which a warpgroup's columns are divided for loading.
+
+        Each part is loaded by the same number of asynchronous copies.
+        """
         return math.gcd(_PARTS, self._box_count)
 
     @property
@@ -168,8 +172,8 @@ class Strips:
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Return the shared memory of a block: the strip of each loaded array, and barriers.
 
-        There is a barrier for each part of each warpgroup. If the group size requires
-        `strip_groups.sum_of_any`, there is also memory for it.
+        Each warpgroup has a barrier for each part of its columns. If the group size requires
+        `strip_groups.sum_of_any`, there is also memory for this function.
         """
         held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
@@ -184,7 +188,10 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) for each of the copies of a column range."""
+    """Return (first column, number of columns) for each copy that loads a range of columns.
+
+    These are asynchronous copies (TMA). First columns are relative to the start of the range.
+    """
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
@@ -206,11 +213,12 @@ class Strip:
       strips: how the array is split into strips.
       outer: index of the strip along the outer axis.
       start: index of the strip's first element along the inner axis.
-      fresh: index of the first inner element that is in no earlier strip.
+      fresh: index of the first inner element that no earlier strip stores.
       partition: the warpgroup's columns.
       stages: shared memory with the loaded arrays, and then the scratch memory of
         `strip_groups.sum_of_any`, if any.
-      full: a barrier for each part of each warpgroup's columns. The copies of the part signal it.
+      full: barriers, one for each part of each warpgroup's columns. The copies that load a part
+        signal its barrier.
     """
 
     strips: Strips
@@ -333,10 +341,10 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """A `Span`: the inner elements of the strip, and the range of those that it stores.
+        """The strip's inner elements and the range of elements that the strip stores, as a `Span`.
 
-        It is used for group sizes that are no power of 2 or do not divide the width. Groups at the
-        ends of the strip may then be incomplete, and the strip does not store their elements.
+        A `Span` is used if the group size is not a power of 2, or does not divide the width. Groups
+        at the ends of the strip may then be incomplete. The strip does not store their elements.
         """
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
@@ -382,8 +390,9 @@ class Strip:
     ) -> list[Stat]:
         """Compute `count` sums over each warp's columns.
 
-        ``terms(fragment)`` returns the terms of the sums for a range of columns. If `waits` is
-        True, wait for each part's copies before reading it.
+        ``terms(fragment)`` returns the terms of the sums for a range of columns. Asynchronous
+        copies load the columns in several parts. If `waits` is True, wait for the copies of a part
+        before reading the part.
         """
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
@@ -421,8 +430,8 @@ class Strip:
     ) -> T:
         """Run `step` on each unit of the warpgroup's columns, in a loop if there are many.
 
-        A unit consists of one vector per thread. If `waits` is True, wait for each part's copies
-        before reading it.
+        A unit consists of one vector per thread. Asynchronous copies load the columns in several
+        parts. If `waits` is True, wait for the copies of a part before reading the part.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -471,7 +480,7 @@ class Strip:
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
     def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
-        """Return `term` with 0 in columns that another unit also contains."""
+        """Return `term` with 0 in stale columns, because another unit adds their terms."""
         if fragment.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
@@ -603,8 +612,8 @@ class StripExchange:
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
         """Wrap the statistics of all parts of a strip as `Parts`.
 
-        Entries of `stats` that are numbers are equal in all parts. The other statistics are read
-        from `slots`, in shared memory.
+        If an entry of `stats` is a number, all parts have this value. The other statistics differ
+        between parts, and are read from `slots`, in shared memory.
         """
         rows = itertools.count()
         readers = [
@@ -619,8 +628,9 @@ class StripExchange:
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
         """Send this block's statistics to all blocks of the cluster.
 
-        Every warp has the statistics. If fewer than 32 threads cover the width, a warp has several
-        copies of them, and the threads of each copy send to a different block.
+        Any `Strips.threads` neighbouring threads together have all statistics of the strip. Each
+        such group of threads sends them to a different block, so that the work is shared. If there
+        are more groups than blocks, the remaining groups send nothing.
         """
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout

@@ -66,7 +66,10 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """Return array number `which` of the tuple that `load` returns for each fragment."""
+        """Return a list with one array for each fragment (range of columns).
+
+        Each array is element `which` of the fragment's tuple (see `load`).
+        """
         return [loaded[which] for loaded in self.load()]
 
 
@@ -168,9 +171,10 @@ class Tile:
         return []
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Return the index of the row or rows of tile number `group` in an array of `rows` rows.
+        """Return the index of tile number `group` in an array of `rows` rows.
 
-        By default, `group` is the index of this block.
+        The index is an integer if a tile is one row, or a slice if a tile has several rows
+        (`RowTile`). By default, `group` is the index of this block.
         """
         return lax.axis_index(BLOCK) if group is None else group
 
@@ -254,7 +258,8 @@ class Tile:
         """Return a function ``f(like)`` that broadcasts `stat` to the shape of `like`.
 
         `stat` has one value per row, and `like` is an array with the shape of a fragment (column
-        range). Broadcast arrays are computed in advance: one for each shape that fragments have.
+        range). Fragments have one or two different shapes. `stat` is broadcast to each of them now,
+        and ``f`` only selects a result.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}

@@ -3,8 +3,9 @@
 If the length of rows is not a multiple of 16 bytes, most rows do not start at such a multiple. The
 *body* of a row starts at its first multiple of 16 bytes. A thread loads it in vectors of 16 bytes;
 a *unit* consists of one vector for each thread of a warpgroup. The body has the same number of
-columns in every row. The few columns before and after it are in two *edges*, units of one element
-per thread that begin or end with the row::
+columns in every row. The few columns before and after the body are in two *edges*. The first edge
+starts where the row starts, and the second edge ends where the row ends. An edge is a unit with one
+element per thread::
 
     multiples of 16 bytes   |       |       |       |       |       |       |
     row                          0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
@@ -48,8 +49,9 @@ class Unit:
     Attributes:
       start: index of the first column.
       vector: number of neighbouring columns per thread.
-      fresh: the range of columns that this unit counts and stores; the others are stale. None means
-        all columns.
+      fresh: the range of columns that this unit adds to sums and stores. The other columns of the
+        unit are *stale*: another unit contains them, too, or they are padding. If `fresh` is None,
+        no column is stale.
     """
 
     start: Any
@@ -74,7 +76,8 @@ class Unit:
     def is_fresh(self) -> jax.Array | None:
         """Return a mask of the elements that are not stale, or None if no element is stale.
 
-        A stale element is also in another unit, which counts it.
+        An element is stale if another unit contains it, too, and adds it to sums, or if it is
+        padding.
         """
         if self.fresh is None:
             return None

@@ -4,17 +4,18 @@ The rules follow from these properties of the hardware (H100, H200):
 
 * An SM has 64 registers per thread for 1024 threads, or 128 per thread for 512. Each column of a
   row takes one register, so with 32 columns per thread, 8 warpgroups fit on an SM. A residual that
-  is added after the norm takes a second register per column, so such rows count as twice as long
-  (`registers`).
+  is added after the norm takes a second register per column (see `registers`), so the rules treat
+  a row with such a residual like a row of twice the length.
 * About 64 KiB of loads in flight per SM saturate the memory bandwidth. Rows in registers reach this
   because an SM runs several blocks: some load while others reduce or store. If rows have 32 KiB or
   more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
-* One block per row reaches 0.97 of a copy's bandwidth. If instead one or a few blocks per SM divide
-  the rows evenly, they reach 0.91, apparently because the kernel waits for the slowest SM. So a
-  block processes several rows only if it can then load its parameters once for all of them. Even
-  then it processes only a few rows, and each of the last rows has a block of its own.
-* The bytes of a row include its residual, because both are in flight at the same time.
-* Each group of rows has its own parameters, so a block processes rows of one group only.
+* A kernel with one block per row reaches 0.97 of a copy's bandwidth. If the rows are divided evenly
+  between a few blocks per SM instead, the kernel reaches 0.91, apparently because it waits for the
+  slowest SM. So a block processes several rows only if it can then load its parameters once for all
+  of them. Even then it processes only a few rows, and each of the last rows has a block of its own.
+* A rule's limit on the bytes of a row includes the row of the residual, because both rows are in
+  flight at the same time.
+* If groups of rows have different parameters, a block processes rows of one group only.
 """
 
 import dataclasses
@@ -56,22 +57,25 @@ Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipe
 class ForwardSchedule:
     """How a forward pass runs: the kind of tile, and its sizes.
 
-    The kinds are `RowTile`, `PipelinedTile`, `WarpgroupRow`, `SplitRow` and `PipelinedRow`. An
-    attribute whose description ends with names in parentheses is only used by these kinds.
+    If the description of an attribute ends with kinds of tile in parentheses, only these kinds use
+    the attribute.
 
     Attributes:
-      kind: name of the kind of tile.
+      kind: the kind of tile: row_tile (class `RowTile`), pipelined_tile (`PipelinedTile`),
+        warpgroup_row (`WarpgroupRow`), split_row (`SplitRow`) or pipelined_row (`PipelinedRow`).
       vector: number of elements that a thread loads at once; it must divide the row.
       rows: number of rows that a block processes at the same time (row_tile, pipelined_tile).
       threads: number of threads of a warp that share a row (row_tile, pipelined_tile).
       warpgroups: number of warpgroups of a block that share a row (split_row, pipelined_row).
       cluster: number of blocks that share a row (split_row, pipelined_row).
-      slots: number of buffers in shared memory, each for a row or a group of rows (pipelined
-        kinds).
-      tiles: number of rows, or groups of rows, that a block processes (pipelined kinds).
-      tail: number of rows, or groups of rows, at the end that have a block each (pipelined kinds).
+      slots: number of buffers in shared memory, each for a row or a group of rows (pipelined_tile,
+        pipelined_row).
+      tiles: number of rows, or groups of rows, that a block processes (pipelined_tile,
+        pipelined_row).
+      tail: number of rows, or groups of rows, at the end of the array that have a block each
+        (pipelined_tile, pipelined_row).
       rereads: True if a row is read from shared memory for each use, so that it occupies no
-        registers in between (pipelined kinds).
+        registers in between (pipelined_tile, pipelined_row).
       params_first: True if scale and bias are loaded before the row is reduced. This hides their
         latency, but takes registers.
     """
@@ -128,10 +132,11 @@ class ForwardRule:
     Attributes:
       kind: the kind of tile that the rule selects.
       cols: the rule applies to rows of at most this many columns (None: any number).
-      waves: the rule applies to calls with at most this many rows per SM.
+      waves: the rule applies to calls with at most this many rows per SM (None: any number).
       row_bytes: the rule applies to rows of at most this many bytes, including the residual.
-      params: the rule applies if the bytes per column of all parameters are at least this many
-        times the bytes per column of all arrays that are loaded or stored row by row.
+      params: minimum ratio of parameter bytes to row bytes. Parameter bytes are the bytes per
+        column, summed over all parameters. Row bytes are the bytes per column, summed over all
+        arrays that are loaded or stored row by row.
       most_params: the rule applies to calls with at most this many parameters.
       op: the rule applies to this operation only.
       causal: if True, the rule applies to causal softmaxes only.
@@ -140,8 +145,8 @@ class ForwardRule:
         number of parameters.
       cluster: maximum number of blocks that share a row.
       least: preferred number of warpgroups per block.
-      warpgroups: number of warpgroups per block that is used instead of `least` if a row would
-        require more than `cluster` blocks with `least` warpgroups.
+      warpgroups: number of warpgroups per block that replaces `least` for long rows. A row is long
+        if it would need more than `cluster` blocks of `least` warpgroups.
     """
 
     kind: Kind
@@ -178,23 +183,25 @@ class ForwardRule:
 _TILE_BYTES = 2 * VECTOR_BYTES
 
 # Number of units into which a causal row is split. A unit consists of the columns that a row's
-# threads load at once. With units of 32 vectors of 16 bytes instead, softmax took more time (H100):
-# this number saves 9 % over 512 columns of bfloat16, 3 % over 1024, and 4 % over 512 of float32.
+# threads load at once. Units of a fixed size, 32 vectors of 16 bytes, are slower. Compared with
+# them, softmax takes 9 % less time for rows of 512 bfloat16 columns, 3 % less for 1024 bfloat16
+# columns, and 4 % less for 512 float32 columns (H100).
 _CAUSAL_PARTS = 8
 
-# The threads that share a row load some columns twice if the columns that they load at once do not
-# divide the row. In total, they may load at most this many times the number of columns of the row.
+# The threads that share a row load one unit of columns after the other. If the unit does not divide
+# the row, some columns are loaded twice. This is the maximum of (columns loaded in total) /
+# (columns of the row).
 _MOST_READ = 9 / 8
 
-# A block with a pipelined tile loads its parameters once, and then processes one tile of rows or
-# two. It processes two if rows have more than `_SHORT_COLS` columns, and if there are at least
-# `_GROUPS_OF_SM` tiles per SM. A tile of shorter rows has so many rows that loading the parameters
-# for each tile costs little.
+# A block of the kind pipelined_tile loads its parameters once, and then processes one tile of rows
+# or two. Two tiles are processed only if rows have more than `_SHORT_COLS` columns, and if there
+# are at least `_GROUPS_OF_SM` tiles per SM. With shorter rows, a tile has so many rows that loading
+# the parameters for each tile costs little, so one tile per block is enough.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# Limits for loading the parameters of a split row before the row is reduced. The parameters and the
-# row's columns together may then take at most `_ROOM` registers per thread. In a block of
-# `_SPLIT_WARPGROUPS` warpgroups, each thread has only 64 registers, so the limit is
+# In the kind split_row, the parameters are loaded before the row is reduced, if the parameters and
+# the row's columns together take at most `_ROOM` registers per thread. In a block of
+# `_SPLIT_WARPGROUPS` warpgroups, a thread has only 64 registers. There, the limit is
 # `_MANY_WARPGROUPS_ROOM`.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
@@ -203,21 +210,22 @@ _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 # `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # Limits for the number of slots (buffers in shared memory, each for one row) of a pipelined row.
-# All slots of a warpgroup should take at most `_QUEUED_BYTES`, because more would leave room for
-# fewer blocks per SM. There are at least two slots even if they take more; in a cluster, whose
-# blocks wait for each other, at least three. `_MOST_SLOTS` is the maximum.
+# `_MOST_SLOTS` is the maximum. All slots of a block together should take at most `_QUEUED_BYTES`,
+# because with more bytes, fewer blocks fit on an SM. The minimum number of slots has priority over
+# this limit. It is `_LEAST_SLOTS`, or `_LEAST_SLOTS_OF_CLUSTER` in a cluster, because the blocks of
+# a cluster wait for each other.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
 # Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
 # If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
-# This saves registers. There is an exception: with two or more parameters and more than
-# `_REREAD_VALUES` columns, the row stays in registers, because the parameters take so many
-# registers that only one or two blocks fit on an SM in any case.
+# This frees registers, so that more blocks fit on an SM. There is an exception: with two or more
+# parameters and more than `_REREAD_VALUES` columns per thread, only one or two blocks fit on an SM
+# in any case, because the parameters take many registers. Then the row stays in registers.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
-#: Maps the number of blocks per cluster to the best number of rows per block (H200), for parameters
-#: with as many bytes per column as x and y together. If the parameters have r times these bytes,
-#: `_tiles_of_a_block` multiplies the number by r^2.
+#: Maps the number of blocks per cluster to the best number of rows per block, as measured on an
+#: H200. The numbers hold for parameters that take as many bytes per column as x and y together. If
+#: parameters take r times as many bytes, `_tiles_of_a_block` multiplies the number of rows by r^2.
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 # Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
@@ -225,10 +233,10 @@ _BLOCKS_OF_SM = 3
 # over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
 # four, 0.97 (H100).
 _MOST_OF_GROUP = 2
-# The last rows of the array have a block each. There are this many of them per SM. (With clusters:
-# this many for each cluster that can run at the same time.) When blocks processed several of these
-# rows, too, the last SM finished 5 % later than the average SM (LayerNorm over 5120 columns of
-# bfloat16, H200).
+# Number of rows per SM at the end of the array that have a block each. In clusters, it is the
+# number of rows for each cluster that can run at the same time. Without these rows, if every block
+# processed several rows, the last SM finished 5 % later than the average SM (LayerNorm over 5120
+# columns of bfloat16, H200).
 _TAIL = 2
 
 
@@ -353,8 +361,9 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
     With more rows per block, starting a block and loading its parameters costs less per row. With
-    fewer rows, all SMs finish at about the same time. The number is proportional to the square of
-    the parameters' bytes: with twice the bytes, a block processes four times as many rows.
+    fewer rows, all SMs finish at about the same time. The best number grows with the bytes of the
+    parameters. This function uses their square: with twice the bytes per column, a block processes
+    four times as many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -365,9 +374,10 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 
 
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
-    """Return the number of tiles that a block processes, at most `tiles`.
+    """Return the number of tiles that a block processes.
 
-    A tile has `rows` rows, and all rows of a block must use the same parameters.
+    It is `tiles`, or a smaller number if rows of one block would otherwise use different
+    parameters. A tile has `rows` rows.
     """
     if spec.groups == 1:
         return tiles
@@ -404,9 +414,10 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # Rules for parameters that have at least as many bytes per column as the rows. Loading them
-    # from the L1 or L2 cache for each row would take too much of the caches' bandwidth, so they
-    # stay in registers for all rows of a block.
+    # Rules for calls whose parameters together take at least as many bytes per column as x, y and
+    # the other arrays of rows together. Loading these parameters from the L1 or L2 cache for each
+    # row would take too much of the caches' bandwidth, so they stay in registers for all rows of a
+    # block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
@@ -415,8 +426,9 @@ TABLE = (
     # latency of one row, so each row is distributed over many threads, on several SMs if they are
     # free.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # Rules for parameters that have at least as many bytes per column as the rows, and stay in
-    # registers. In the first rule, rows are so short that several blocks fit on an SM.
+    # More rules for calls whose parameters take at least as many bytes per column as all arrays of
+    # rows. The parameters stay in registers. In the first rule, rows are so short that several
+    # blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
     # In the next two rules, rows are longer, so only one or two blocks fit on an SM, and each
     # thread has more columns.
@@ -424,26 +436,29 @@ TABLE = (
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
     ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
-    # A thread has up to 64 columns, so an SM has room for 4 warpgroups with a row each. A row needs
-    # two or three barriers.
+    # A thread has up to 64 columns, so an SM has room for 4 warpgroups, each of which processes a
+    # row of its own.
     ForwardRule("warpgroup_row", cols=8192),
-    # log_softmax needs x again after the exponentials, which take as many registers as x. So x
-    # stays in shared memory. A row is shared by a few blocks of two warpgroups, because they wait
-    # less for each other than many blocks of one warpgroup do.
+    # log_softmax needs x again after it has computed the exponentials. They take as many registers
+    # as x, so x stays in shared memory meanwhile. Each block has two warpgroups, so that a row is
+    # split into fewer blocks: here, they wait less for each other than twice as many blocks of one
+    # warpgroup do. (In the backward pass of norms, many blocks of one warpgroup wait less.)
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
     # As in `warpgroup_row`, a thread has up to 64 columns. A block has only one or two warpgroups,
     # so that an SM runs several blocks: some load while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
-    # Rows of 256 KiB and more fill the registers of several SMs. They are shared by few blocks of
-    # many warpgroups, because all blocks of a cluster must start at the same time.
+    # Rows of 256 KiB and more fill the registers of several SMs. A row is split into a few large
+    # blocks instead of many small ones. All blocks of a cluster must start at the same time, so a
+    # cluster of many blocks waits longer until there is room for all of them.
     ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
 #: Rules for softmaxes that are causal or have a mask or a bias. There are no pipelined rules,
 #: because the copies of pipelined tiles load only x. Causal rows of up to 2048 columns use a
-#: row_tile, because its units (the columns that a row's threads load at once) are small: complete
-#: units above the diagonal are not loaded, and small units leave out more columns.
+#: row_tile, because its units are small. (A unit is the range of columns that a row's threads load
+#: at once.) A unit is not loaded if all of it is above the diagonal. With smaller units, more of
+#: the columns above the diagonal are skipped.
 PLACED = (
     ForwardRule("row_tile", row_bytes=2048),
     ForwardRule("row_tile", cols=2048, causal=True),

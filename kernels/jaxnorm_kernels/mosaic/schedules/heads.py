@@ -18,8 +18,8 @@ from jaxnorm_kernels.specs import Spec
 _MOST_COLUMNS = 16
 #: Maximum number of columns of a head, so that it fits in the registers of one warp.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: Minimum number of rows of a call. It is the number of rows in the largest tile, in which two
-#: threads share each row.
+#: Minimum number of rows of a call, so that every call fills at least one tile. This is the size of
+#: the largest tile, in which two threads share each row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.
@@ -34,9 +34,10 @@ _MOST_OF_PAIRS = 4
 # of float32, 0.82 over 64 of bfloat16 and 0.91 over 64 of float32. With three blocks per SM, it
 # reaches 0.80, 0.92, 0.73 and 0.87.
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# Maximum number of bytes that a thread of the backward pass loads at once, from the first or from
-# the second columns of its pairs. It is half of the widest possible load. So twice as many threads
-# share a row, each with half as many columns, and four blocks fit in an SM's registers.
+# Maximum number of bytes that a thread of the backward pass loads at once. A thread loads the first
+# columns of its pairs with one load, and their second columns with another. This maximum is half of
+# the widest possible load. Compared with the widest loads, twice as many threads share a row, and
+# each has half as many columns. So four blocks fit in an SM's registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # The size of an asynchronous copy must be a multiple of this number of bytes.
 _COPY_BYTES = 16
@@ -117,10 +118,10 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
     """Return ``(vector, rest, threads)`` of `Heads`, or None if the heads are not supported.
 
-    A thread's columns must fit in its registers. Among the combinations for which they do, the one
-    with the widest vectors is returned. If several have the same vectors, it is the one with the
-    most threads. A thread loads the first columns of its pairs and their second columns separately;
-    `of_pairs` is the maximum number of bytes of such a load.
+    The first criterion is that a thread's columns fit in its registers. Among the triples that
+    satisfy it, those with the widest vectors are best. Among these, the triple with the most
+    threads is returned. A thread loads the first columns of its pairs and their second columns
+    separately; `of_pairs` is the maximum number of bytes of such a load.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None

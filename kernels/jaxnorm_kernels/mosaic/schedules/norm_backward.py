@@ -34,9 +34,9 @@ NormSchedule = PipelinedRows | PipelinedNarrowRows
 
 # Shared memory of a block for barriers, for the sums that warps exchange, and for Mosaic itself.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Sizes for the narrow-rows kernel, from the sweep `benchmarks/sweeps/backward.py`. Rows whose
-# inputs take at most `_SHORT_ROW_BYTES` have stages of up to `_SHORT_STAGE_BYTES`, other rows
-# stages of up to `_STAGE_BYTES`. `_MOST_ROW_STAGES` is the maximum number of stages.
+# Sizes for the narrow-rows kernel, from the sweep `benchmarks/sweeps/backward.py`. A stage has up
+# to `_STAGE_BYTES`. If a row takes at most `_SHORT_ROW_BYTES`, summed over all inputs, a stage has
+# only up to `_SHORT_STAGE_BYTES`. `_MOST_ROW_STAGES` is the maximum number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
 # With at most this many columns per thread, three blocks fit in an SM's registers; otherwise two.
 _THREE_BLOCKS_COLUMNS = 8
@@ -64,23 +64,23 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a cluster
-# has so many blocks of one warpgroup that no thread exceeds the preferred number: many blocks of
-# one warpgroup wait less for each other's sums than a few blocks of several warpgroups. If the
-# GPU's clusters are too small for this, a thread may have up to the maximum number of columns, for
-# which its 255 registers have room.
+# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a row is
+# split into so many blocks of one warpgroup that no thread exceeds the preferred number. This is
+# faster than a few blocks of several warpgroups, which wait longer for each other's sums. If the
+# GPU's clusters are too small for this, a thread may have up to the maximum number of columns. That
+# many still fit in its 255 registers.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps: with less, the memory
-# is idle at times; with more, the stores of dx become slow. This determines the following numbers
-# of bytes:
+# is idle at times; with more, the stores of dx become slow. The following limits serve this goal.
+# The bytes of a row are summed over all inputs.
 #
-# - `_TWO_ROWS_BYTES`: if a block's part of a row has at most this many bytes, summed over all
-#   inputs, a step has two rows. Their sums are exchanged together. (Exception: calls with two norms
-#   always have one row per step.)
-# - `_THREE_BLOCKS_BYTES`: if a step has at most this many bytes, including dx and other results, an
-#   SM runs three blocks, otherwise two.
-# - `_ONE_BLOCK_BYTES`: if a block's part of a row has at least this many bytes, summed over all
-#   inputs, and needs several warpgroups, an SM runs one block.
+# - A step has two rows, whose sums are exchanged together, if a block's part of a row has at most
+#   `_TWO_ROWS_BYTES`. Otherwise, and in calls with two norms, a step has one row.
+# - If blocks have one warpgroup, an SM runs two blocks. It runs three blocks if a step has at most
+#   `_THREE_BLOCKS_BYTES`, including dx and other results.
+# - A block has several warpgroups, and an SM runs only one block, if two conditions hold: a single
+#   warpgroup would exceed the preferred number of columns per thread, and a block's part of a row
+#   has at least `_ONE_BLOCK_BYTES`.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
@@ -89,13 +89,13 @@ _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12
 _KEPT_REGISTERS = 32
 
 # If rows have at least this many columns, a warpgroup processes a row; otherwise a warp does. The
-# warps of a warpgroup must exchange the sums of each row. This takes time, which is hidden by
-# processing two rows per step or three blocks per SM. LayerNorm over 768 columns of float32 reaches
-# 0.97 of a copy's bandwidth with a warpgroup per row and 0.92 with a warp per row; over 512 columns
-# of bfloat16, 0.83 and 0.87 (H100).
+# warps of a warpgroup must exchange the sums of each row. The time of the exchange is hidden if a
+# step has two rows, or if an SM runs three blocks. Measured bandwidths of LayerNorm, relative to a
+# copy (H100): over 768 columns of float32, 0.97 with a warpgroup per row, 0.92 with a warp per row;
+# over 512 columns of bfloat16, 0.83 with a warpgroup per row, 0.87 with a warp per row.
 _WARPGROUP_ROWS = 768
-# Minimum number of rows for the narrow-rows kernel: a tile has this many rows if two threads share
-# each row.
+# Minimum number of rows for the narrow-rows kernel, so that every call fills at least one tile.
+# This is the size of the largest tile, in which two threads share each row.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 

@@ -20,28 +20,29 @@ from jaxnorm_kernels.specs import Spec
 # Pairs (maximum number of columns of a row, number of warpgroups per block). A thread has at most
 # 48 columns in its registers, because fewer blocks would fit on an SM if it had more.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The same pairs for kernels that also add up the gradient of a bias. They need more registers per
-# column, so a thread has at most 32 columns.
+# Pairs of the same kind as in `_HELD`, but for kernels that also add up the gradient of a bias.
+# These kernels need more registers per column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# If several blocks share the work for a row of a bias's gradient, each of them adds up at least
-# this many rows of x (or tiles of rows) and stores a row of partial sums in float32. With this many
-# rows, storing the partial sums costs little.
+# A row of the bias's gradient is a sum over many rows of x. Several blocks may share this sum; each
+# stores partial sums in float32. Each of them adds up at least this many rows of x (or tiles of
+# rows), so that storing the partial sums costs little in comparison.
 _ROWS_OF_SPLIT = 8
 # Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
 # A row with at least this many vectors is processed by a warpgroup. A shorter row is processed by a
 # warp, or by some threads of a warp.
 _WARPGROUP_VECTORS = 4 * WARP
-# Maximum number of columns of a causal row that is processed by one warp or some of its threads.
+# A causal row with at most this many columns is processed by one warp, or by some of its threads.
 _CAUSAL_TILE = 2048
 # Number of units into which a causal row is split. A unit consists of the columns that a row's
-# threads load at once. With units of 32 vectors of 16 bytes instead, the backward pass took more
-# time (H100). This number saves 15 % over 512 columns of bfloat16, 8 % over 1024 and 3 % over 2048;
-# for float32, it saves 7 % over 512 columns and 3 % over 1024.
+# threads load at once. Units of a fixed size, 32 vectors of 16 bytes, are slower. Compared with
+# them, the backward pass takes less time (H100): 15 % less for rows of 512 bfloat16 columns, 8 %
+# for 1024 and 3 % for 2048; in float32, 7 % less for 512 columns and 3 % for 1024.
 _CAUSAL_PARTS = 16
 # A thread has several columns of a row in registers, for each input. `_HELD_BYTES` is the maximum
 # number of bytes of these columns in one input. `_HELD_VECTORS` is the maximum number of vectors,
-# because all vectors are loaded at the same time.
+# each of which takes one load; all of these loads are in flight at the same time. It is the
+# stricter limit if vectors have fewer than 4 bytes.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # Rows that are too long for one block are distributed over a cluster of blocks.
 # `_SPREAD_COLUMNS` is the maximum number of columns per thread in a cluster, and

@@ -50,16 +50,17 @@ class StripRule:
 
 
 #: Maximum number of KiB that a block loads, in total over all arrays, if the rule has no limit of
-#: its own. With a low limit, an SM runs several blocks, which load, reduce and store at different
-#: times. But more blocks share a strip, and must merge their statistics. GroupNorm followed by
-#: silu, over 32x64x64x256 bfloat16, takes 52 us forward (55 us with a limit of 96 KiB) and 80 us
-#: backward (107 us with 132 KiB) on an H100.
+#: its own. A low limit has an advantage: an SM runs several blocks, which load, reduce and store at
+#: different times. It also has a disadvantage: more blocks share a strip and must merge their
+#: statistics. Times of GroupNorm followed by silu, over 32x64x64x256 bfloat16, on an H100: the
+#: forward pass takes 52 us with this limit and 55 us with 96 KiB; the backward pass takes 80 us
+#: with this limit and 107 us with 132 KiB.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
-# A strip of 32 elements has 128 bytes per column if elements have 32 bits, which is an entire cache
-# line, or 64 bytes if they have 16 bits. A wider strip has more statistics to exchange, which costs
-# more than loading entire cache lines saves. So wider strips are used only if blocks load few
-# bytes: such blocks have little other work.
+# Most strips are 32 elements wide. A column of such a strip has 128 bytes, an entire cache line, if
+# elements have 32 bits, and 64 bytes if they have 16 bits. A wider strip loads entire cache lines
+# of 16-bit elements, too. But it also has more statistics to exchange, which usually costs more
+# time. Only blocks that load few bytes gain from wider strips, so only their strips are wider.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
@@ -71,13 +72,14 @@ TABLE = (
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=192, cluster=8),
     StripRule(width=8, kib=192, cluster=8),
-    # Wider strips, for groups whose size is not a power of 2: a strip must be at least as wide as
-    # the least common multiple of the group size and of a thread's vector.
+    # Wider strips, which are used if no rule above applies. A strip must be at least as wide as the
+    # least common multiple of the group size and of a thread's vector. This multiple may be above
+    # 32, especially if the group size is not a power of 2.
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# Number of KiB per warpgroup: if a block loads n times this many KiB of one array, it has n
-# warpgroups, rounded down to a power of 2.
+# Number of KiB per warpgroup. A block has one warpgroup for each `_WARPGROUP_KIB` KiB that it loads
+# of one array. The number of warpgroups is rounded down to a power of 2, and is at least 1.
 _WARPGROUP_KIB = 64
 # Maps the number of elements in a thread's vector to the maximum number of warpgroups per block.
 # With more warpgroups, the statistics take more shared memory, because each warp stores them for
@@ -120,13 +122,13 @@ def refusal(spec: Spec) -> str | None:
 
 
 def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
-    """Return how the first rule that applies splits the array into strips, or None."""
+    """Return the strips that the first applicable rule defines, or None if no rule applies."""
     gpu = gpu or local_gpu()
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
 def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
-    """Return how a rule splits a call's array into strips, or None if it does not apply."""
+    """Return the strips that one rule defines for a call, or None if the rule does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
     vector = VECTOR_BYTES // itemsize

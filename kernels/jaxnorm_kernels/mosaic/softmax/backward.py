@@ -11,7 +11,8 @@ If y is rounded to 16 bits, its sum may differ from 1 and is computed (`Spec.ren
 otherwise it is taken as 1. If the bias has one value per row, its gradient is the sum of dz over
 the row. This sum follows from the sums of d, d y and y:
 
-    softmax       sum(dz) = sum(d y) (1 - sum(y)), or 0 if dz is divided by sum(y)
+    softmax       sum(dz) = sum(d y) (1 - sum(y))       if sum(y) is taken as 1 above
+                  sum(dz) = 0                           if sum(y) is computed
     log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
 Masked elements have y = 0 (softmax) or y = -inf (log_softmax). Their d counts as 0, even if it is
@@ -101,8 +102,8 @@ class SoftmaxFormula:
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
         """Return `multiple`, but 0 where y (or, in log_softmax, exp(y)) is 0.
 
-        `multiple` is y or exp(y) times a factor, which may be NaN. Calls that exclude no elements
-        return it unchanged.
+        `multiple` is the product of a factor with y or with exp(y). The factor may be NaN. If the
+        call excludes no elements, `multiple` is returned unchanged.
         """
         if not self.spec.drops_entries:
             return multiple
@@ -189,8 +190,8 @@ def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) 
     and `weights` are the formula's row sums: sum(d y) and sum(y) for softmax, sum(d) and
     sum(exp(y)) for log_softmax.
     """
-    # If dz is divided by sum(y), its sum over a row is 0, unless a total is infinite or NaN: then
-    # it is NaN. `totals - totals` has these values.
+    # If sum(y) is computed, sum(dz) is 0 (see the module's docstring). But it must be NaN in rows
+    # whose total is infinite or NaN. `totals - totals` is 0 or NaN in just these cases.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
