@@ -220,7 +220,7 @@ def test_training_steps_are_selected():
         ("llama-1b-qk", "none", "scan", "jaxnorm-products"),
     ]
     assert {c.provider for c in asked("--providers", "jnp")} == {"jnp"}
-    assert [c.layers for c in asked("--quick", "--variants", "jnp")] == ["scan"]
+    assert [c.layers for c in asked("--quick", "--variants", "jnp", "--devices", "1")] == ["scan"]
 
 
 def test_training_steps_on_a_mesh():
