@@ -15,14 +15,14 @@ With an activation, let n = xh * G + bias. Then y = activation(n), and d = dy * 
 
 With a residual, there are three forms: y = norm(x + residual), y = residual + norm(x), and y =
 norm(residual + norm(x)). In the first and the third form, h is the sum that is normalised. h may
-have a separate cotangent dh, which is added to the dx of norm(h). If
-h = residual + branch_scale * x, let t be the sum of this dx and dh:
+have a separate cotangent dh. Then s = (dx of norm(h)) + dh is the gradient of h. For
+h = residual + branch_scale * x:
 
-    dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
+    dresidual = s       dx = branch_scale * s       dbranch_scale = sum_rows(s x)
 
 With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
-multiplies the norm's input, t = x * a is normalised instead of x. Let th be the normalised t, and
-dt the dx above:
+multiplies the norm's input, t = x * a is normalised instead of x. Then th (t normalised) replaces
+xh, and the formula of dx gives dt, the gradient of t:
 
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
