@@ -67,5 +67,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield every training step that a bar compares, once even if several bars use it."""
+    """Yield each training step that is part of a bar. A step of several bars is yielded once."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

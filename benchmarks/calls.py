@@ -41,7 +41,7 @@ class Timing:
         return size / self.us / 1e3
 
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Return the time and the speed, as a dict from the names of columns of results.
+        """Return the time and the speed, as a dict whose keys are names of result columns.
 
         `roof` is the timing of a copy that loads and stores as many bytes as the workload. It is
         None if matmuls determine the time of the workload. The speed is then in TFLOP/s; otherwise,

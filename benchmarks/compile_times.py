@@ -2,8 +2,8 @@
 
 `jax.jit` does this work at the first call with a new shape. A program is the forward and the
 backward pass of one operation. Its x has 8192 rows of the given width, possibly along several axes;
-`causal_softmax` has square matrices instead. Many widths are timed, because the time depends on the
-kernel that the width selects: Python code generates the kernel.
+`causal_softmax` has square matrices instead. Many widths are timed, because the width selects
+the kernel. Python code generates the kernel, which takes a different time for each kernel.
 
 The operations cover every public function: `post_norm` is `rms_norm_add`, `sandwich` is
 `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and `gated_add_layer_norm` is
@@ -92,7 +92,9 @@ def shaped_workload(
 
 @dataclasses.dataclass(frozen=True)
 class CompileCell:
-    """One operation, forward and backward, on one shape of x. For "mixed", see `workloads.DTYPES`.
+    """One operation, forward and backward, on one shape of x.
+
+    The dtype "mixed" is explained in `workloads.DTYPES`.
 
     If `op` is a training step of STEPS, the shape is the shape of its tokens, and the provider is a
     variant of `models.VARIANTS`.
@@ -128,7 +130,7 @@ class CompileCell:
 def cells(
     providers: Sequence[str], ops: Sequence[str], dtypes: Sequence[str], widths: Sequence[int]
 ) -> Iterator[CompileCell]:
-    """Yield the selected cells. For the provider jnp, these are the cells in bfloat16 only."""
+    """Yield the selected cells. For the provider jnp, yield only those in bfloat16."""
     for op in (op for op in OPS if op in ops):
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:

@@ -22,13 +22,13 @@ from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions
 #: numbers: how many of these arrays have the dtype of x, and how many have the dtype of y. Backward
 #: passes read the saved output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
-    # x, residual and h have the dtype of x; y has the dtype of y.
+    # x, residual and h have x_dtype; y has y_dtype.
     ("add_norm", "fwd"): (3, 1),
-    # dh and dx have the dtype of x; y and dy have the dtype of y.
+    # dh and dx have x_dtype; y and dy have y_dtype.
     ("add_norm", "bwd"): (2, 2),
     # x, residual and their sum have the dtype of x.
     ("norm_add", "fwd"): (3, 0),
-    # x, residual and h have the dtype of x; y has the dtype of y.
+    # x, residual and h have x_dtype; y has y_dtype.
     ("norm_add_norm", "fwd"): (3, 1),
     # x, dh, dx and dresidual have the dtype of x; y and dy have the dtype of y.
     ("norm_add_norm", "bwd"): (4, 2),

@@ -52,9 +52,10 @@ def losses() -> str:
 def log_probs() -> str:
     """Return a table of the errors of log-probabilities and entropies.
 
-    The two columns called "ratio" have the relative errors of probabilities. For the first of them,
-    jaxnorm computes the logits in a fused linear layer, and does not round them. For the second,
-    the logits are rounded to bfloat16.
+    The two columns called "ratio" have the relative error of the probability exp(log_prob). An
+    error e of a log-probability causes the relative error exp(e) - 1. In the first of these
+    columns, jaxnorm computes the logits in a fused linear layer, and does not round them. In the
+    second, the logits are rounded to bfloat16.
     """
 
     def row(deviation: float) -> list[str]:

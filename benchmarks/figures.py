@@ -18,8 +18,8 @@ from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
-# The providers that stand for jaxnorm. The first of them that was measured counts: a call of
-# jaxnorm with its default implementation, else the Mosaic kernel.
+# The providers that represent jaxnorm, in order of preference: a call of jaxnorm with its default
+# implementation, then the Mosaic kernel. The first provider that has a measurement is used.
 OWN = ("jaxnorm", "mosaic")
 # The shapes (rows, N) in plots and tables. Each has enough rows to fill a GPU.
 PLOTTED = [
@@ -68,10 +68,10 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
     The result maps each question (a workload) to its answers (a dict from each provider to its
     `Figure`).
 
-    `roof` compares a workload with a copy that loads and stores as many bytes. The time of this
-    copy is the median over all processes that timed it, because a single process can be wrong: on
-    an H200, the copy of one process was at least 7 % slower than the median in one of 28 rows of
-    100 MB and more.
+    A figure's `roof` is the time of a copy that loads and stores as many bytes, divided by the time
+    of the workload. The time of the copy is the median over all processes that timed it, because
+    the time of a single process can be wrong. For example, 28 copies of at least 100 MB were timed
+    on an H200. For one of them, a process measured a time at least 7 % above the median.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -97,8 +97,8 @@ def _question(row: Row, kind: type[Any]) -> Question:
 def of_products(rows: Iterable[Row]) -> Figures:
     """Return the times and speeds of matmuls, by workload and provider; see `of`.
 
-    `roof` is computed from the time of XLA's matmul alone (jnp); it is NaN if that was not
-    measured.
+    `roof` is the time of the provider jnp, divided by the time of the workload. jnp's time is that
+    of XLA's matmul without a norm. `roof` is NaN if jnp was not measured.
     """
     measured = {
         (_question(row, LinearWorkload), row["provider"]): row
@@ -203,7 +203,9 @@ def comparison(figures: Figures, peer: str) -> Comparison | None:
 def along_n(
     figures: Figures, op: str, direction: str, x_dtype: str, y_dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return a dict from the row length N of each plotted shape to the providers' figures.
+    """Return a dict that maps the row length N of each plotted shape to its measurements.
+
+    The measurements of a shape are a dict that maps each provider to its `Figure`.
 
     If several shapes have the same N, the one with the most rows is used.
     """

@@ -140,7 +140,10 @@ def scopes(text: str) -> dict[str, str]:
 def _large(
     computations: Mapping[str, Sequence[Instruction]], elements: int
 ) -> Iterator[Instruction]:
-    """Yield instructions outside fusions whose result has at least `elements` elements."""
+    """Yield the large instructions that are not inside a fusion.
+
+    An instruction is large if its result has at least `elements` elements.
+    """
     fused = {
         called
         for instructions in computations.values()

@@ -24,8 +24,9 @@ Inputs = tuple[Arrays, Arrays, Arrays]
 
 # The maximum number of threads that compile cells at the same time.
 THREADS = 16
-# A process whose peak memory exceeds this number of bytes is replaced instead of waiting for its
-# next turn to measure. JAX may hold twice as much memory.
+# After a process has measured a batch of cells, it waits for its next batch, and keeps its GPU
+# memory. A process whose peak memory exceeds this number of bytes is replaced by a new process.
+# JAX may hold twice as much memory as it uses.
 KEPT_BYTES = 5e9
 
 
@@ -106,8 +107,8 @@ class Program:
 def compile_cell(cell: Timed) -> Program:
     """Compile the call of a cell, under `jax.jit` as in a user's program.
 
-    If two gradients are the same array, the compiled call returns it once, because XLA would copy
-    it. Errors of the library are not caught.
+    If two gradients are the same array, the compiled call returns only one of them. If it returned
+    both, XLA would add a copy. Errors of the library are not caught.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     rows, parameters, cotangents = jax.eval_shape(

@@ -16,7 +16,7 @@ TOKENS = 8192
 #: the matmul for queries, keys and values; and that of the matmul for gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
-    "8B": (4096, (6144, 14336, 28672)),  # 14336 is the gate projection alone, without up
+    "8B": (4096, (6144, 14336, 28672)),  # 14336: the gate projection without the up projection
     "70B": (8192, (10240, 57344)),
 }
 PROJECTIONS: dict[Shape, str] = {

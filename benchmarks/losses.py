@@ -65,9 +65,9 @@ LOSSES: dict[str, Loss] = {
     # computes the matmuls.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": _LINEAR,
-    # The label's log-probability and the entropy of each position. Positions have separate
-    # cotangents, so the backward pass recomputes the logits, which are not saved, by a fourth
-    # matmul.
+    # The label's log-probability and the entropy of each position. Each position has its own
+    # cotangent, so the forward pass cannot compute gradients already. The logits are not saved, so
+    # the backward pass recomputes them with a fourth matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
     "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
     # The teacher's logits are constants: their gradient is not computed.

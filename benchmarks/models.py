@@ -110,8 +110,8 @@ def cells(
 ) -> Iterator[TrainingCell]:
     """Yield the training steps of the models in `names`.
 
-    If `quick` is True, use only the first model, the first stacking and the first
-    rematerialisation.
+    If `quick` is True, use only the first model, the first element of `layers` (how the layers are
+    stacked, such as by scan), and the first element of `remats` (rematerialisation policies).
     """
     few = slice(1 if quick else None)
     asked = [name for name in MODELS if name in names]

@@ -100,7 +100,8 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
 def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
     """Return a table of the time, temp memory and largest batch of training steps.
 
-    It compares plain JAX with all of jaxnorm. Steps whose largest batch is unknown are left out.
+    It compares plain JAX with the model variant that uses all of jaxnorm's functions. Steps whose
+    largest batch is unknown are left out.
     """
     measured = figures.steps(row for row in rows if row["status"] == OK)
     batches = {asked: row["batch_in_80gb"] for asked, row in figures.steps(fitting).items()}

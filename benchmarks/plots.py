@@ -58,7 +58,7 @@ _OF_VARIANTS = dict(
 )
 COPY = "a copy of as many bytes"
 MATMUL = "the matmul alone, by XLA"
-# Labels of rematerialisations, which are below the bars, and of models, which are above.
+# The labels of rematerialisation policies stand below the bars, those of models above the bars.
 _REMATS = {"none": "no remat", "dots": "remat,\nmatmuls\nsaved", "block": "remat\nof layers"}
 _OPS = {"product": "matmul"}
 _MODELS = {
@@ -205,7 +205,7 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # fix the order: a provider may lack names
+        axes.xaxis.update_units(names)  # one order, even if a provider lacks some names
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)

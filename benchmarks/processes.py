@@ -112,7 +112,10 @@ def _threads(workers: int) -> int:
 
 
 class _Worker:
-    """A process of one side. Requests to it and its answers are lines of JSON; see `worker.py`."""
+    """A process of one side (see the module docstring). It measures cells.
+
+    It receives requests and sends answers as lines of JSON; see `worker.py`.
+    """
 
     def __init__(self, side: Side, workers: int) -> None:
         log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -188,8 +191,8 @@ def _round(
 ) -> Generator[Outcome, None, list[list[Cell]]]:
     """Let all workers compile their batches at the same time, then measure one after the other.
 
-    Yield the outcomes of the cells. When the generator ends, it returns the cells that remain
-    because a process ended early, as batches for another round.
+    Yield the outcomes of the cells. If a process ends early, some of its cells are not measured.
+    The generator returns these cells at its end, as a list of batches for another round.
     """
     start = time.monotonic()
     for worker, cells in turns:
@@ -209,7 +212,7 @@ def _round(
 def _turn(
     worker: _Worker, cells: list[Cell], limit_s: float
 ) -> Generator[Outcome, None, list[Cell]]:
-    """Yield the outcomes of a worker's cells. At the end, return those that another must run."""
+    """Yield the outcomes of a worker's cells. Return the cells that another worker must run."""
     answered = 0
     if not worker.ended:
         worker.send({})

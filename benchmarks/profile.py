@@ -89,9 +89,10 @@ def longest(
 
 
 def column(cell: TrainingCell, *, list_kernels: bool) -> dict[str, float]:
-    """Return a column of the table: milliseconds of each class, of all kernels and of the step.
+    """Return a column of the table, as a dict that maps the names of its rows to numbers.
 
-    The last row is tokens per second.
+    Most rows are milliseconds: of each class of kernels, of all kernels together, and of the whole
+    step. The last row is tokens per second.
     """
     step = training.Step(cell, cell.batch)
     state, times, _ = step.times(LOSS_STEPS[-1])

@@ -21,8 +21,9 @@ GPUS = {
     "h100": (90, 132, 227 * 1024),
 }
 
-#: A side is a group of processes. The processes of the sides in this dict run compiled Triton
-#: kernels. The values are names in `GPUS`: the GPU for which the kernels were compiled.
+#: A side is a group of benchmark processes. This dict has the sides that run Triton kernels
+#: compiled ahead of time. It maps each side to the name (in `GPUS`) of the GPU for which its
+#: kernels were compiled.
 SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
 
 ABOUT = "about.json"
@@ -46,7 +47,10 @@ def of_side(side: str) -> Path:
 
 
 def software(side: str) -> str:
-    """Return text that names the compiler and the target GPU of a side's compiled kernels."""
+    """Return text that names a compiler and a GPU.
+
+    The compiler has compiled the Triton kernels of `side` (a key of `SIDES`) for this GPU.
+    """
     found = about(of_side(side))
     capability, sms, _ = found["gpu"]
     return f"{found['software']} (for sm_{capability}, {sms} multiprocessors)"

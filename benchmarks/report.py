@@ -1,7 +1,9 @@
-"""Rebuild the plots, report.md, and sections of README.md and docs/results.md from CSV files.
+"""Rebuild the plots, report.md and the two pages README.md and docs/results.md from CSV files.
 
-python -m benchmarks.report                 all of benchmarks/results/, and both pages
-python -m benchmarks.report some/folder     one folder of results, and the pages if they show it
+Only some sections of the two pages are generated.
+
+python -m benchmarks.report                 all folders of benchmarks/results/, and both pages
+python -m benchmarks.report some/folder     one folder; also both pages if they show its results
 """
 
 import argparse

@@ -116,7 +116,10 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """Return a table of the bars (see `bars.py`) whose jaxnorm step was measured, or ""."""
+    """Return a table with a row for each bar (see `bars.py`) that was measured.
+
+    A bar was measured if its training step with jaxnorm was. Return "" if there is none.
+    """
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
     for bar in BARS:
@@ -167,7 +170,7 @@ def stacks(rows: Sequence[Row]) -> str:
 def on_cpu(rows: Sequence[Row]) -> str:
     """Return a table of times on a CPU: jaxnorm's and another provider's.
 
-    The forward pass is timed, and forward and backward pass together.
+    Some rows time the forward pass, others time forward and backward pass together.
     """
     body = []
     for row in rows:
@@ -317,8 +320,8 @@ def losses(rows: Sequence[Row]) -> str:
 def linear(rows: Sequence[Row]) -> str:
     """Return a table of matmuls, with a row for each cell and provider as in `losses`.
 
-    Instead of the fraction of the roofline bound, it has TFLOP/s, and the time of the matmul alone
-    divided by the provider's time.
+    Instead of the fraction of the roofline bound, it has TFLOP/s and a ratio. The ratio is the time
+    of the matmul without a norm, divided by the provider's time.
     """
     found = figures.of_products(rows)
 

@@ -58,7 +58,10 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 
 
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """Return a dict from each column of a suite to its number as text, or "" if it is missing."""
+    """Return a dict that maps each column of a suite to its number in `figures`, as text.
+
+    A number that is missing becomes "".
+    """
 
     def text(name: str, decimals: int) -> str:
         value = figures.get(name)

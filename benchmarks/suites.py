@@ -72,7 +72,7 @@ class Selection:
 
     `ops` may have names of operations, blocks, losses, matmuls and models. If `shapes` is None,
     each suite uses its own shapes. `variants`, `remats`, `layers` and `devices` select training
-    steps. If `bars` is True, only the training steps that the bars compare are selected.
+    steps. If `bars` is True, only the training steps in `bars.BARS` are selected.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
@@ -93,10 +93,10 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The selected shapes (rows, cols), or None if no shapes are selected.
+        """The selected shapes that have two axes (rows, cols), or None if no shapes are selected.
 
-        They apply to the suites of plain norms and softmaxes. Other selected shapes, which have
-        more axes, are for blocks, losses and matmuls.
+        They are for the suites of plain norms and softmaxes. Selected shapes with more axes are for
+        blocks, losses and matmuls.
         """
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
@@ -142,10 +142,10 @@ class Suite:
       cells: a function that returns the cells of a selection.
       sides: the frameworks on which it can run.
       batch: the maximum number of cells that a process compiles before it measures them.
-      alone: True if cells are compiled one after the other in one process, because the compiler
-        times several matmuls on the GPU to choose the fastest.
-      in_turn: True if each process compiles its cells one after the other, because the compile time
-        is measured.
+      alone: True if the suite has only one process, so that no other process uses the GPU. The
+        compiler then times several matmuls on the GPU to choose the fastest.
+      in_turn: True if a process compiles only one cell at a time, because the compile time is
+        measured. There may be several processes.
     """
 
     name: str

@@ -36,7 +36,10 @@ def gigabytes(size: str) -> str:
 
 
 def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
-    """Return a row's number in a column divided by that of plain jnp, or "-" if one is missing."""
+    """Return the value of `row` in a column, divided by the value in the row `plain`, as text.
+
+    `plain` is the row of the provider jnp. If one of the values is missing, return "-".
+    """
     if not row[column] or not plain.get(column):
         return "-"
     return f"{float(row[column]) / float(plain[column]):.2f}"

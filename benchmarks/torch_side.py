@@ -165,7 +165,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # kept until here, so that results are not counted as temp
+    del results  # not deleted before, so that `temp` does not include the results
     return temp
 
 
@@ -199,12 +199,15 @@ def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
-        rotating_inputs.cache_clear()  # the next cell gets new, equal inputs
+        rotating_inputs.cache_clear()  # inputs were overwritten; the next cell makes new ones
     return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:
-    """Compile a cell, and return a function that measures it. The function holds no operands."""
+    """Compile a cell (a workload with a provider), and return a function that measures it.
+
+    The function keeps no reference to operands, so it uses no GPU memory before it is called.
+    """
     f, compile_s = compiled(cell)
     return functools.partial(kernel_time, cell, f, compile_s)
 

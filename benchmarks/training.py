@@ -211,9 +211,9 @@ def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
 def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:
     """Return the largest n with ``used(n) <= limit``, or 0 if there is none.
 
-    `used` is expensive to evaluate and grows about linearly. ``known`` maps one or more arguments
-    of `used` to its values there. The result is exact for any growing `used`, because used(n) and
-    used(n + 1) are evaluated for the returned n.
+    `used` is expensive to evaluate and grows about linearly. `known` maps at least one n to
+    used(n). The result is exact for any growing `used`, because the search ends only when it has
+    evaluated an n with ``used(n) <= limit`` and ``used(n + 1) > limit``.
     """
     values = dict(known)
     while True:
@@ -230,9 +230,10 @@ def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) ->
 
 
 def _on_the_line(values: Mapping[int, int], limit: int) -> int:
-    """Return the n at which a line through two of the known values reaches the limit.
+    """Estimate the n at which a growing function reaches the limit, given some of its values.
 
-    These two values are the closest to the limit.
+    `values` maps n to the function's value. The estimate is linear in the two values that are the
+    closest to the limit.
     """
     (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
     return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))

@@ -146,13 +146,17 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         return [jnp.zeros(out.shape, out.dtype) for out in out_type]
 
     def of_contract(kernel: Any, formula: Any) -> Any:
-        """Return a pass that compiles the kernel, but returns XLA's results."""
+        """Return a replacement for a forward or backward function of `jaxnorm_kernels.triton`.
+
+        It compiles the Triton kernel, but the results that it returns are XLA's.
+        """
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
-                # The xla pass does not support the kernel's two-dimensional mask and bias. So
-                # return zeros, as `run` does, instead of XLA's results.
+                # The xla implementation does not support the kernel's two-dimensional mask and
+                # bias, so there are no results of XLA. `kernel` returns zeros here, because `run`
+                # does. This suffices, since the program is only compiled.
                 return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
@@ -253,8 +257,8 @@ def replay(folder: Path) -> None:
     """Make all later launches of Triton kernels use the compiled kernels in `folder`.
 
     Stand-ins replace the modules `triton` and `jax_triton`, so the Triton kernels must not have
-    been imported before. The rest of `jaxnorm_kernels.triton` works as usual: schedules, launches
-    and reasons not to run a call.
+    been imported before. The rest of `jaxnorm_kernels.triton` works as usual, including the
+    choice of schedules and the check that a kernel supports a call.
     """
     if "jaxnorm_kernels.triton" in sys.modules:
         raise RuntimeError("the Triton kernels are imported already; replay the programs before")
@@ -402,7 +406,7 @@ def gpu_of(text: str) -> tuple[int, int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the Triton kernels of the selected benchmarks, for the GPU of each side."""
+    """Compile the Triton kernels of the selected benchmarks for each GPU in `SIDES`."""
     run = importlib.import_module("benchmarks.run")  # imported here to avoid an import cycle
     suites = importlib.import_module("benchmarks.suites")
     jax_side = importlib.import_module("benchmarks.jax_side")

@@ -101,7 +101,10 @@ def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list[Any]:
-    """Compile the cells. Return a list with a function that measures each cell, or Failed."""
+    """Compile the cells. Return a list with one entry for each cell.
+
+    An entry is a function that measures the cell, or a `Failed` if the cell does not compile.
+    """
 
     def prepare(cell: Cell) -> Any:
         return attempt(side, side.prepare, suite, cell)

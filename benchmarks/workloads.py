@@ -1,7 +1,7 @@
 """Workloads: the timed operations, shapes and dtypes, and their minimum memory traffic.
 
-This module does not import JAX or torch, because processes with JAX, processes with torch, and the
-process that starts both import it.
+This module imports neither JAX nor torch. It is imported by processes with JAX, by processes with
+torch, and by the process that starts them.
 """
 
 import abc
@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices in `row_operands` of the operands whose gradients a call returns."""
+        """Indices into `row_operands`. A call returns the gradients of these operands."""
         return (0,)
 
     @property
@@ -157,7 +157,10 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def flops(self) -> int:
-        """The number of operations of all matmuls, or 0 if memory traffic determines the time."""
+        """The number of floating-point operations of all matmuls.
+
+        It is 0 if memory traffic, not the matmuls, limits the speed of the workload.
+        """
         return 0
 
     @property
@@ -197,8 +200,8 @@ class FewParameters(ShapedWorkload):
     def bytes(self) -> int:
         """The minimum memory traffic in bytes.
 
-        Each pass loads the operands and loads or stores the results. The backward pass also stores
-        the gradients.
+        The forward pass loads the operands and stores the results. The backward pass loads the
+        operands and the cotangents of the results, and stores the gradients.
         """
         operands = [array[:2] for array in self.row_operands]
         arrays = [*operands, *self.results]

@@ -1,8 +1,8 @@
 """Places the arrays of a training run on one device, or shards them over a mesh of devices.
 
 Batches are sharded over all mesh axes. Parameters and the optimiser state are sharded over the mesh
-axis "fsdp" (fully sharded data parallelism): each array along an axis whose size is a multiple of
-the size of "fsdp". If an array has no such axis, it is replicated.
+axis "fsdp" (fully sharded data parallelism). Each array is split along one axis whose size is a
+multiple of the size of "fsdp". If an array has no such axis, it is replicated.
 """
 
 import argparse

@@ -127,8 +127,9 @@ def table(runs: Sequence[Run]) -> Table:
 def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
     """Return a Markdown table of the runs.
 
-    `freed` has a pair of numbers for each run after the first: how much less temp memory and how
-    much less memory for saved arrays it needs. They become the last two columns.
+    `freed` has a pair of numbers for each run after the first. They say by how much the run needs
+    less temp memory, and less memory for saved arrays, than the run before it. They become the last
+    two columns.
     """
     header = (*COLUMNS, "temp freed", "saved freed")
     last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]

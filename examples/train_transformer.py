@@ -4,9 +4,9 @@ The model is a pre-LN causal transformer over bytes, in Flax linen and optax. Th
 documentation, from `pydoc_data.topics`. All runs start from the same parameters and see the same
 batches. The first run uses the norms and softmax of Flax and the loss of optax. The second run uses
 those of jaxnorm. The third run also uses `jaxnorm.activation_linear` for the second layer of the
-MLP, which saves the input of the activation and not its output. The memory that each change frees
-is printed. The exit code is 1 if the runs disagree or, at the default size or above, have not
-learned.
+MLP. This function saves the input of the activation and not its output. The memory that each change
+frees is printed. The exit code is 1 if the runs disagree. It is also 1 if a run of the default size
+or above has not learned.
 
 With --mesh, the same runs are sharded over devices. The printed temp memory is then the memory of
 one device.
@@ -68,7 +68,7 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
 
 
 def heldout_windows(heldout: np.ndarray, seq: int) -> np.ndarray:
-    """Return consecutive windows of the held-out text, whose targets do not overlap."""
+    """Return consecutive windows of the held-out text. Each byte is a target at most once."""
     return windows(heldout, np.arange(0, len(heldout) - seq, seq), seq)
 
 
@@ -92,15 +92,16 @@ def early_tolerance(config: Config) -> float:
     """Return the number of nats by which losses of the first steps may differ between runs."""
     if config.dtype == "float32":
         return 1e-4
-    # Two ways to compute a norm or softmax may round an element differently, by a relative
-    # difference of 2**-8. The residual stream is rounded twice per layer. These errors accumulate
-    # like a random walk, and the loss is about ln(256) at first.
+    # Two ways to compute a norm or softmax may round an element to two neighbouring numbers. In
+    # bfloat16, their relative difference is 2**-8. The residual stream is rounded twice per layer,
+    # and the errors accumulate like a random walk. So the relative difference of the losses is
+    # about 2**-8 times the root of the number of roundings. At first, the loss is about ln(256).
     return 2**-8 * math.sqrt(2 * config.layers + 1) * math.log(VOCABULARY)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    # Warm up for at least twice the number of steps whose losses must agree, because a high
-    # learning rate amplifies rounding differences.
+    # A high learning rate amplifies rounding differences. So the steps whose losses must agree lie
+    # in the first half of the warm-up, where the learning rate is still low.
     warmup = max(2 * EARLY_STEPS, config.steps // 10)
     peak = config.learning_rate
     rate = optax.warmup_cosine_decay_schedule(
@@ -217,8 +218,8 @@ def activation_bytes(config: Config) -> int:
 def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float]]:
     """Return how much less memory each run needs per layer than the run before it.
 
-    Each pair of numbers is the difference of temp memory and the difference of saved arrays. The
-    unit is one activation (tokens x width).
+    The result has a pair of numbers for each run except the first: the temp memory that is freed,
+    and the memory of saved arrays that is freed. The unit is one activation (tokens x width).
     """
     unit = activation_bytes(config) * config.layers
     return [
@@ -231,7 +232,7 @@ def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float
 
 
 def caption(config: Config) -> str:
-    """Return a sentence that explains the last two columns of the table in Markdown."""
+    """Return a Markdown sentence that explains the last two columns of the table."""
     return (
         "The last two columns say how much memory a row frees relative to the row before it, in "
         f"T*d activations per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."

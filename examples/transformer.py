@@ -12,7 +12,7 @@ import optax
 
 import jaxnorm.linen
 
-# The number of values of a byte.
+# Each token is a byte, which has 256 possible values.
 VOCABULARY = 256
 # A step of Adam changes the output of a layer by about learning rate x width. So the learning rate
 # is chosen inversely proportional to the width.

@@ -25,7 +25,8 @@ from benchmarks.linear import LINEAR
 from benchmarks.losses import CROSS_ENTROPIES, LOSSES
 from benchmarks.workloads import OPERATIONS, Operation, ShapedWorkload, Workload
 
-# On the two Triton sides, JAX runs Triton kernels that another machine has compiled.
+# A side is a group of benchmark processes with the same framework. The processes of the sides
+# triton_sm80 and triton_sm90 also use JAX. They run Triton kernels that another machine compiled.
 Side = Literal["jax", "triton_sm80", "triton_sm90", "torch"]
 SIDES: tuple[Side, ...] = ("jax", "triton_sm80", "triton_sm90", "torch")
 NORMS: tuple[Operation, ...] = ("layer_norm", "rms_norm")
@@ -161,8 +162,9 @@ PROVIDERS: dict[str, Provider] = {
         linear=tuple(LINEAR),
         mixed=("rms_norm", "add_rms_norm"),
     ),
-    # QuACK's linear loss with `use_scaled_exp=False`, which QuACK also uses if the size of the
-    # vocabulary is not a multiple of 128. The matmuls for the weight's gradient are not tuned here.
+    # QuACK's linear loss with `use_scaled_exp=False`. QuACK itself selects False if the size of
+    # the vocabulary is not a multiple of 128. The matmuls for the weight's gradient are not tuned
+    # here.
     "quack_chunks": Provider(
         "QuACK, logits of a chunk",
         "torch",

@@ -1,6 +1,8 @@
-"""Calls of jaxnorm: with the default or a given implementation, and compositions.
+"""The functions of the providers that call jaxnorm.
 
-A composition computes a block with a plain norm or softmax of jaxnorm and with jax.numpy.
+There are three kinds of provider. The first calls jaxnorm with its default implementation, the
+second calls it with a given implementation. The third is a composition: it computes a block (a
+group of operations that jaxnorm can fuse) with a plain norm or softmax of jaxnorm and jax.numpy.
 """
 
 import functools
@@ -46,7 +48,8 @@ def rms_norm_rope(
     return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
-# Maps the name of each block, and of the norm with a matmul, to jaxnorm's function and its options.
+# Maps a name to a function of jaxnorm and its options. The names are those of the blocks (groups of
+# operations that jaxnorm can fuse) and of the norm with a matmul.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),

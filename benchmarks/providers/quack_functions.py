@@ -37,7 +37,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def linear_cross_entropy_of_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Store a chunk of logits, as QuACK does for calls without support for `use_scaled_exp`."""
+    """Compute the loss chunk by chunk, and store the logits of a chunk.
+
+    QuACK itself does so for calls in which it does not support `use_scaled_exp`.
+    """
     return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False, use_scaled_exp=False)
 
 

@@ -1,4 +1,4 @@
-"""tokamax's norms (Triton kernels whose y has x's dtype) and its loss of a linear layer."""
+"""tokamax's norms and its loss of a linear layer. The norms are Triton kernels."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
 import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
-# Call the same internal operation as tokamax's own benchmark; no argument of the public function
-# selects it. The public function `tokamax.layer_norm` differs only in a forward pass without a
-# backward pass, in which its kernel overwrites x by y. XLA then copies x first. This copy is not a
-# kernel, so it would not be timed, and it would leave a part of a small x in the cache.
+# If only the forward pass runs, the kernel of the public function `tokamax.layer_norm` overwrites x
+# with y. XLA must then copy x first. This copy is not a kernel, so it would not be timed, but it
+# would leave a part of a small x in the cache. So call the internal operation that tokamax's own
+# benchmark calls. No argument of the public function selects it.
 _NORM = TritonNormalization(input_output_alias=False)
 
 

@@ -1,1 +1,1 @@
-"""Inputs of `benchmarks.sweep`: workloads and schedules, in a file for each kind of kernel."""
+"""The inputs of `benchmarks.sweep`. Each file has workloads and schedules of one kind of kernel."""

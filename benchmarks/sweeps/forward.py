@@ -1,7 +1,9 @@
 """Schedules of forward passes whose rows are loaded through a pipeline.
 
-They differ in the number of rows per block, in how many warpgroups and blocks share a row, and in
-the number of blocks at the end of the array that process only a single tile of rows.
+A block is a thread block. Schedules differ in the number of rows per block, and in how many
+warpgroups and blocks share a row. They also differ in how many small blocks there are: the last
+rows of the array are divided among blocks that process only a single tile of rows, so that all
+multiprocessors finish at about the same time.
 """
 
 import dataclasses
@@ -14,8 +16,8 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-# The number of small blocks at the end of the array, divided by the number of blocks that the GPU
-# runs at the same time.
+# The number of small thread blocks for the last rows (see the module docstring), divided by the
+# number of thread blocks that the GPU runs at the same time.
 _TAILS = (0, 1, 2, 4)
 # The minimum and maximum number of columns per thread.
 _VALUES = (16, 64)

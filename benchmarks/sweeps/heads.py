@@ -15,8 +15,8 @@ from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
 _SHAPES = ((4, 2048, 32, 128), (4, 2048, 32, 64), (4, 2048, 16, 256))
-# Factors n by which schedules differ from the table's: a row has n times as many threads, and a
-# thread loads vectors with 1 / n of the elements.
+# For each n, a schedule has n times as many threads per row as the kernel's schedule table. The
+# vectors that a thread loads then have 1 / n as many elements.
 _THREADS = (1, 2)
 _TILES = (1, 2, 4)
 _STAGE_BYTES, _STAGES, _BLOCKS = (8192, 16384, 32768), (3,), (2, 3, 4, 6)

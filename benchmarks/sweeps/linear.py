@@ -1,9 +1,10 @@
 """Schedules of the kernel for a norm and the matmul after it.
 
 They differ in the width of an output tile, in the number of pipeline stages in shared memory, and
-in the order of the tiles: the kernel computes a group of neighbouring tiles in each row of tiles
-before the next group, and the groups have different widths. The kernel is timed with the norm and,
-as the operation `product`, without it.
+in the order of the tiles. The columns of output tiles are divided into groups of neighbouring
+columns. The kernel computes the tiles of one group in all rows, then those of the next group. A
+schedule sets the width of a group. The kernel is timed with the norm and, as the operation
+`product`, without it.
 """
 
 import dataclasses

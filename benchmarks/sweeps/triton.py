@@ -42,7 +42,7 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 
 def _held(spec: Spec) -> Iterator[Line]:
-    # The parameters of more columns do not fit in the registers of a program.
+    # If there are more columns, the parameters do not fit in the registers of a program.
     hold = spec.cols <= 8192
     # In rows with more columns, prefetching the next rows was slower.
     most = {"fwd": 2048, "bwd": 16384}[spec.direction]

@@ -1,4 +1,4 @@
-"""Helpers of backward kernels: they add up partial gradients, and run two norms in turn."""
+"""Helpers for backward passes: sums of partial gradients, and backward passes with two norms."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,9 +24,9 @@ def add_partials(
     Args:
       partials: for each parameter that is present, an array ``(n, cols)`` of n partial sums.
       dtypes: the dtype of each parameter; None if the parameter is absent.
-      groups: for each parameter, the number of groups of rows of x that have separate values of it.
-        If this is above 1, the parameter has the shape ``(groups, cols)``, and its partial sums are
-        ordered by group. None means that all rows share each parameter.
+      groups: for each parameter, a number n. The rows of x form n groups, and the parameter has
+        separate values for each group. If n is above 1, the parameter has the shape ``(n, cols)``,
+        and its partial sums are ordered by group. If `groups` is None, every n is 1.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)

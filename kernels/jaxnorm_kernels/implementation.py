@@ -21,9 +21,9 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The default of fields that are absent (None) in some operations, but always present in the
-# operations that use them. Its type is Any, so that these fields can have the annotation jax.Array
-# instead of jax.Array | None.
+# The value None, with the type Any. It is the default of fields that only some operations have. An
+# operation that has such a field always sets it. So the field can be annotated as jax.Array instead
+# of jax.Array | None.
 _ABSENT: Any = None
 
 
@@ -73,8 +73,9 @@ class Residuals(NamedTuple):
     Attributes:
       saved: an operand or result, from which the derivative recomputes what is not saved.
         `Spec.starts_from` is its name.
-      x: the operand x, if the derivative takes it besides `saved`. An operation with two norms
-        needs it as the input of the first, and one with branch_scale for that scale's gradient.
+      x: the operand x, if the derivative needs it in addition to `saved`. An operation with two
+        norms needs it because it is the input of the first norm. An operation with branch_scale
+        needs it for the gradient of branch_scale.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
         candidates, logits_scale: as in :class:`Operands`.
@@ -108,8 +109,8 @@ class Results(NamedTuple):
         log-probability; ``(rows, k)`` for the log-probabilities of k labels. The dtype is
         ``spec.y_dtype``, or ``spec.norm.residual_dtype`` if y is the sum of a residual and a norm.
       h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``. y is the norm of the
-        rounded sum. A plain norm has no h. If its backward pass gets a cotangent with the name h,
-        this is an extra cotangent of x.
+        rounded sum. A plain norm has no h. If the cotangents of a plain norm have an h, this is an
+        extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.
       entropy: the entropy of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
@@ -136,16 +137,16 @@ class Implementation(NamedTuple):
     Attributes:
       forward: returns the results that ``spec.outputs`` names; the other entries are None.
       backward: returns the gradients, each in the dtype of its operand. The gradient of logits_bias
-        is returned only if the spec has a `logits_bias_dtype`. For h = x + residual, the gradient
-        of h is rounded to the residual's dtype. This rounded array is the gradient of the residual.
-        Cast to x's dtype, it is also the gradient of x. If x is normalised or scaled before the
-        addition, a fused kernel has the unrounded gradient of h in registers, and may compute the
-        gradients of x, scale and branch_scale from it. If y has no cotangent, the gradient of h is
-        the cotangent of h.
+        is returned only if the spec has a `logits_bias_dtype`. If there is a sum h, the gradient of
+        h is rounded to the residual's dtype, and is then the gradient of the residual. For h = x +
+        residual, the rounded array is cast to x's dtype, and is then the gradient of x. In the
+        other cases, x is normalised or scaled before the addition. The gradients of x, scale and
+        branch_scale may then be computed from the unrounded gradient of h. If y has no cotangent,
+        the gradient of h is the cotangent of h.
       why_unsupported: returns a sentence that tells the user why the implementation cannot run a
         call, or None if it can.
-      why_not_default: returns a sentence that says why a call runs on ``xla`` unless the user
-        selects this implementation; None if this implementation is the default for the call.
+      why_not_default: returns a sentence that says why this implementation is not the default for
+        a call; None if it is the default.
       takes_inner: returns True if the implementation takes the ``(outer, cols, inner)`` arrays of a
         call with ``spec.inner``.
       platforms: returns the supported platforms ("cpu", "cuda", "rocm", "tpu"); None for all.

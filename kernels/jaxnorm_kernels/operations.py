@@ -130,10 +130,10 @@ class Operation:
         the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
         is present only if a LayerNorm saves its input.
-      saves: two names of arrays. A call with save="output" saves the first array, a call with
-        save="input" saves the second. The derivative recomputes from this array what else it needs.
-      starts_from_x: True if the derivative also takes x besides the saved array. It needs x if x is
-        normalised, or multiplied by branch_scale, before the residual is added.
+      saves: a pair of names: the array that is saved with save="output", and the array that is
+        saved with save="input". The derivative recomputes other arrays from the saved array.
+      starts_from_x: True if the derivative takes x in addition to the saved array. This is so in
+        operations that normalise x, or multiply it by branch_scale, before they add the residual.
       keeps: names of other operands and results that are also saved for the derivative.
       constants: names of operands that are treated as constants: they have no tangent, although
         other operands of the same kind may have one.
@@ -141,9 +141,9 @@ class Operation:
         h, but its backward pass may take an extra cotangent of x under the name h.
       norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
         result is y.
-      derivative: the name of another operation. This operation uses the tangent and backward pass
-        of the other one for all operands except the residual. (The gradient of the residual is the
-        cotangent of y.) None if the operation has its own tangent and backward pass.
+      derivative: the name of another operation whose tangent and backward pass this operation uses,
+        or None if it has its own. They do not include the residual: its gradient is the cotangent
+        of y.
       has_kernels: False if only the xla implementation has the operation.
       out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies, or
         None. If the derivative starts from h, h is named `out_name` too.

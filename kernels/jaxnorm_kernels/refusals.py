@@ -69,12 +69,13 @@ NO_ROWS: Table = (
 )
 
 # If x has at most this many bytes, the forward pass of a norm takes only a few microseconds on a
-# GPU. Launching a kernel takes the host at least as long, so a fusion by XLA is better.
+# GPU. The host needs at least as long to launch a separate kernel. There is no extra launch if XLA
+# fuses the norm with other operations.
 _SMALL_BYTES = 4 * 2**20
 
-#: Reasons why XLA should run a call that kernels support, because it fuses the call better with the
-#: operations around it. They were measured inside larger programs (`python -m benchmarks.run stacks
-#: blocks`).
+#: Reasons not to run a kernel that supports the call: XLA fuses the call with the operations around
+#: it, and the whole program is faster. This was measured in larger programs (`python -m
+#: benchmarks.run stacks blocks`).
 BETTER_FUSED: Table = (
     (
         "its kernels would need a transpose of an axis that is not the last, in and out",
@@ -96,8 +97,8 @@ BETTER_FUSED: Table = (
 def first(table: Table, spec: Spec) -> str | None:
     """Return the first reason in the table that applies to `spec`, or None if none applies.
 
-    The backward pass of a call with a residual runs the backward pass of each norm of the call, in
-    one or two kernels. So a reason also applies to the call if it applies to one of these norms.
+    A backward pass with a residual consists of the backward passes of the norms in the call. So a
+    reason that applies to one of these norms applies to the call, too.
     """
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]

@@ -34,9 +34,9 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 Stats = tuple[jax.Array, ...]
 
 # For each dtype of y, the lower limit ("floor") of |scale + scale_offset| in a norm that saves its
-# output. With it, the backward pass can recover x_hat from y. A floor must be so small that adding
-# it to ordinary numbers does not change them, and so large that 1 / floor**2, which second
-# derivatives need, is finite. The range of float16 contains no such number.
+# output. Because of this limit, the backward pass can recover x_hat from y by a division. A floor
+# must be negligible next to ordinary scales. It must also be so large that 1 / floor**2, which
+# second derivatives need, is finite. The range of float16 contains no such number.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -68,8 +68,8 @@ class Shared:
     def run(self) -> int:
         """Size of the last segment.
 
-        For each run of this many consecutive rows of x, there are two cases. All of them use the
-        same row of the operand, or they use consecutive rows of the operand.
+        Divide the rows of x into runs of this many consecutive rows. Either all rows of a run use
+        the same row of the operand, or they use consecutive rows of the operand.
         """
         return self.segments[-1][0] if self.segments else 1
 
@@ -80,7 +80,8 @@ class NormOptions:
 
     Attributes:
       scale_dtype, bias_dtype: dtype of the parameter and of its gradient; None if it is absent.
-      residual_dtype: dtype of the residual, and of the sum (h or y).
+      residual_dtype: dtype of the residual and of the sum with it. The sum is h if it is
+        normalised; it is y in y = residual + norm(x).
       next_scale_dtype: dtype of the second norm's scale.
       branch_scale_dtype: dtype of the factor of x in h = residual + branch_scale * x.
       gate_dtype: dtype of the gate.
@@ -106,11 +107,11 @@ class NormOptions:
       scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter: 1 for a
         parameter ``(cols,)``, which all rows of x share; n for a parameter ``(n, cols)``. In the
         latter case, ``rows / n`` consecutive rows of x share a row of the parameter.
-      scattered: True if scale, bias or branch_scale is shared by rows that are not consecutive, or
-        is broadcast along normalised axes.
-      inner_params: True if scale and bias have an element for each position of the inner axis, not
-        for each column. Their shape is then ``(inner,)``, or ``(n, inner)`` for n groups of
-        consecutive outer indices.
+      scattered: True if rows that are not consecutive share a scale, bias or branch_scale. Also
+        True if one of these parameters is broadcast along a normalised axis.
+      inner_params: True if x is ``(outer, cols, inner)`` (see `Spec.inner`), and scale and bias
+        vary along `inner` instead of `cols`. Their shape is then ``(inner,)``. It is ``(n, inner)``
+        if the outer indices are divided into n groups of consecutive indices.
     """
 
     scale_dtype: np.dtype | None = None
@@ -194,8 +195,9 @@ class LossOptions(LogitsOptions):
       logit_softcap: the cap c of logits c * tanh(logits_scale * x / c); None for no cap.
       padding: the number of columns at the end of a row that are padding and not classes. dx is 0
         in these columns.
-      gradient_dtype: the dtype of dx, if the caller does not need x after the backward pass. If it
-        equals x_dtype, a kernel may write dx over x. None in all other cases; dx then has x_dtype.
+      gradient_dtype: the dtype of dx. It is set only if the caller does not need x after the
+        backward pass. If it equals x_dtype, a kernel may write dx over x. If it is None, dx has
+        x_dtype, and x must not be overwritten.
       teacher_dtype: dtype of a divergence's teacher logits; None for any other operation.
       teacher_softcap: `logit_softcap` of the teacher's logits.
       reverse: True for KL(student || teacher), False for KL(teacher || student).
@@ -232,11 +234,10 @@ class Spec:
       x_dtype: dtype of x and, by default, of its gradient dx.
       y_dtype: dtype of the output, such as a cross-entropy's loss, and of its cotangent dy.
       outputs: names of results and statistics. The forward pass returns them, the tangent returns
-        their tangents, and the backward pass takes their cotangents. If y is not among them, only
-        the sum h is used: the forward pass of the xla implementation skips the norm, and the
-        backward pass takes only the cotangent of h. A plain norm has no h, but the name h may be
-        listed. The backward pass then takes an extra cotangent, which it adds to dx, and the
-        tangent named h is the tangent of x.
+        their tangents, and the backward pass takes their cotangents. Without "y",
+        only the sum h is used: the forward pass of the xla implementation skips the norm, and the
+        backward pass takes only the cotangent of h. In a plain norm, "h" stands for x: the backward
+        pass takes an extra cotangent of x and adds it to dx, and the tangent of h is that of x.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
         requested (direction ``"bwd"``). A kernel may also return other gradients.
@@ -356,7 +357,10 @@ class Spec:
 
     @functools.cached_property
     def kept_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the arrays of x's shape that the derivative takes besides `Residuals.saved`."""
+        """Dtypes of the further arrays that the derivative takes in addition to `Residuals.saved`.
+
+        Only arrays that have the shape of x count.
+        """
         x = ("x",) * (self.norm.branch_scale_dtype is not None)
         return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
@@ -404,11 +408,11 @@ class Spec:
 
     @functools.cached_property
     def renormalises(self) -> bool:
-        """True if softmax's derivative divides by sum(y), because y is rounded to 16 bits.
+        """True if y is a softmax that is rounded to 16 bits. Its derivative must divide by sum(y).
 
         Let d be the cotangent of y. If a row of y is nearly one-hot, the two terms of d - sum(d *
-        y) nearly cancel. Without the division, their difference would be dominated by y's rounding
-        error, which makes it wrong by up to |d| / 512 in bfloat16.
+        y) nearly cancel. Without the division, the rounding error of y would dominate their
+        difference. In bfloat16, the derivative would be wrong by up to |d| / 512.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
@@ -431,8 +435,8 @@ class Spec:
     def has_stats(self) -> bool:
         """True if the statistics are in `outputs`.
 
-        The forward pass then returns them. A tangent returns their tangents, and a backward pass
-        takes their cotangents.
+        The forward pass then returns them. The tangent pass (forward-mode differentiation) returns
+        their tangents, and the backward pass takes their cotangents.
         """
         return not set(self.statistics).isdisjoint(self.outputs)
 
@@ -468,7 +472,7 @@ class Spec:
 
     @functools.cached_property
     def starts_from(self) -> str:
-        """Name of the operand or result that the derivative starts from."""
+        """Name of the array that is saved for the derivative: an operand or a result."""
         from_output, from_input = self.operation.saves
         return from_output if self.norm.saved == "output" else from_input
 
@@ -551,7 +555,7 @@ class Spec:
     def last(self) -> "Spec":
         """The spec of the norm of h, or of x if nothing is added before the norm.
 
-        If the operation is no norm, it is this spec itself.
+        For an operation that is not a norm, return this spec itself.
         """
         if not self.is_norm:
             return self

@@ -23,8 +23,8 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
     why_unsupported,
 )
 
-# The functions that run the passes. A key is an operation or, for all other operations of a family,
-# the name of the family.
+# The functions that run the passes. A key is an operation or a family of operations. An operation
+# without a key of its own uses the key of its family.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

@@ -13,7 +13,7 @@ With d = dlog_prob, e = dentropy and the entropy H::
     dx = d ([j = l] - p) - e p (log(p) + H)
 
 r is x_l, or 0 if x_l is infinite. Usually, r is close to the mean of the row, so that the sum of x
-- r loses little accuracy. With a scale or a cap, the logits are z = f g(x), as in `loss_rows`. Then
+- r loses little accuracy. With a scale or a cap, the logits are z = f * g(x); see `loss_rows`. Then
 g(x) replaces x above, differences of g(x) are multiplied by f, and dx is dz * (dz / dx).
 
 The forward pass reads a row once, block after block, without exchange between threads. Each thread
@@ -23,15 +23,15 @@ holds the maximum m of the elements that it has read so far, and the sums s and 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-The maxima and sums of the threads are merged at the end. s_o is the sum of all terms but the
-label's, because log1p(s_o) is accurate for a small s_o, but the logarithm of the rounded sum 1 +
-s_o is not:
+The maxima and sums of the threads are merged at the end. s_o is the sum of all terms of s except
+the label's term exp(-D). For a small s_o, log1p(s_o) is accurate, but the logarithm of the rounded
+sum 1 + s_o is not:
 
     log(s) = log1p(s_o)                 where D = 0
-             log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
+             log1p(s_o - 1 + exp(-D))   elsewhere; s_o contains the term of the maximum, which is 1
 
 A row that ``positions`` excludes has log(s) = -inf and dx = 0. If the label of a row is not a
-class, both are NaN.
+class, log(s) and dx are NaN.
 """
 
 import dataclasses
@@ -231,10 +231,14 @@ def _add(
 ):
     """Add a block to the sums of each thread; see `over_blocks`.
 
+    The module docstring defines m, s, r, T and f.
+
     Args:
-      sums: m, s, and the sum of x - r, or T / f; `(tile_rows, lanes)` each.
-      of_rows: the start of the first block, its distance from the first column, the position of the
-        label's column, r, and whether the row is read; `(tile_rows, 1)` each.
+      sums: three arrays `(tile_rows, lanes)`: m, s, and a third sum. This is T / f for an entropy,
+        and the sum of x - r for label smoothing.
+      of_rows: five arrays `(tile_rows, 1)`: the offset at which the first block of the row begins;
+        the number of elements from there to the row's first column; the number of elements from
+        there to the label's column; r; and True if the row is read.
     """
     m, s, t = sums
     begin, lead, at, r, read = of_rows

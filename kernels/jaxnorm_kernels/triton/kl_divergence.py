@@ -1,7 +1,8 @@
 """The divergence of a teacher's and a student's logits, and its gradient.
 
-Of KL(P || Q), P is the teacher's distribution, or the student's if ``reverse``. Depths are d = z -
-max(z), with z = f g(x) as in `loss_rows`, and
+The divergence is KL(P || Q). P is the teacher's distribution and Q is the student's; with
+``reverse``, P is the student's and Q is the teacher's. The *depth* of a logit z is d = z - max(z).
+`loss_rows` explains z = f * g(x). Subscripts name the distribution:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 

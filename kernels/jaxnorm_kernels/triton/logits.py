@@ -148,9 +148,10 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the number of columns that a tile's longest row has up to the diagonal.
+    """Return the number of columns that at least one row of a tile needs.
 
-    For a softmax that is not causal, this is the number of all columns.
+    For a causal softmax, these are the columns up to the diagonal in one of the rows. Otherwise,
+    they are all columns.
     """
     end = tiling.cols
     if logits.queries > 0:
@@ -164,7 +165,7 @@ def term_of_total(y, d, logits: tl.constexpr):
     """Return the terms of a row's *total*: d * y for softmax, d for log_softmax.
 
     The total of a row is sum(d) for log_softmax. For softmax, it is sum(d * y) / sum(y); if y is
-    not rounded to 16 bits, sum(y) counts as 1 and the division is left out.
+    not rounded to 16 bits, sum(y) is taken to be 1, and the division is left out.
     """
     return d if logits.log else d * y
 
@@ -173,8 +174,8 @@ def term_of_total(y, d, logits: tl.constexpr):
 def total_of(terms, weights, logits: tl.constexpr):
     """Return each row's total, ``(tile_rows, 1)`` (see `term_of_total`).
 
-    `terms` and `weights` are tiles: the terms of the total and y, each added up over the row's
-    blocks.
+    `terms` is a tile of the terms of the total, and `weights` is a tile of y. Both are already
+    added up over the row's blocks, but not over the columns of the tile.
     """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:
@@ -185,10 +186,10 @@ def total_of(terms, weights, logits: tl.constexpr):
 
 @triton.jit
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
-    """Return dz = y (d - total), or d - exp(y) total for log_softmax.
+    """Return dz = y * (d - total), or d - exp(y) * total for log_softmax.
 
-    In excluded elements, y or exp(y) is 0. The term with the total is left out there, because the
-    total may be NaN and 0 * NaN would be NaN.
+    `total_of` computes the total of each row. In excluded elements, y or exp(y) is 0. The product
+    with this factor is set to 0 there, because the total may be NaN, and 0 * NaN would be NaN.
     """
     multiple = tl.exp(y) * total if logits.log else y * (d - total)
     if logits.drops or logits.drops_zeros:
@@ -223,8 +224,8 @@ def looped_total(
 def _read(row, col, exists, logits: tl.constexpr):
     """Return True for the elements of a tile that are loaded.
 
-    They are inside the array. In a causal softmax, their vector of 16 elements begins on or below
-    the diagonal.
+    `exists` is True for the elements inside the array. In a causal softmax, a vector of 16 elements
+    is not loaded if its first element is above the diagonal.
     """
     if logits.queries > 0:
         exists = exists & (col // _VECTOR * _VECTOR <= (row % logits.queries)[:, None])

@@ -7,11 +7,11 @@ The sums of the threads are merged at the end.
 In the backward pass, elements do not depend on each other. A program reads each element of its
 block before it stores the result, which may overwrite x.
 
-Rows that are not a multiple of 16 bytes may begin between two multiples. The blocks of such a row
-begin at the multiple of 16 bytes before its first column. All blocks but the first and the last can
-then be loaded and stored 16 bytes at a time.
+If the length of rows is not a multiple of 16 bytes, a row may begin at an address that is not. The
+first block of such a row begins at the last multiple of 16 bytes before the row's first column. All
+blocks but the first and the last can then be loaded and stored 16 bytes at a time.
 
-With a scale or a cap, the logits are z = f g(x)::
+With a scale or a cap, the logits are z = f * g(x)::
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
     g = x                f = a    dz / dx = a              c = logit_softcap
@@ -30,9 +30,9 @@ from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 
-# The lower bound of exponents that are used as factors. Its exponential is 0. A lower exponent,
-# such as -inf or float32's lowest number in masks, could become infinite when multiplied by a sum
-# or a cotangent, and 0 times infinity is NaN.
+# In products exp(v) * v, v is raised to at least this number, whose exponential is still 0. A lower
+# v, such as -inf or float32's lowest number in masks, could become infinite when multiplied by a
+# sum or a cotangent. exp(v) is 0 then, and 0 times infinity is NaN.
 FAR = tl.constexpr(-1e20)
 
 
@@ -58,12 +58,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Cap:
-    """How logits z = f g(x) are computed from x.
+    """How logits z = f * g(x) are computed from x; see the module docstring.
 
     Attributes:
-      scale: a.
-      softcap: c; 0 for no cap.
-      factor: f.
+      scale: a, the number `logits_scale`.
+      softcap: the cap c; 0 for no cap.
+      factor: f, which is the cap if there is one, else the scale.
     """
 
     scale: float
@@ -86,10 +86,10 @@ def launch_forward(
     results: Mapping[str, bool],
     **arguments: Any,
 ) -> list[jax.Array]:
-    """Launch a forward kernel, and return the results that are not omitted, in the kernel's order.
+    """Launch a forward kernel, and return its results in the order of the kernel's parameters.
 
-    `results` maps the kernel's parameters to False if a result is omitted. Each result has a number
-    for each row.
+    `results` maps the kernel's parameter for each result to True, or to False to omit the result.
+    Each result has a number for each row.
     """
     layout = Layout.of(spec, schedule)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
@@ -108,7 +108,7 @@ def launch_forward(
 def launch_backward(
     kernel: Any, x: jax.Array, spec: Spec, schedule: Schedule, **arguments: Any
 ) -> Operands:
-    """Launch a backward kernel, each program of which has a block, and return the gradient of x."""
+    """Launch a backward kernel, and return the gradient of x. Each program computes one block."""
     layout = Layout.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
     place = jax.new_ref(x) if spec.overwrites_x else None
@@ -131,14 +131,14 @@ def launch_backward(
 
 @triton.jit
 def rows_at(tile, rows, tiling: tl.constexpr):
-    """Return the rows of a tile, and which of them exist."""
+    """Return the row indices of a tile, and a mask of the rows that exist."""
     row = tile * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
     return row, row < rows
 
 
 @triton.jit
 def that_count(positions_ptr, row, exists):
-    """Return True for the rows that exist and are not masked."""
+    """Return a mask of the rows that exist and that `positions` does not exclude."""
     counts = exists
     if positions_ptr is not None:
         counts = exists & tl.load(positions_ptr + row, exists, 0)
@@ -147,7 +147,11 @@ def that_count(positions_ptr, row, exists):
 
 @triton.jit
 def start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Return the start of each row's first block, and its distance from the first column."""
+    """Return two numbers for each row.
+
+    The first is the offset at which the row's first block begins. The second is the number of
+    elements from there to the row's first column.
+    """
     first_col = row.to(tl.int64)[:, None] * cols
     begin = first_col // vector * vector
     return begin, (first_col - begin).to(tl.int32)
@@ -164,11 +168,12 @@ def over_blocks(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Add all blocks of the rows that count to the sums of each thread, and return the sums.
+    """Add all blocks of a tile's rows to the sums of each thread, and return the sums.
 
-    ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds the block that starts at
-    `first`, relative to the first block. `is_whole` is True if the block is entirely inside the
-    row.
+    `counts` is a mask of the rows. If it is False for all of them, most blocks are not loaded.
+    ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block. `first` is the
+    number of elements between the beginning of the first block and that of this block. `is_whole`
+    is True if the block is entirely inside the row.
     """
     block: tl.constexpr = tiling.block
     first_whole: tl.constexpr = 0 if tiling.cols % layout.vector == 0 else 1
@@ -194,7 +199,7 @@ def store_block(
     options: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Run `store` on the block of a program in the backward pass.
+    """Store the gradient of the block that this program computes in the backward pass.
 
     ``store(pointers, row, exists, nth, layout, options, tiling, is_whole)`` stores the gradient of
     block number `nth` of the rows. `is_whole` is True if the block is inside the row.
@@ -212,10 +217,11 @@ def store_block(
 
 @triton.jit
 def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
-    """Return block number `nth` of the rows in the backward pass.
+    """Return four arrays that describe block number `nth` of the rows in the backward pass.
 
-    The block consists of the offsets of its elements, which of them exist, their indices in the
-    block, and the index of the row's first column, which is negative after the first block.
+    They are the offsets of the block's elements, a mask of the elements that exist, the elements'
+    indices in the block, and the index in the block of the row's first column. The last index is
+    negative after the first block.
     """
     begin, lead = start(row, tiling.cols, layout.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -227,9 +233,10 @@ def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_wh
 
 @triton.jit
 def is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
-    """Return True for the elements of a block that are columns before `end`.
+    """Return a mask of the elements of a block that are columns before `end`.
 
-    `vector` neighbours have equal values if `vector` divides `cols` and `end`.
+    If `vector` divides `cols` and `end`, each `vector` consecutive elements of the mask are equal.
+    The block's elements can then be loaded `vector` at a time.
     """
     if cols % vector == 0:
         is_inside = lane + first < end
@@ -266,7 +273,7 @@ def lane_sum(x):
 
 @triton.jit
 def load_classes(ptr, read, cap: tl.constexpr):
-    """Load g of logits in float32, with -inf where `read` is False."""
+    """Load x and return g(x) in float32, with -inf where `read` is False."""
     x = of_logits(tl.load(ptr, read, float("-inf")), cap)
     if cap.softcap > 0.0:  # The tanh of -inf is finite.
         x = tl.where(read, x, float("-inf"))
@@ -296,7 +303,8 @@ def times_slope(dz, g, cap: tl.constexpr):
 def log1p(x):
     """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    1 + x is rounded to u, and log(u) / (u - 1) is close to log(1 + x) / x.
+    Let u be 1 + x, rounded. log(u) / (u - 1) is close to log(1 + x) / x, so the result is
+    x * log(u) / (u - 1).
     """
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))

@@ -10,13 +10,13 @@ For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (RMS
 With an activation after the norm, the backward pass starts from the input. It recomputes
 n = xh * G + bias, and d = dy * activation'(n).
 
-dh is a further cotangent of x. It is added to dx before dx is rounded. If the norm is applied to
-h = residual + branch_scale * x, let t be the dx above:
+The input of the norm may have an extra cotangent dh. It is added to the result above before this
+is rounded. If the input of the norm is h = residual + branch_scale * x, let t be the gradient of h:
 
     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
 With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
-multiplies the norm's input, x * a is normalised instead of x. Let dt be the dx above:
+multiplies the norm's input, x * a is normalised instead of x. Let dt be the gradient of x * a:
 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a
@@ -26,8 +26,9 @@ may have lost information about xh, because of a bias or a very small G, |xh| is
 bound sqrt(N). |y| is clipped to the largest finite number (`Spec.y_limit`).
 
 Each program loops over some of the rows and adds up their dscale and dbias in registers. The sums
-of the programs are added outside the kernel in a fixed order. If rows are too wide for this,
-separate programs process blocks of a row's columns, and an earlier kernel computes c1 and c2. If
+of the programs are added outside the kernel in a fixed order. If rows are too wide for
+these sums to fit into registers, separate programs process blocks of a row's columns. Such a
+program does not see whole rows, so an earlier kernel computes c1 and c2. If
 groups of rows have their own parameters, a program processes rows of one group only.
 """
 
@@ -164,10 +165,10 @@ def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
 
 @triton.jit
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
-    """Return (d, d G, terms of c2, xh) for the elements of a tile; see the module docstring.
+    """Return (d, d * G, terms of c2, xh) for the elements of a tile; see the module docstring.
 
-    The argument `d` is dy; with an activation, the returned d is dy times the activation's
-    derivative.
+    c2 is the mean of its terms over a row. The argument `d` is dy. With an activation, the returned
+    d is dy times the derivative of the activation. Otherwise, it is dy.
     """
     g, inverse, b = params
     if norm.activation is not None:
@@ -224,7 +225,8 @@ def _norm_bwd(
 ):
     """Store dx, and the program's partial sums of dscale and dbias; see the module docstring.
 
-    If a program holds whole rows, it computes c1 and c2, and the pointers to them are None.
+    If a program holds whole rows, it computes c1 and c2 itself, and the pointers to them are None.
+    Otherwise, it loads c1 and c2.
     `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
     parameter, or None if all rows share the parameter.
     """

@@ -5,16 +5,17 @@ LayerNorm subtracts the mean; RMSNorm has mean = 0:
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias       or the activation of this sum
 
-If a residual is added to x, or to the normalised x before a second norm, the sum h is rounded to
-its stored dtype before it is normalised. x may be scaled before the addition. A gate's activation
-multiplies x or the norm's result, and the product is not rounded before the final store.
+A sum h is normalised if a residual is added to x before the norm, or to norm(x) before a second
+norm. h is rounded to its stored dtype before it is normalised. x may be scaled before the addition.
+A gate's activation multiplies x or the norm's result, and the product is not rounded before the
+final store.
 
-Rows that fit are held in registers, as adjacent tiles, and reduced twice: for the mean and for the
-variance. For short rows, persistent programs may loop over the rows and prefetch the next ones.
-Wider rows are loaded twice, block after block; if the norm is of a sum h, the second pass reads the
-h that the program has stored. A block of n columns has its own mean m and its sum of squared
-deviations from m, called M. Both are merged with the statistics of the k columns before the block
-(Chan, Golub, LeVeque 1979):
+Rows that fit into registers are held there, as adjacent tiles. They are reduced twice: for the mean
+and for the variance. For short rows, persistent programs may loop over the rows and prefetch the
+next ones. Wider rows are loaded twice, block after block: for the statistics, then for y. If a sum
+h is normalised, the second pass loads the stored h. A block of n columns has its own mean m and its
+sum of squared deviations from m, called M. This m and M are merged with the mean and the sum of
+squared deviations of the k columns before the block (Chan, Golub, LeVeque 1979):
 
     mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
 

@@ -1,7 +1,8 @@
 """Shared code of the norms' kernels: compile-time parameters, scale and bias, and activations.
 
 The activations are functions of `jax.nn`. Each is computed together with its derivative, from a
-single sigmoid s(t) = 1 / (1 + exp(-t)). The columns are the activation of g and its derivative:
+single sigmoid s(t) = 1 / (1 + exp(-t)). The second column is the activation of g. The third column
+is its derivative, in which s is the value of the sigmoid in the second column of the same line:
 
     sigmoid       s(g)              s (1 - s)
     silu          g s(g)            s + g s (1 - s)

@@ -6,18 +6,18 @@ columns are not rotated:
 
     n = x r G           y = (a cos - b sin, b cos + a sin) of n's pairs
 
-In the backward pass, "rotated back" means the transpose of the rotation: (a cos + b sin, b cos - a
-sin) of each pair. With d = dy rotated back:
+The backward pass uses the transpose of the rotation: back(v) is (a cos + b sin, b cos - a sin) for
+each pair (a, b) of v. With d = back(dy):
 
-    from the output     n = y rotated back / (cos^2 + sin^2),  xh = n / G,   c2 = mean(d n)
+    from the output     n = back(y) / (cos^2 + sin^2),         xh = n / G,   c2 = mean(d n)
     from the input      xh = x r,                                            c2 = mean(d G xh)
     both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
 If cos^2 + sin^2 of a pair is 0, n cannot be recovered and is taken as 0. |G| is raised to a lower
-limit as in the norm. |xh| is always clipped to its true bound sqrt(N), because it may have a large
-error: rotating y back adds the rounding errors of the two columns of a pair, and the error of one
-column may be far larger than G of the other column. |y| is clipped to the largest finite number
-(`Spec.y_limit`).
+limit as in `norm_forward`. |xh| is always clipped to its true bound sqrt(N), because it may have a
+large error: back(y) mixes the rounding errors of the two columns of a pair, and the division by a
+small G of one column magnifies the error that comes from the other column. |y| is clipped to the
+largest finite number (`Spec.y_limit`).
 
 A row is a head. Heads are short, so a program holds several whole rows. It holds a row as up to
 three arrays, called *parts*: the first columns of all pairs, the second columns of all pairs, and
@@ -75,8 +75,9 @@ class Rotation:
         """Return the compile-time parameters of a call."""
         table = spec.norm.table_rows
         assert table is not None
-        # Neighbouring rows, usually the heads of one position, share a row of the tables. If groups
-        # of rows have their own scale, a tile never spans two groups.
+        # Neighbouring rows, usually the heads of one position, share a row of the tables. If all
+        # rows of a tile share it, the tile loads it once. If groups of rows have their own scale, a
+        # tile never spans two groups.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0
@@ -322,9 +323,10 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return two tuples: G of each part of a row, and 1 / G of each part.
+    """Return two tuples: G = scale + scale_offset for each part of a row, and 1 / G for each part.
 
-    Each array has a single row or, if `tile_rows` is given, this number of equal rows.
+    The module docstring explains parts. Each array has a single row or, if `tile_rows` is given,
+    this number of equal rows.
     """
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:
@@ -342,8 +344,8 @@ def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.cons
 def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
     """Load cos and sin of the pairs, in float32, for each row of a tile, or once for all rows."""
     rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
-    # Rows beyond the last row of x also have valid indices into the tables, because `renumbered`
-    # reduces each digit modulo the size of its axis.
+    # A tile may have rows beyond the last row of x. Even for these, `renumbered` returns an index
+    # inside the tables, because it computes each position on an axis modulo the axis's size.
     row = renumbered(first_row + tl.arange(0, rows), rotation.table_row)
     pair = tl.arange(0, rotation.block)[None, :]
     at = row.to(tl.int64)[:, None] * rotation.pairs + pair
@@ -379,8 +381,9 @@ def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
 def _parts(spans, rotation: tl.constexpr):
     """Convert spans to parts.
 
-    A span is a range of columns, as it is loaded (see `Rotation.spans`). The parts are the first
-    columns of all pairs, the second columns of all pairs, and the columns that are not rotated.
+    A span is a range of columns that is loaded at once (see `Rotation.spans`). The parts are the
+    first columns of all pairs, the second columns of all pairs, and the columns that are not
+    rotated.
     """
     if rotation.interleaved:
         head = spans[0]

@@ -15,7 +15,7 @@ limits behind the tables, and how the lines of the tables use them:
   while it exchanges sums and stores, unless it prefetches the next rows into shared memory
   (`stages`).
 * Rows that do not fit into registers are loaded twice. The second load comes from the L2 cache and
-  costs no memory bandwidth, but L2 bandwidth, so this is the last resort.
+  uses no memory bandwidth. It does use L2 bandwidth, so this is the last resort.
 
 The lines were chosen from the times of 1,006 kernels: 175 passes over widths and dtypes of models,
 each with several lines. Triton 3.9 compiled the kernels of commit 9edf233 for an A100 (sm_80, 163
@@ -115,8 +115,8 @@ class Schedule:
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Return (number of blocks of columns, number of persistent programs for each block).
 
-        In the backward pass of a norm whose parameters differ between groups of rows, the second
-        number is for each block of a group.
+        In the backward pass of a norm, groups of rows may have their own parameters. The second
+        number is then the number of programs for each pair of a block of columns and a group.
         """
         groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
@@ -133,8 +133,8 @@ class Line:
       per_sm: the number of programs that must fit into an SM at once, which limits the registers of
         a thread.
       values: the number of elements of a piece of a row that each thread holds.
-      share: the number of elements of a tile with several rows, for rows that are shorter than
-        this; 0 for tiles of a single row.
+      share: if a row has fewer elements than this number, several rows share a tile of this many
+        elements. 0 for tiles of a single row.
       stages: the maximum number of tiles that a persistent program has in flight. In a forward
         pass, a line with more than 1 is only for norms of a single array of rows.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
@@ -143,8 +143,8 @@ class Line:
       unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes, False
         if it is only for other rows.
       itemsize: if not None, the line is only for elements of this many bytes. In a forward pass,
-        this is the largest element size of all operands of x's shape; in a backward pass, of dy and
-        the arrays of x's shape that are saved besides x or y.
+        this is the largest element size of the operands that have x's shape. In a backward pass, it
+        is the largest element size of dy and `Spec.kept_dtypes`.
     """
 
     cols: int | None
@@ -164,8 +164,8 @@ class Line:
         read, held = spec.operand_dtypes, spec.cols
         if spec.direction == "bwd":
             read = [spec.y_dtype, *spec.kept_dtypes]
-            # The tables assume that a backward pass loads two arrays of x's shape. A further array
-            # takes registers as if rows were longer by half.
+            # The tables assume that a backward pass loads two arrays of x's shape. With a third
+            # array, a row needs 1.5 times the registers, as if the row were 1.5 times as long.
             held += held // 2 * len(spec.kept_dtypes)
         elif len(spec.norms) > 1:
             held += held // 16  # Between two norms, a few more registers are in use.
@@ -198,8 +198,8 @@ SOFTMAX_FORWARD = (
 
 # Softmax with a mask, a bias or a diagonal. If the row is looped over, a thread has only 8 values,
 # because the addresses of the additional arrays take registers. In unaligned rows, each value has a
-# separate address in each array, so that one program has all registers of an SM. With 32 warps,
-# 50257 masked columns of 16 bits take 1.18 times as long.
+# separate address in each array. So only one program runs in an SM and has all its registers. With
+# 32 warps, 50257 masked columns of 16 bits take 1.18 times as long.
 LOGITS_FORWARD = (
     *SOFTMAX_FORWARD[:3],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
@@ -220,8 +220,8 @@ SOFTMAX_BACKWARD = (
 )
 
 # The backward pass of a softmax with a bias. Persistent programs loop over the rows of x that share
-# a row of the bias, and accumulate its gradient. The 128 registers of a thread hold 16 values of
-# each of three arrays, and addresses.
+# a row of the bias, and accumulate its gradient. A thread has 128 registers. They hold
+# 16 values of each of three arrays, and the addresses.
 SOFTMAX_BIAS_BACKWARD = (
     # The next line takes 1.10 times as long for 1024 columns.
     Line(2048, warps=4, per_sm=4, share=1024, stages=3),
@@ -229,18 +229,19 @@ SOFTMAX_BIAS_BACKWARD = (
     Line(4096, warps=8, per_sm=2, stages=2),
     # The last line takes 1.32 times as long for 8192 columns.
     Line(8192, warps=16, per_sm=1, stages=2),
-    # For longer rows, registers hold the sums of one piece only, so an earlier kernel computes the
-    # totals of rows, on which all elements of the gradient depend.
+    # For longer rows, a program processes only one piece of each row, because its registers hold
+    # the sums of one piece. The gradient depends on the totals of whole rows, so an earlier kernel
+    # computes the totals.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
-# The forward passes of all norms, also of two norms and with a residual or a gate.
+# The forward passes of all norms without a rotation, also with a second norm, a residual or a gate.
 NORM_FORWARD = (
-    # LayerNorm exchanges sums twice before it stores, and has twice the parameters: persistent
-    # programs hold the parameters and prefetch the next rows. The next line takes 1.10 to 1.14
-    # times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If groups of rows have
-    # their own parameters, this line does not prefetch, and the next one takes 1.21 times as long
-    # for 1152 columns (DiT).
+    # LayerNorm has two parameters, and its threads exchange sums twice per row. So persistent
+    # programs load the parameters once, and prefetch the next rows meanwhile. The next line takes
+    # 1.10 to 1.14 times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If groups of
+    # rows have their own parameters, this line does not prefetch, and the next one takes 1.21 times
+    # as long for 1152 columns (DiT).
     Line(1600, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
     # A thread has up to 24 values, so that 16-bit elements also keep enough bytes in flight. 8
     # warps take 1.05 times as long for 2304 columns, and 1.15 for LayerNorm of 2048.
@@ -261,8 +262,8 @@ NORM_FORWARD = (
 
 NORM_BACKWARD = (
     # Persistent programs loop over the rows and prefetch the next ones, which hides the load
-    # latency. The 128 registers of a thread hold 8 values of each array of rows, of each parameter
-    # and of each parameter's gradient.
+    # latency. A thread has 128 registers. They hold 8 values of each array of x's shape, of each
+    # parameter and of each gradient of a parameter.
     Line(1024, warps=4, per_sm=4, share=1024, stages=4),
     # Rows of 1152 and 1280 columns fill few threads of the next line, which takes 1.03 to 1.47
     # times as long. Here LayerNorm spills 16 bytes of a thread. It spills more of float32 elements
@@ -278,10 +279,11 @@ NORM_BACKWARD = (
     # For RMSNorm, registers hold all sums but not the scale, which is loaded from the L1 cache. No
     # width of this line was timed in the comparison.
     Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
-    # 64 to 128 bytes of a thread spill, which costs less than the second load of the last line: it
+    # 64 to 128 bytes of a thread spill. The last line loads rows twice instead, and
     # takes 1.33 to 1.52 times as long for 16384 columns.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
-    # Registers hold the sums of one piece only, so a row's means are computed first.
+    # A program processes only one piece of each row, because its registers hold the sums of one
+    # piece. dx depends on means of whole rows, so an earlier kernel computes these.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
@@ -348,10 +350,11 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 # blocks are in flight: 2 of 16-bit elements, 1 of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
-# Number of warps of a program by default, its maximum, and the bytes of a row that each warp must
-# load to justify more warps. Programs are small, so that some start while others load. If each warp
-# loads enough bytes, the time for starting and for merging sums does not matter, and larger
-# programs are better: fewer rows are in flight, so that all SMs finish at about the same time.
+# The default number of warps of a program, the maximum, and a threshold: a program gets more warps
+# only if each of them still loads this many bytes of a row. By default programs are small, so that
+# some start while others load. If each warp loads enough bytes, the time for starting and for
+# merging sums does not matter. Larger programs are then better: fewer rows are in flight, so that
+# all SMs finish at about the same time.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 
@@ -381,11 +384,11 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Return the number of elements of a row that a loss's thread loads at once.
+    """Return the number of elements of a row that a thread in the kernel of a loss loads at once.
 
-    These are at most 16 bytes of the widest dtype. If rows are not a multiple of that, the blocks
-    of a row begin before its first column. Rows too short to have a whole block inside use narrower
-    loads instead.
+    In the widest dtype, they have at most 16 bytes. If the row length is not a multiple of this
+    number, a row may start unaligned. Its first block then begins at the last aligned address
+    before its first column. Rows that are too short to contain a whole block use narrower loads.
     """
     widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
     most = min(_VECTOR // widest, schedule.block)
@@ -422,7 +425,10 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
-    """Return how many tiles a program has in flight. All but one must fit into shared memory."""
+    """Return how many tiles a program has in flight.
+
+    One of them is in registers. All others must fit into shared memory.
+    """
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":

@@ -97,9 +97,10 @@ def softmax_bwd(
 
 
 def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
-    """Add up `sums`, one number per row of x, over the rows that share a row of the bias.
+    """Add up the numbers of all rows of x that share a row of the bias.
 
-    The bias has one value in each of its n rows, and the result has its shape, `(n, 1)`.
+    `sums` has one number for each row of x. The bias has n rows with one value each, so the result
+    is `(n, 1)`.
     """
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
@@ -370,8 +371,8 @@ def _softmax_bwd_bias(
     """Store dx = scale * dz, and the program's sums of dz over rows that share a row of the bias.
 
     If a program holds whole rows, it computes their totals, and the pointer to the totals is None.
-    `sharing` is the number of rows of x that share a row of the bias. A program processes `each` of
-    them.
+    `sharing` is the number of rows of x that share a row of the bias. `each` is the number of these
+    rows that a program processes.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block

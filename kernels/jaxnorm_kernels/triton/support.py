@@ -9,8 +9,8 @@ from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# The maximum number of rows or columns. Indices are int32, and the last step of a loop may exceed
-# the number of rows or columns by up to 2**21.
+# The maximum number of rows or columns. Indices are int32. In the last step of a loop, an index may
+# exceed the number of rows or columns by up to 2**21.
 _MOST = 2**31 - 2**21
 
 # The maximum number of columns of a norm with a rotation. Its rows are attention heads, and no

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# The lower limit to which the maximum m of a block is raised. If a block contains only -inf, exp(x
-# - m) is then 0. With m = -inf, it would be NaN, because -inf - -inf is NaN.
+# If the maximum m of a block is smaller than this number, m is set to this number. If a block
+# contains only -inf, exp(x - m) is then 0. With m = -inf, it would be NaN, because -inf - -inf is
+# NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -45,8 +46,9 @@ def zeros(tiling: tl.constexpr):
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
     """Return a tile's column indices, as an array with one row or with `tile_rows` equal rows.
 
-    Use `tile_rows` to load a parameter once for many tiles. Each thread then holds the values that
-    it needs for its rows. Otherwise, threads would exchange values again for each tile.
+    Use `tile_rows` for a parameter that is loaded once for many tiles. The loaded array then has
+    the shape and layout of a tile, so each thread already holds the values for its rows. With one
+    row, threads would exchange the values again for each tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:
@@ -138,8 +140,8 @@ class Operand:
     Attributes:
       has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
       row: the rule that converts a row index of x to the row index of the operand.
-      of_row, of_nth: two rules for the opposite direction. Of the rows of x that use row r of the
-        operand, the n-th has the index of_row(r) + of_nth(n).
+      of_row, of_nth: two rules for the opposite direction. Several rows of x use row r of the
+        operand; the n-th of them is row of_row(r) + of_nth(n) of x.
     """
 
     has_columns: bool

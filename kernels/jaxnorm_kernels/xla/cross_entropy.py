@@ -21,8 +21,9 @@ large. Results depend only on the sum of both, so the cotangent of lse is passed
 log(s).
 
 If the label is nearly certain, lse - x_l is the small difference of two large numbers. To keep it
-accurate, the label's own term is left out of the sum s. D = m - x_l is 0 if the label's logit is
-the largest:
+accurate, log(s) is computed as log1p(s - 1). In s - 1, the label's term exp(x_l - m) = exp(-D) is
+not added to the other terms, but becomes exp(-D) - 1. This is 0 if the label's logit is the
+largest. D is m - x_l:
 
     lse - x_l = D + log(s)      log(s) = log1p(sum(exp(x - m), j != l) + exp(-D) - 1)
 
@@ -102,8 +103,8 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     # If all unmasked logits of a row are -inf, the loss is NaN, because m - m = -inf + inf = NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
-    # `own` is the label's term of s, minus the 1 that log1p adds. It is -1 if the label's column is
-    # masked, because the term is then 0.
+    # log(s) is log1p(others + own), so `own` is exp(z_label - m) - 1 for logits z. If the label's
+    # column is masked, the exponential is 0 and `own` is -1.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -141,7 +142,10 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
-    """Return arrays of x's shape and the spec without the padding columns."""
+    """Remove the padding columns: return the arrays without them, and a spec for these arrays.
+
+    All arrays have the shape of x.
+    """
     if not spec.loss.padding:
         return list(arrays), spec
     arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
@@ -231,7 +235,10 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
-    """Return T = sum(exp(x - m) (x - m)) of each row. The argument `x` is g(x)."""
+    """Return T = sum(exp(x - m) * (x - m)) of each row.
+
+    The argument `x` is not the logits but g(logits); see the module docstring.
+    """
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     scale = scale_of(operands.logits_scale, spec)
 
@@ -241,8 +248,8 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
         """Return e * depth for e = exp(depth), and 0 instead of NaN if the depth is -inf.
 
-        `jnp.maximum` makes the depth finite. A comparison would have the same effect, but XLA on a
-        CPU would store its result (see `label_sums`).
+        `jnp.maximum` makes the depth finite. `jnp.where` would have the same effect, but XLA on a
+        CPU would store the result of the comparison in memory, which is slow (see `label_sums`).
         """
         return e * jnp.maximum(depth, _NO_TERM)
 
@@ -305,7 +312,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """Return log(p) + H, or 0 where p is 0. H is the entropy, -sum(p * log(p)).
 
-    The argument `x` is g(x), as in `probabilities`.
+    The argument `x` is not the logits but g(logits), as in `probabilities`.
     """
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)

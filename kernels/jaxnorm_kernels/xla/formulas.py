@@ -17,7 +17,8 @@ _ANOTHER_S: Any = None
 class Formulas(NamedTuple):
     """The forward pass, backward pass and tangent of an operation; see `Implementation`.
 
-    An operation whose `derivative` is another operation has only a forward pass here.
+    Some operations use the tangent and backward pass of another operation, which
+    `Operation.derivative` names. They have only a forward pass here.
 
     The backward pass is linear in the cotangents. By default, the tangent is computed as the
     transpose of the backward pass. XLA may fuse this transpose badly on a CPU, so an operation may

@@ -29,8 +29,8 @@ Second, log(s_Q) is computed as log(s_P) + log(s_Q / s_P). Third, log(p) - log(q
 u.
 
 The teacher's logits are constants: they get no gradient. A row *has no entry* if ``positions`` is
-False for it, or if all its classes are masked. Its results are 0, and -inf for the student's log(s)
-marks it for the other passes.
+False for it, or if all its classes are masked. Its divergence and gradient are 0. The other passes
+recognise the row because its log(s) of the student is -inf.
 """
 
 from typing import NamedTuple
@@ -55,8 +55,8 @@ from jaxnorm_kernels.xla.reductions import (
 )
 
 # The symbols are explained in the module docstring. For |u| up to this number, e_Q - e_P is
-# computed as e_P * expm1(-u). For larger |u|, subtracting both numbers is accurate, and the two
-# factors of the product might underflow or overflow.
+# computed as e_P * expm1(-u). For larger |u|, e_P is subtracted from e_Q directly. This is
+# accurate then, whereas e_P might underflow and expm1(-u) might overflow.
 _SMALL = 1.0
 
 
@@ -150,7 +150,7 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """The depths z - max(z) of logits z = factor * g, as two factors: `below` and `factor`.
+    """The depths z - max(z) of logits z = factor * g. They are the product `below` * `factor`.
 
     Attributes:
       below: g - max(g), where max(g) is the maximum of each row.
@@ -167,9 +167,10 @@ class _Depths(NamedTuple):
 
 
 def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
-    """Return the differences of two arrays of depths.
+    """Return the differences of two arrays of depths (a depth is z - max(z) for a logit z).
 
-    They are exactly 0 for equal logits with equal caps.
+    Where the two logits and their caps are equal, the difference is exactly 0. No rounding or
+    fusion by the compiler changes this.
     """
     if spec.loss.logit_softcap == spec.loss.teacher_softcap:
         return times(first.below - second.below, first.factor)
@@ -177,7 +178,10 @@ def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
 
 
 def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
-    """Return sum(e_P u), sum(e_Q - e_P), s_P and s_Q; the arguments are the depths of P and Q."""
+    """Return four sums over rows: sum(e_P * u), sum(e_Q - e_P), s_P and s_Q.
+
+    The arguments are the depths of P and Q. The module docstring defines the symbols.
+    """
 
     def terms() -> list[jax.Array]:
         e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
@@ -204,7 +208,8 @@ class _Distributions(NamedTuple):
       q: the probabilities of the student.
       weight: the derivative of the divergence with respect to the student's logits z.
       slope: the derivative dz / dx. It is an array, or a number if the logits have no cap.
-      takes_part: a boolean array, True for unmasked entries of rows that have an entry.
+      takes_part: a boolean array, True for unmasked entries. It is False in all entries of a row
+        that ``positions`` excludes.
     """
 
     q: jax.Array

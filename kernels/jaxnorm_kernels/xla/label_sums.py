@@ -17,9 +17,9 @@ with the label. Lanes are short, since gathers are slow. Both formulas add the s
 term is negative, their order hardly matters for the accuracy.
 
 On a CPU, exponentials take two thirds of the time of the loss and its gradient. So forward and
-backward pass compute the same array e of exponentials, and XLA computes it once in a program with
-both passes. This is done only if the logits have the dtype of the arithmetic: for 16-bit logits,
-the array would be twice as large as x.
+backward pass contain the same expression e, which XLA computes once in a program with both passes.
+With s = others + exp(x_l - m), both use e as shown below. This is done only if the logits have the
+dtype of the arithmetic: for 16-bit logits, the array would be twice as large as x.
 
     e = exp(x - m), but 0 at the label      others = sum(e)
     p = e / s, but exp(x_l - m) / s at the label
@@ -92,9 +92,10 @@ def times(v: jax.Array, factor: Scale) -> jax.Array:
     return v if isinstance(factor, float) and factor == 1 else factor * v
 
 
-# A row is reshaped to a matrix whose columns are called lanes. These are limits for the number of
-# elements of a lane, the exponent of its preferred size, and the smallest number of lanes. Shorter
-# lanes need more copies of m; longer lanes make the gather slow. Measured optima on x86 with 2
+# A row is reshaped to a matrix whose columns are called lanes. _SHORTEST and _LONGEST limit
+# the number of elements of a lane, cols ** _EXPONENT is the preferred number, and _LANES is the
+# minimum number of lanes. Each lane has a copy of the row's maximum m, so shorter lanes need more
+# copies. Longer lanes make the gather slow. Measured optima on x86 with 2
 # cores: 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
 _SHORTEST, _EXPONENT, _LONGEST, _LANES = 8, 0.3, 2048, 32
 

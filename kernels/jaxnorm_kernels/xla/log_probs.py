@@ -97,8 +97,9 @@ def _probabilities(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return g(x), p, a mask of the rows that have an entry, and a mask of the relevant entries.
 
-    Entries are relevant if they are unmasked, or in the column of a label, in a row that has an
-    entry. Only their derivatives may be nonzero.
+    In a row that has an entry (a row that is not excluded, see `cross_entropy`), an entry is
+    relevant if it is unmasked or in the column of a label. In other rows, none is relevant. Only
+    the derivatives of relevant entries may be nonzero.
     """
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf

@@ -15,14 +15,14 @@ With an activation, let n = xh * G + bias. Then y = activation(n), and d = dy * 
 
 With a residual, there are three forms: y = norm(x + residual), y = residual + norm(x), and y =
 norm(residual + norm(x)). In the first and the third form, h is the sum that is normalised. h may
-have a separate cotangent dh, which is added to the dx of norm(h). If
-h = residual + branch_scale * x, let t be the sum of this dx and dh:
+have a separate cotangent dh. Then s = (dx of norm(h)) + dh is the gradient of h. For
+h = residual + branch_scale * x:
 
-    dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
+    dresidual = s       dx = branch_scale * s       dbranch_scale = sum_rows(s x)
 
 With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
-multiplies the norm's input, t = x * a is normalised instead of x. Let th be the normalised t, and
-dt the dx above:
+multiplies the norm's input, t = x * a is normalised instead of x. Then th (t normalised) replaces
+xh, and the formula of dx gives dt, the gradient of t:
 
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
@@ -71,7 +71,8 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
     """Return z / g, or 0 where g is 0.
 
-    g is scale + scale_offset. It can be 0 only if it has no lower limit, as for float16.
+    g is scale + scale_offset. For most dtypes, |g| has a positive lower limit. For float16 it has
+    none, so g can be 0.
     """
     zero = g == 0
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
@@ -86,9 +87,10 @@ def _floor(g: jax.Array, floor: float) -> jax.Array:
 def _floor_jvp(
     floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a tangent of NaN where |g| is below `floor`, the lower limit of |g|.
+    """Return the result and the tangent of `_floor`, which raises |g| to at least `floor`.
 
-    Only second derivatives use this rule. Below the floor, they cannot be computed: the cotangent
+    The tangent is that of g, but NaN where |g| is below `floor`. Only second derivatives use this
+    rule. They cannot be computed where |g| is below `floor`: the cotangent
     of the saved y is the sum of an ordinary term and a huge term of size x_hat / floor, and the
     rounding error of the huge term exceeds the ordinary term. NaN is better than a wrong number.
     """
@@ -283,7 +285,7 @@ def _unrounded(norm: Spec) -> Spec:
 
 
 def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Return the residuals of the norm of x, and those of the norm of h."""
+    """Return two sets of saved arrays: for the norm of x, and for the norm of h."""
     rstd, next_rstd = residuals.stats
     first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
     return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)

@@ -5,13 +5,13 @@ columns. With n = norm(x):
 
     y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
 
-The backward pass, with d = dy, the rotation R, and its transpose R',
-(a cos + b sin, b cos - a sin):
+R is the rotation. Its transpose R' maps (a, b) to (a cos + b sin, b cos - a sin). In the backward
+pass, let d = dy, and let (na, nb) and (da, db) be a pair of columns of n and of d:
 
     from the output    n = R' y / (cos^2 + sin^2)
     from the input     n = norm(x)
-    both               the backward pass of n = norm(x), with the cotangent R' d of n
-                       dcos = sum(da na + db nb),  dsin = sum(db na - da nb)
+    in both cases      dx is the gradient of n = norm(x) for the cotangent R' d of n
+                       dcos = sum(da * na + db * nb),  dsin = sum(db * na - da * nb)
 
 If cos^2 + sin^2 of a pair is 0, n cannot be recovered from y, and is taken to be 0.
 """
@@ -90,9 +90,10 @@ def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
-    """Return the array from which the norm's derivative starts, and the norm's spec.
+    """Return the array from which the derivative of the norm is computed, and the norm's spec.
 
-    The array is x or, if the output is saved, n recovered from y and not rounded.
+    If the input is saved, the array is x. If the output is saved, it is the result n of the norm,
+    which is recovered from y and not rounded.
     """
     saved = residuals.saved.astype(spec.compute_dtype)
     if spec.norm.saved == "input":
@@ -102,7 +103,7 @@ def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
 
 
 def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute n = norm(x). `saved` is the array from which the norm's derivative starts."""
+    """Recompute n = norm(x). `saved` is x or n; see `_saved_of_norm`."""
     if spec.norm.saved == "output":
         return saved
     (rstd,) = residuals.stats

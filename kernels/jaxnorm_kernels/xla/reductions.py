@@ -10,7 +10,7 @@ from jaxnorm_kernels.specs import Spec
 
 
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum over the normalised axes, which keep size 1, and over all of their shards."""
+    """Return the sum over the normalised axes (as with keepdims=True), including all shards."""
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
 
@@ -41,7 +41,7 @@ def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the mean over the normalised axes, which keep size 1, and over all of their shards."""
+    """Return the mean over the normalised axes (as with keepdims=True), including all shards."""
     if spec.cols_over:
         return row_sum(v, spec) / spec.cols
     return jnp.mean(v, axis=spec.axes, keepdims=True)
@@ -51,8 +51,8 @@ def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
     """Return `row_sum`. On a CPU, keep XLA from fusing the sum with the operations that use it.
 
     XLA on a CPU calls a library for a sum, and also for elementwise operations that are fused with
-    it. For elementwise operations, XLA's own loops take two thirds of the library's time, and can
-    reuse an operand's buffer.
+    it. Elementwise operations are faster in XLA's own loops: these take two thirds of the library's
+    time, and can reuse an operand's buffer. So they should not be fused with the sum.
     """
     return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 
@@ -76,8 +76,8 @@ def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
     """Return True for each row with an unmasked entry. `like` is x, or an array like x.
 
     Inside `jax.shard_map`, `lax.psum` over several mesh axes requires that its operand varies over
-    all of them. A mask that is broadcast along a sharded axis is equal on all shards and does not
-    vary, so it is cast.
+    all of them. A mask that is broadcast along a sharded axis is equal on all shards, so in JAX's
+    types it does not vary. `vary_like` marks it as varying over the same axes as `like`.
     """
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
@@ -128,8 +128,8 @@ def _axes_of_parameter(
     The first list is in the order of the parameter's axes.
 
     The last axes of the parameter are the normalised axes. Its leading axes, if any, distinguish
-    groups of rows. They are aligned with the last of the other axes of `like`, as in numpy's
-    broadcasting.
+    groups of rows. As in numpy's broadcasting, they are aligned with the last axes of
+    `like` that are not normalised.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]

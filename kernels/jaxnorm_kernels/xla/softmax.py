@@ -7,8 +7,8 @@ For z = scale * x + bias, m = max(z) and d = dy, with all sums over a row:
     both         dx = scale * dz,  dbias = sum(dz) where the bias is broadcast
 
 dbias is summed over the axes along which the bias is broadcast. softmax's Jacobian is symmetric: if
-t is the tangent of z, the tangent of y is y * (t - sum(t * y) / sum(y)). sum(y) counts as 1, unless
-y is rounded to 16 bits (`Spec.renormalises`).
+t is the tangent of z, the tangent of y is y * (t - sum(t * y) / sum(y)). sum(y) is
+computed only if y is rounded to 16 bits (`Spec.renormalises`). Otherwise, it is taken to be 1.
 
 An entry is masked if ``mask`` is False for it, or if ``causal`` is set and it is beyond the
 diagonal. The result is the softmax of a row's unmasked entries. For masked entries, y is 0
@@ -115,8 +115,8 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
     """Set masked entries of v to 0, and return the product of softmax's Jacobian and v.
 
-    The barrier is for CPUs. Without it, XLA would compute the masked v before the forward pass, and
-    store it. On a CPU, allocating memory for an array takes longer than this arithmetic.
+    An optimization barrier on CPUs keeps XLA from masking v before the forward pass and storing the
+    result. Allocating memory for this array would take longer than masking v where it is used.
     """
     v, y = on_cpu(lax.optimization_barrier, (v, y))
     return _jacobian(y, _masked(v, kept, spec), spec)
@@ -204,8 +204,8 @@ def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
     """Return v with masked entries set to 0, even if they are infinite or NaN.
 
     Cotangents are masked before any multiplication, because 0 * inf would make the row NaN. Results
-    are masked after a multiplication by a sum over the row, because one NaN in the row makes the
-    sum NaN.
+    that were multiplied by a sum over the row are masked, too. If one element of the row is NaN,
+    the sum is NaN, and so is the product in masked entries.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)
