@@ -56,7 +56,7 @@ def test_bytes(dtype, size):
 
 
 def test_a_teacher():
-    """Its arrays have the shapes of the student's, and no gradient."""
+    """A teacher's arrays have the same shapes as the student's, and no gradients."""
     logits = LossWorkload("kl_divergence", "fwd+bwd", "10x30", "bfloat16")
     assert logits.row_operands == (((10, 30), "bfloat16"),) * 2
     assert (logits.gradients, logits.constants) == ((0,), (1,))
@@ -69,7 +69,10 @@ def test_a_teacher():
 
 
 def test_flops():
-    """There are three matmuls, or four if the logits are not saved or a teacher has its own."""
+    """A linear loss with gradients has the FLOPs of three matmuls.
+
+    A fourth matmul recomputes logits that were not saved, or computes a teacher's logits.
+    """
     for op, products, of_logits in [
         ("linear_cross_entropy", 3, 1),
         ("linear_log_prob_and_entropy", 4, 1),

@@ -288,9 +288,10 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """If the logits are also used by an argmax, they must be computed in any case.
+    """If an argmax uses the logits, too, memory_report advises a loss of existing logits.
 
-    So following the advice only avoids saving the exponentials.
+    The logits must be computed in any case, so a linear loss would save nothing. The advice avoids
+    saving the exponentials.
     """
 
     def loss_with(cross_entropy):

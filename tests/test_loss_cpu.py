@@ -1,8 +1,8 @@
 """The cross-entropy of XLA's code on a CPU.
 
-It reshapes a row to a matrix, whose columns are called lanes. One sum adds the exponentials of all
-lanes except the label's lane. A second sum adds the exponentials of the label's lane, except the
-exponential of the label itself.
+XLA's code reshapes a row to a matrix. The columns of this matrix are called lanes. One sum adds the
+exponentials of all lanes except the label's lane. A second sum adds the exponentials of the label's
+lane, except the exponential of the label itself.
 """
 
 import functools

@@ -131,8 +131,8 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     for access in ("ld", "st"):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
         assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
-        # All other accesses load four numbers per row. In unaligned rows, the code for the ends of
-        # a row has four more such loads, and 16 accesses to single elements.
+        # The remaining loads read four 4-byte numbers per row. If rows are unaligned, the code for
+        # the ends of a row loads these numbers again, and loads and stores 16 single elements.
         ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
         of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
         assert ones == of_rows + (0 if is_aligned else 16)
