@@ -444,8 +444,8 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
     """
 
     def rule(operands, **params):
-        # `params` has the addition as a jaxpr for the program's dtype. Replace it with an addition of
-        # float64 numbers.
+        # `params` has the addition as a jaxpr for the program's dtype. Replace it with one for
+        # float64.
         if adds:
             with jax.enable_x64(True):
                 params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}

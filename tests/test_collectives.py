@@ -42,7 +42,7 @@ PLAIN = plain._PLAIN
 
 
 class Kernels(StandIn):
-    """A stand-in for kernels. Like a kernel's call, its call cannot be split by XLA's partitioner."""
+    """A stand-in for kernels. XLA's partitioner cannot split its calls, as with kernels' calls."""
 
     def __getattr__(self, name):
         return getattr(xla, name)
