@@ -42,7 +42,7 @@ PLAIN = plain._PLAIN
 
 
 class Kernels(StandIn):
-    """A stand-in for kernels. XLA's partitioner cannot split its calls, as with kernels' calls."""
+    """A stand-in for kernels. As with kernels, XLA's partitioner cannot split its calls."""
 
     def __getattr__(self, name):
         return getattr(xla, name)

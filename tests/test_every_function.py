@@ -177,7 +177,7 @@ def test_partitioned_without_64_bit_types(name):
 # `jax.jit`
 
 # Pairs of values that are equal in Python, such as True and 1. An option accepts only the first
-# value of its pairs and raises an error for the second. A key is an option's name, or the type of
+# value of each pair and raises an error for the second. A key is an option's name, or the type of
 # its default.
 EQUAL = {
     bool: [(True, 1), (False, 0)],

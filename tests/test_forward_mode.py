@@ -52,7 +52,7 @@ def with_residual(function, **options):
 def rotated(function, **options):
     """Return `function` as a function of x, scale and bias. Its tables are computed from the bias.
 
-    The tables are no true cosines and sines. Each entry of cos is at least 1, so that cos and sin
+    The tables are not true cosines and sines. Each entry of cos is at least 1, so that cos and sin
     are never both near 0.
     """
 

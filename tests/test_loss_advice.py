@@ -288,10 +288,10 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """If an argmax uses the logits, too, memory_report advises a loss of existing logits.
+    """If an argmax uses the logits, too, softmax_cross_entropy_with_integer_labels is advised.
 
-    The logits must be computed in any case, so a linear loss would save nothing. The advice avoids
-    saving the exponentials.
+    A linear loss is not advised, because the logits must be computed for the argmax. The advised
+    function avoids saving the exponentials.
     """
 
     def loss_with(cross_entropy):

@@ -83,8 +83,8 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
     )
     assert_masked(dx, clean, kept)
     if dbias and dbias[0].shape[-1] > 1:
-        # In one row, the cotangent is not finite. Only entries of the bias that are added to an
-        # unmasked entry of this row may have gradients that are not finite.
+        # In the rows `BROKEN`, the cotangent is not finite. Only entries of the bias that are added
+        # to an unmasked entry of these rows may have gradients that are not finite.
         over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
         in_row = np.zeros(SHAPE, bool)
         in_row[BROKEN] = kept[BROKEN]

@@ -241,9 +241,9 @@ def cast(x, w, *, followed=False):
 
 @pytest.mark.parametrize("one", [reshaped, cast])
 def test_what_a_scan_keeps_twice(one):
-    """There is advice if a scan saves an array and also the array's reshape or cast.
+    """There is advice if a scan saves both an array and a reshaped or cast copy of it.
 
-    Outside of a loop, a reshape is no copy in XLA. So there is no advice for it.
+    Outside of a loop, XLA needs no copy for a reshape. So there is no advice for it.
     """
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)

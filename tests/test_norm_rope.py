@@ -235,7 +235,7 @@ def test_a_pair_whose_tables_are_zero(dtype):
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # The bound is NaN, because c2 is a sum over all columns, with those of the pair.
+    del dx_bound  # This bound is NaN, because c2 is a sum over all columns, also of the pair.
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])

@@ -133,9 +133,9 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 
 
 def in_turn():
-    """Yield calls with several GPUs, widths, dtypes and options.
+    """Yield cases with different GPUs, widths, dtypes, directions and options.
 
-    For any two of these parameters, the calls cover every pair of values.
+    For any two of these parameters, the cases cover every pair of values.
     """
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
@@ -279,7 +279,7 @@ def test_calls_lower_for_cuda(name):
 # ----------------------------------------------------------------------- norms with rotary
 # embedding
 
-# Columns of a head, and how many of them are rotated.
+# Pairs: the number of columns of a head, and the number of rotated columns.
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
 HEADS += [(1024, 1024)]
 
