@@ -48,7 +48,8 @@ def test_bytes(dtype, size):
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2
-    # The teacher's logits in place of labels: read twice, without a gradient.
+    # Instead of labels, a divergence loads the teacher's logits in both passes. They have no
+    # gradient.
     divergence = LossWorkload("kl_divergence", "fwd", "10x30", dtype)
     assert divergence.bytes == 2 * 10 * 30 * size + 10 * 4
     of_both = dataclasses.replace(divergence, direction="fwd+bwd")

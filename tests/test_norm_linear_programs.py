@@ -186,7 +186,7 @@ def test_a_scan_keeps_h_once(around):
 
 
 def test_a_program_for_cuda():
-    """A program for CUDA calls kernels of the norm three times, and three matmuls.
+    """A program for CUDA has three kernel calls of the norm, and three matmuls.
 
     The kernel calls are the norm's forward, the same forward again in the backward pass, and the
     norm's backward. With 16-bit operands, all matmuls have 16-bit operands.

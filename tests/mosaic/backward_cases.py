@@ -118,7 +118,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            # Where the floor replaces a scale of 0, a nonzero bias would round floor * x_hat away.
+            # Where a tiny floor replaces a scale of 0, y is floor * x_hat + bias. With a nonzero
+            # bias, the rounding of y would lose floor * x_hat.
             bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
