@@ -30,8 +30,8 @@ class Linear:
     """The losses of rows of logits ``x @ weight + bias``, and the gradients of sum(d * losses).
 
     The logits have errors from the sums of the matmul, and from rounding to the matmul's dtype. The
-    bounds use that the derivatives of a row's loss with respect to its logits have magnitudes that
-    sum to at most 2.
+    bounds rely on this fact: the absolute derivatives of a row's loss with respect to its logits
+    add up to at most 2.
     """
 
     x: np.ndarray

@@ -88,8 +88,8 @@ class Linear(linear_loss_cases.Linear):
     def bounds(self):
         """Return the bounds of both results.
 
-        The bound of the entropy relies on this fact: the magnitudes of its derivatives with
-        respect to the logits sum to at most twice the entropy.
+        The bound of the entropy relies on this fact: the absolute derivatives of a row's entropy
+        with respect to its logits add up to at most twice the entropy.
         """
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]

@@ -27,11 +27,12 @@ class CrossEntropy:
     exactly 1.
 
     With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`, a
-    sum of two errors. The first is 2 ulps of the cap (8 ulps for 16-bit logits). The second comes
-    from the rounding of tanh's argument, and less than half of it reaches the result.
+    sum of two errors. The first is the error of tanh: 2 ulps of the cap (8 ulps for 16-bit logits).
+    The second comes from rounding tanh's argument. A relative error e of the argument changes the
+    capped logit by at most 0.45 * e * cap.
 
-    The derivatives of a row's loss with respect to its logits have magnitudes that sum to at most
-    2.
+    Without z_loss, the absolute derivatives of a row's loss with respect to its logits add up to at
+    most 2. So errors of `x_error` in the logits change the loss by at most 2 * x_error.
     """
 
     x: np.ndarray
@@ -109,8 +110,9 @@ class CrossEntropy:
     def _sum_error(self):
         """A bound on the part of log(s)'s error that is due to errors of the exponentials.
 
-        The rounding of its argument makes an exponential inexact. The label's exponential is
-        exact if its logit is the largest of the row.
+        s is the sum of the exponentials exp(x - m). An exponential is inexact because its argument
+        is rounded. If the label's logit is the largest of the row, its argument is 0, and its
+        exponential is exact.
         """
         terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
         if self.label_smoothing == 1:

@@ -41,7 +41,7 @@ LONGEST_ODD = 8191  # the largest odd width of a norm
 # Shapes whose middle axis is normalised: with overlapping strips, and with strips shared by a
 # cluster.
 STRIDED = [(5, 40, 72), (2, 1000, 784), (3, 3008, 144)]
-# Shapes of the logits of losses: rows of one unit, with tails, of several blocks.
+# Shapes of the logits of losses. Their rows are narrow, wide or unaligned.
 OF_LOSSES = [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]
 # Shapes of the logits, of the mask and of the bias (or None), and whether the call is causal.
 LOGITS = [

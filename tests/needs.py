@@ -125,7 +125,7 @@ class Need:
         )
 
 
-# If several requirements of a case are not met, it counts for the first of them.
+# If several requirements of a case are not met, the case counts only for the first of them.
 NEEDS = (
     Need(hopper, marks=["gpu"]),
     Need(second_gpu, marks=["multigpu"]),

@@ -70,7 +70,8 @@ class GatedNorm:
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
         if self.norm_before_gate:
             y = np.abs(self.a) * n + (np.abs(norm.y) + n) * self.a_error
-            # The norm's cotangent is dy * a. The gradients are linear in it.
+            # The cotangent of the norm's result is dy * a. The gradients are linear in this
+            # cotangent.
             error = np.abs(self.d) * self.a_error + u * np.abs(norm.d)
             dx = dt + self._of_cotangent(error)
             dscale = dscale + np.sum(error * np.abs(norm.xh), 0)

@@ -80,8 +80,8 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
     """Check the results and all gradients of a public function.
 
     Args:
-      given: the other operands and options; None for an absent operand.
-      save: the option of this name; None for a function without it.
+      given: the operands except x and bias, and further options. An absent operand is None.
+      save: the option `save`; None for a function without this option.
     """
     entry = FUNCTIONS[name]
     op = entry.gated if entry.gated and given.get("gate") is not None else entry.op

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 # Targets of the custom calls that launch this library's kernels.
 TARGETS = ("mosaic_gpu", "triton_kernel_call")
-# Maps a type of HLO whose name does not contain its number of bits to its number of bytes.
+# The sizes in bytes of HLO types whose names do not contain their numbers of bits.
 _ITEMSIZE = {"pred": 1}
 
 

@@ -76,10 +76,10 @@ def _on_the_host(array: Any) -> Any:
 
 
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
-    """Assert that each array is within the error of its `Value`.
+    """Assert that each array of `actual` is within the error of its `Value` in `analysed`.
 
-    If a second program computed the arrays, `other` has its values. Their errors are then added to
-    the bound.
+    If `actual` was computed by a different program, `other` has the Values of this program. Their
+    errors are then added to the bounds.
     """
     actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
     others = values if other is None else jax.tree.leaves(other)
@@ -118,8 +118,9 @@ def assert_computes(
 def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
     """Assert that two programs without operands have the same results, in the same dtypes.
 
-    By default, each program may have the rounding error that its own analysis allows. With
-    `as_accurate`, both programs may have only the error that the analysis of `theirs` allows.
+    By default, the results may differ by the sum of two bounds on rounding errors: one from the
+    analysis of each program (see `analyse`). With `as_accurate`, the bound for `theirs` replaces
+    the bound for `ours`.
     """
     results, types = ours(), jax.eval_shape(theirs)
     assert jax.tree.structure(results) == jax.tree.structure(types)
@@ -443,7 +444,9 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
     """
 
     def rule(operands, **params):
-        if adds:  # The addition in `params` was traced for the program's dtype, not for float64.
+        # `params` has the addition as a jaxpr for the program's dtype. Replace it with one for
+        # float64.
+        if adds:
             with jax.enable_x64(True):
                 params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}
 
@@ -555,8 +558,8 @@ _RULES: dict[str, Callable] = {
     "select_n": _select,
     "dot_general": _matmul,
     "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
-    # The sums are over the rows of b: of the weight or, in the weight's gradient, of the
-    # activations. So max(b.shape) is at least the number of terms.
+    # b is the weight, or the activations when the weight's gradient is computed. Each sum runs over
+    # the rows of b, so it has at most max(b.shape) terms.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (

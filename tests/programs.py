@@ -9,8 +9,8 @@ import jax.extend.core
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yield every equation of a jaxpr, including those of nested jaxprs.
 
-    With ``jax_remat3``, `jax.checkpoint` is a high-level primitive whose jaxpr `jaxprs_in_params`
-    does not return.
+    With ``jax_remat3``, `jax.checkpoint` is a high-level primitive. `jaxprs_in_params` does not
+    find its jaxpr, so this function takes the jaxpr from the primitive.
     """
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation

@@ -167,10 +167,11 @@ def activated(
 def after_norm(
     name: str | None, n: np.ndarray, error: np.ndarray, u: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `activated` returns, if the argument n is a norm's result with an error.
+    """Return the activation of n, its derivative, and bounds on the errors of both.
 
-    `name` is None without an activation. The slopes of silu and gelu change by less than n does.
-    The slope of relu changes only if the error may change the sign of n.
+    n is a norm's result with the error `error`. `name` is None without an activation. The error of
+    n changes the slopes of silu and gelu by less than `error`. It changes the slope of relu only if
+    it may change the sign of n.
     """
     if name is None:
         return n, np.ones_like(n), error, np.zeros_like(n)
@@ -236,7 +237,7 @@ class Norm:
         """Return the error of the norm before the activation and before rounding."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
-        floor = 2.0**-60  # the largest change of a gain, if a floor replaces it
+        floor = 2.0**-60  # A kernel may replace a gain near 0 by a number of at most this size.
         return (
             self._xh_error() * (np.abs(self.gain) + floor)
             + floor * np.abs(self.xh)
@@ -262,9 +263,10 @@ class Norm:
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
-        """Return the error of x_hat in the mean c2, where x_hat is not clipped.
+        """Return the error of the x_hat from which the mean c2 is computed.
 
-        With a saved output, the backward computes c2 from y - bias, not from the clipped x_hat.
+        With a saved output, the backward computes c2 from y - bias. This x_hat is not clipped, so
+        clipping does not limit its error.
         """
         if self.saved == "input":
             return self._recovered_error()
@@ -352,8 +354,8 @@ class TwoNorms:
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
         # Let u be the result of the first norm. The cotangent of u is dresidual, so the backward
-        # needs the mean of dresidual * u over a row. A kernel may compute it in parts, because
-        # dresidual is a sum: it adds the means of (term of dresidual) * u.
+        # needs the mean of dresidual * u over a row. dresidual is a sum of terms. A kernel may
+        # multiply each term by u, compute the mean of each product, and add these means.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(

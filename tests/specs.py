@@ -1,6 +1,7 @@
-"""Specs of passes for tests, built from flags instead of the names of results and operands.
+"""Build the specs of passes for tests.
 
-A `Spec` is the static description of one pass (the forward or the backward) of a call.
+A `Spec` is the static description of one pass (the forward or the backward) of a call. Flags say
+which optional operands and results exist, so that tests need not list their names.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ def told(report, name):
 
 
 def is_true(before, after, name):
-    """Return True if following the advice saves as many bytes as it says, within 10 %.
+    """Return True if following the advice saves as many bytes as the advice states, within 10 %.
 
     The report of the changed function must not have this advice any more.
     """

@@ -248,8 +248,8 @@ def test_a_mask_of_classes_for_the_linear_loss(shape):
         LINEAR_LOSSES[name](X, weight, labels, where=mask)
     log_prob, _ = jaxnorm.linear_log_prob_and_entropy(X, weight, labels, where=mask)
     expected = jaxnorm.softmax_cross_entropy_with_integer_labels(X @ weight, labels, where=mask)
-    # At most 16 roundings: of sums of 4 products, of 5 exponentials and their sum, and of the
-    # logarithm.
+    # A loss has at most 16 roundings. They occur in the logits (sums of 4 products), in the 5
+    # exponentials, in the sum of the exponentials, and in its logarithm.
     bound = of_roundings(16, "float32", 1.0)
     np.testing.assert_allclose(-log_prob, expected, rtol=bound)
     if shape == (1, 1, 5):

@@ -42,9 +42,10 @@ def check(name, sizes, dtype, **options):
         return *jax.tree.leaves(y), *vjp(along)
 
     def rows_kept(value=0.0):
-        """Return the bits of the unchanged rows, in all results and in the gradient of x.
+        """Return the bits of the rows `KEPT`, in all results and in the gradient of x.
 
-        If all other rows of x are NaN, assert that the results of each of these rows have NaN, too.
+        All other rows of x have been set to `value`. If `value` is NaN, assert that NaN occurs in
+        each of these other rows, in all results and in the gradient of x.
         """
         found = [np.asarray(a) for a in results(jnp.asarray(values, dtype))]
         if np.isnan(value).all():

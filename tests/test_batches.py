@@ -14,7 +14,10 @@ OF_ROWS = {kind for kind in SHAPES if len(SHAPES[kind](Sizes())) == 3} - {"cos",
 
 
 def layouts(kinds):
-    """Yield the operands' batch axes. One operand, all operands, or some of them have one."""
+    """Yield tuples with the batch axis of each operand, or None for an operand without one.
+
+    In each tuple, one operand, all operands or some operands have a batch axis.
+    """
     for i, kind in enumerate(kinds):
         axis = (i + 1) % (len(SHAPES[kind](Sizes())) + 1)
         yield tuple(axis if j == i else None for j in range(len(kinds)))

@@ -415,7 +415,10 @@ ENTRY %main.1 (x.1: bf16[8,4]) -> (f32[8,4], bf16[8,4], f32[8,4]) {
 
 
 def test_extra_passes():
-    """Fusions that only convert, and copies (also asynchronous ones), count as extra passes."""
+    """Two things count as extra passes: fusions that only convert dtypes, and copies.
+
+    Asynchronous copies count, too.
+    """
     assert hlo.extra_passes(PROGRAM, 32) == 3
     assert hlo.extra_passes(PROGRAM, 4) == 4  # also the copy of 4 elements
     assert hlo.extra_passes(PROGRAM, 33) == 0

@@ -48,7 +48,8 @@ def test_bytes(dtype, size):
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2
-    # The teacher's logits in place of labels: read twice, without a gradient.
+    # Instead of labels, a divergence loads the teacher's logits in both passes. They have no
+    # gradient.
     divergence = LossWorkload("kl_divergence", "fwd", "10x30", dtype)
     assert divergence.bytes == 2 * 10 * 30 * size + 10 * 4
     of_both = dataclasses.replace(divergence, direction="fwd+bwd")
@@ -56,7 +57,7 @@ def test_bytes(dtype, size):
 
 
 def test_a_teacher():
-    """Its arrays have the shapes of the student's, and no gradient."""
+    """A teacher's arrays have the same shapes as the student's, and no gradients."""
     logits = LossWorkload("kl_divergence", "fwd+bwd", "10x30", "bfloat16")
     assert logits.row_operands == (((10, 30), "bfloat16"),) * 2
     assert (logits.gradients, logits.constants) == ((0,), (1,))
@@ -69,7 +70,10 @@ def test_a_teacher():
 
 
 def test_flops():
-    """There are three matmuls, or four if the logits are not saved or a teacher has its own."""
+    """A linear loss with gradients has the FLOPs of three matmuls.
+
+    A fourth matmul recomputes logits that were not saved, or computes a teacher's logits.
+    """
     for op, products, of_logits in [
         ("linear_cross_entropy", 3, 1),
         ("linear_log_prob_and_entropy", 4, 1),

@@ -249,7 +249,10 @@ def test_models_of_equinox():
 @pytest.mark.parametrize("bias", [None, 0.0, 1e-6, 1.0, 1e3])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 2.0**-15, 1e-8, 0.0])
 def test_conversions_judge_as_it_does(scale, bias, dtype):
-    """Conversions save the input of a norm if and only if check_params does not call it safe."""
+    """A converted norm saves its output if check_params calls this safe.
+
+    Otherwise, it saves its input.
+    """
     params = {"scale": jnp.ones(8).at[5].set(scale)}
     if bias is not None:
         params["bias"] = jnp.full(8, bias)

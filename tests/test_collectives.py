@@ -42,7 +42,7 @@ PLAIN = plain._PLAIN
 
 
 class Kernels(StandIn):
-    """A stand-in for kernels. XLA's partitioner can split neither its calls nor kernels."""
+    """A stand-in for kernels. As with kernels, XLA's partitioner cannot split its calls."""
 
     def __getattr__(self, name):
         return getattr(xla, name)
@@ -268,9 +268,9 @@ EXCEPTIONS = {
     # compute the loss of the same rows. jaxnorm splits the rows over them, so it must exchange
     # gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
-    # Plain JAX exchanges partial logits and adds them up. There are only 128 rows here, so the
-    # logits are not larger than the head. jaxnorm exchanges more, by the bytes of x. In training,
-    # logits are larger than heads.
+    # Plain JAX exchanges partial logits and adds them up. With the 128 rows of this test, the
+    # logits are no larger than the head, and jaxnorm exchanges more bytes than plain JAX. The
+    # difference is the size of x. In training, logits are larger than the head.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
     # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes per row.
     # Plain JAX under `jax.checkpoint` saves 4 bytes per row.

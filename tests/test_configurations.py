@@ -19,7 +19,8 @@ import jaxnorm
 def leaks_raise():
     """Raise an error if a tracer leaks.
 
-    JAX then collects garbage in each trace; freezing all existing objects makes this fast.
+    To find leaks, JAX runs Python's garbage collector in each trace. `gc.freeze` makes this fast,
+    because it excludes all existing objects from the collection.
     """
     gc.freeze()
     try:
@@ -107,7 +108,7 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-# The cases cover every pair of a configuration, an operation and a shape.
+# For any two of configuration, operation and shape, the cases cover every pair of values.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
@@ -118,7 +119,7 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# The cases cover every pair of a configuration, an operation and a shape.
+# For any two of configuration, operation and shape, the cases cover every pair of values.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],

@@ -287,7 +287,7 @@ def test_where_nothing_is_converted_it_says_so(caplog):
     )
     with jaxnorm.linen.converted():
         model.apply(variables, x)
-    assert len(caplog.records) == 1  # no message about classes named before
+    assert len(caplog.records) == 1  # Classes that an earlier message named are not named again.
     with jaxnorm.linen.converted():
         nn.Embed(3, 4).init_with_output(jax.random.key(0), jnp.zeros(3, int))
     assert "only Embed;" in caplog.records[1].getMessage()

@@ -66,7 +66,7 @@ def test_second_derivative_through_a_rounded_bias(dtype):
             return jnp.sum(d * y**2)
 
         hessian = jax.jacrev(jax.grad(loss))(bias)
-        # In the second derivative, y has the cotangent 2 * d. It is rounded to y's dtype before the
-        # sum over rows.
+        # In the second derivative, y has the cotangent 2 * d. This cotangent is rounded to y's
+        # dtype before it is summed over the rows.
         bound = unit_roundoff(dtype) * np.sum(2 * np.abs(d), 0).max()
         assert_within(hessian, np.diag(2 * exact(d).sum(0)), bound)

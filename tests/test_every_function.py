@@ -176,8 +176,9 @@ def test_partitioned_without_64_bit_types(name):
 # ------------------------------------------------------------- static arguments outside of
 # `jax.jit`
 
-# Maps the type of an option's default, or the option's name, to pairs of values. Both values are
-# equal in Python, but the option accepts only the first and raises an error for the second.
+# Pairs of values that are equal in Python, such as True and 1. An option accepts only the first
+# value of each pair and raises an error for the second. A key is an option's name, or the type of
+# its default.
 EQUAL = {
     bool: [(True, 1), (False, 0)],
     float: [(1.0, True), (0.0, False)],

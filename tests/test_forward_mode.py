@@ -52,7 +52,8 @@ def with_residual(function, **options):
 def rotated(function, **options):
     """Return `function` as a function of x, scale and bias. Its tables are computed from the bias.
 
-    For each pair of columns, cos is at least 1, so cos and sin are not both near 0.
+    The tables are not true cosines and sines. Each entry of cos is at least 1, so that cos and sin
+    are never both near 0.
     """
 
     def call(x, scale, bias, **more):
@@ -467,8 +468,9 @@ def test_derivatives(name, derivative, implementation):
 
 
 @pytest.mark.remat
-# The cases cover every pair of a function, a transformation and a derivative. Each variant runs
-# under three transformations.
+# For any two of function, transformation and derivative, the cases cover every pair of values. The
+# functions in VARIANTS are an exception: each runs with every derivative, but each time under only
+# one transformation.
 @pytest.mark.parametrize(
     ("derivative", "transformation", "name"),
     [

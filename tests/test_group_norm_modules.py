@@ -57,7 +57,7 @@ OF_LINEN = [
 
 
 def linen_pair(fields, **added):
-    """Return two pairs, for our module and for Flax's: its parameters, and a function.
+    """Return a pair (parameters, function) for our module, and one for Flax's.
 
     The function calls the module on parameters and x. `added` has fields that only our module has.
     """

@@ -119,9 +119,10 @@ def test_a_name_is_honoured_or_refused_with_the_reason(stub):
 
 
 def test_second_derivatives_are_those_of_the_twin(stub):
-    """Second derivatives are those of XLA's code, because the stand-in cannot be differentiated.
+    """Second derivatives are computed by XLA's code.
 
-    The second derivative in this test also depends on rstd, which the stand-in computes.
+    The stand-in cannot be differentiated. Its forward only provides rstd, which the second
+    derivative in this test reads.
     """
     stub(HERE)
 

@@ -41,9 +41,9 @@ def folder(module):
 
 
 def crossing(importers, others):
-    """Return all imports of modules in the folders `others` by modules in `importers`.
+    """Return the imports in which a module of `importers` imports a module of `others`.
 
-    Each is a text, "importer <- imported module".
+    Both arguments are folders. Each import is a text, "importer <- imported module".
     """
     return {
         f"{importer} <- {name}"

@@ -93,8 +93,8 @@ def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed=0):
     u = reference.arithmetic(x_dtype, y_dtype)
     y_ref = getattr(reference, name)(exact(x), -1)
     y_bound = getattr(reference, f"{name}_bound")(exact(x), y_ref, -1, y_dtype, u)
-    # For 16-bit types, exp(t) is computed as exp2(t * log2(e)). This adds relative errors of up to
-    # 2^-17, which the smallest results have.
+    # For 16-bit types, exp(t) is computed as exp2(t * log2(e)). This adds a relative error of up to
+    # 2^-17. The error is largest for the smallest results.
     y_bound = y_bound + (2.0**-17 * np.abs(y_ref) if jnp.dtype(y_dtype).itemsize == 2 else 0)
     assert_within(y, y_ref, y_bound)
     gradient = getattr(reference, f"{name}_gradient")

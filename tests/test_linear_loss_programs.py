@@ -112,7 +112,7 @@ def test_no_logits_of_all_rows(name):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(("loss", "chunks"), [(of, 3), (of_a_teacher, 5)])
 def test_memory(loss, chunks, reduction):
-    """Memory holds a chunk's logits and gradient, and one float32 array of weight's size.
+    """Memory holds a chunk's logits and gradient, and one float32 array of the weight's size.
 
     A divergence has two arrays of logits.
     """

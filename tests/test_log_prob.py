@@ -76,8 +76,8 @@ def test_small_entropies(implementation):
     log_prob, entropy = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation)
     others = 999 * np.exp(-exact(gap))
     of_entropy = np.log1p(others) + others * exact(gap) / (1 + others)
-    # Both depend on the sum of 999 exponentials exp(-gap), each of which has the rounding error of
-    # its argument.
+    # The entropy and the log-probability both depend on a sum of 999 exponentials exp(-gap). Each
+    # exponential is inexact, because its argument is rounded.
     roundings = reference.SAFETY * (np.sqrt(999) + gap + 8) * reference.unit_roundoff("float32")
     assert_within(log_prob, -np.log1p(others), roundings * np.log1p(others))
     assert_within(entropy, of_entropy, roundings * of_entropy)

@@ -271,7 +271,8 @@ def on_one_device(name, bias_shape):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @pytest.mark.parametrize(
     ("spec", "kind", "bias_shape", "name"),
-    # The cases cover every pair of a sharding, a kind of axes, a bias and a function.
+    # For any two of layout, bias and function, the cases cover every pair of values. A layout is a
+    # sharding with a kind of axes.
     [
         (*on, *of)
         for on, *of in pairwise(

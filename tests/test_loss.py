@@ -232,7 +232,7 @@ def test_bad_rows_stay_alone(bad, of, implementation):
 @refusable
 @each
 def test_masks_of_classes(of, implementation):
-    """Masks of classes may leave a row no class, only its label, or all classes but its label."""
+    """A mask of classes may exclude all classes of a row, all but its label, or only its label."""
     rng = np.random.default_rng(1)
     x, labels, d = operands((4, 6, 200), "float32")
     where = rng.random((4, 6, 200)) < 0.5

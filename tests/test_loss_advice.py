@@ -288,9 +288,10 @@ def test_frozen_operands(argnums, is_closed_over):
 
 
 def test_logits_that_something_else_takes():
-    """If the logits are also used by an argmax, they must be computed in any case.
+    """If an argmax uses the logits, too, softmax_cross_entropy_with_integer_labels is advised.
 
-    So following the advice only avoids saving the exponentials.
+    A linear loss is not advised, because the logits must be computed for the argmax. The advised
+    function avoids saving the exponentials.
     """
 
     def loss_with(cross_entropy):

@@ -1,8 +1,8 @@
 """The cross-entropy of XLA's code on a CPU.
 
-It reshapes a row to a matrix, whose columns are called lanes. One sum adds the exponentials of all
-lanes except the label's lane. A second sum adds the exponentials of the label's lane, except the
-exponential of the label itself.
+XLA's code reshapes a row to a matrix. The columns of this matrix are called lanes. One sum adds the
+exponentials of all lanes except the label's lane. A second sum adds the exponentials of the label's
+lane, except the exponential of the label itself.
 """
 
 import functools
@@ -74,8 +74,8 @@ def test_a_certain_label_in_every_column(dtype, masked):
     loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, **given), x)
     expected = CrossEntropy(x, labels, **({"kept": where} if masked else {}), dtype=dtype)
     assert expected.loss.max() < 4 * cols * np.exp(-24.0)  # would be lost in a sum with 1
-    # The bound covers the exponentials, whose arguments are at most 30 and have errors of half an
-    # ulp, and their sum.
+    # The bound covers the errors of the exponentials and of their sum. The arguments of the
+    # exponentials are at most 30 and have errors of half an ulp.
     u = unit_roundoff("float32")
     roundings = SAFETY * u * (30 + np.sqrt(cols))
     assert_within(loss, expected.loss, roundings * expected.loss)

@@ -203,9 +203,9 @@ class Kernels(types.ModuleType):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Make `Kernels` the default on this platform.
+    """Make `Kernels` the default on this platform, and make ``--check`` fast.
 
-    To be fast, the check then has only a few cases, and times only a call on small arrays.
+    ``--check`` then has only a few cases and times only one call, on small arrays.
     """
     module = Kernels("kernels_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)

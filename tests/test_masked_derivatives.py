@@ -83,8 +83,8 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
     )
     assert_masked(dx, clean, kept)
     if dbias and dbias[0].shape[-1] > 1:
-        # Entries of the bias that are not added to an unmasked entry of the broken row must have
-        # finite gradients.
+        # In the rows `BROKEN`, the cotangent is not finite. Only entries of the bias that are added
+        # to an unmasked entry of these rows may have gradients that are not finite.
         over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
         in_row = np.zeros(SHAPE, bool)
         in_row[BROKEN] = kept[BROKEN]

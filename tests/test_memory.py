@@ -76,7 +76,8 @@ def test_residuals_are_the_output_itself(dtype):
     y_bytes, rstd_bytes = x.nbytes, 4 * TOKENS
 
     def kept(save):
-        # x is computed inside the function, so that it counts if it is saved.
+        # The norm's input x + 1 is computed inside the function, because `residual_bytes` does not
+        # count arguments.
         return residual_bytes(
             lambda x, s, w: jaxnorm.layer_norm(x + 1, s, save=save) @ w, x, scale, w
         )

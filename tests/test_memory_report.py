@@ -190,9 +190,9 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """If a norm's 16-bit result is cast to float32, jaxnorm's norm also saves the float32 array.
+    """If a norm's 16-bit result is cast to float32, the float32 array is saved with jaxnorm, too.
 
-    So the bytes that the advice promises do not include it.
+    So the saving that the advice states does not include this array.
     """
 
     def step(norm, x, w):
@@ -241,9 +241,9 @@ def cast(x, w, *, followed=False):
 
 @pytest.mark.parametrize("one", [reshaped, cast])
 def test_what_a_scan_keeps_twice(one):
-    """There is advice for a reshape or a cast that a scan saves in addition to its operand.
+    """There is advice if a scan saves both an array and a reshaped or cast copy of it.
 
-    Outside of a loop, XLA needs no copy for a reshape, so there is no advice.
+    Outside of a loop, XLA needs no copy for a reshape. So there is no advice for it.
     """
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
@@ -571,9 +571,10 @@ def test_norms_of_the_user_s_own(name, stack):
 
 
 def test_primitives_that_recognisers_look_for():
-    """All primitives that recognisers of advice look for exist in this JAX.
+    """The installed JAX has every primitive that the recognisers of `memory_advice` look for.
 
-    If a new JAX renames a primitive, the failure names the recogniser to change.
+    A recogniser finds one pattern in a traced program. If a new JAX renames a primitive, the
+    failure names the recogniser to change.
     """
     names = {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
     ours = {name for name in names if name.startswith("jaxnorm.")}

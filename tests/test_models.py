@@ -1,4 +1,4 @@
-"""Models of other libraries, converted without changes: Hugging Face's in Flax, and equinox's.
+"""Hugging Face's Flax models and equinox models, converted without changes.
 
 These tests do not run by default: ``pip install --group models``, then ``pytest -m models``.
 """

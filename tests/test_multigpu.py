@@ -196,7 +196,8 @@ def final_losses(tmp_path, *options):
     """Run the demo, and return the final losses of its three trainings, with 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
-    # Without autotuning: timing algorithms for matmuls in each process takes longer than it saves.
+    # Autotuning is off. It would time algorithms for matmuls in each process, which takes longer
+    # than a faster matmul saves here.
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],

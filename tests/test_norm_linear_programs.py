@@ -134,11 +134,11 @@ def test_memory_of_unrolled_layers(dtype):
 
 @pytest.mark.remat
 def test_what_is_not_used_is_not_made():
-    """Rematerialisation recomputes only what the backward needs.
+    """`jax.checkpoint` recomputes only what the backward of rms_norm_linear needs.
 
-    With an activation, it needs the matmul's result z, and without one, only the norm. The
-    activation is never recomputed. With `save_policy` and no activation, the block recomputes
-    nothing.
+    With an activation, the backward needs the matmul's result z, so the norm and the matmul are
+    recomputed. Without an activation, only the norm is recomputed, and with `save_policy` nothing.
+    The activation itself is never recomputed.
     """
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 
@@ -186,10 +186,10 @@ def test_a_scan_keeps_h_once(around):
 
 
 def test_a_program_for_cuda():
-    """For CUDA, three kernels run for the norm.
+    """A program for CUDA has three kernel calls of the norm, and three matmuls.
 
-    One is its forward, one recomputes it in the backward pass, and one is its backward. If the
-    operands have 16 bits, the matmuls of both passes do, too.
+    The kernel calls are the norm's forward, the same forward again in the backward pass, and the
+    norm's backward. With 16-bit operands, all matmuls have 16-bit operands.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}

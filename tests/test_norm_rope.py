@@ -115,8 +115,8 @@ def test_tables_that_broadcast(lead, save, implementation):
 def test_tables_with_a_factor(factor, dtype, save, implementation):
     """Tables may be multiplied by a factor, as in YaRN and LongRoPE.
 
-    To invert the rotation, the backward divides by cos^2 + sin^2, which is factor^2. Without the
-    division, the recovered x_hat would be wrong by this number.
+    To invert the rotation, the backward divides by cos^2 + sin^2, which is factor^2. Without this
+    division, the recovered x_hat would be multiplied by factor^2.
     """
     cos, sin = tables((8, 1, 32), factor=factor)
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
@@ -235,7 +235,7 @@ def test_a_pair_whose_tables_are_zero(dtype):
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # The bound is NaN, because c2 is a sum over all columns, with those of the pair.
+    del dx_bound  # This bound is NaN, because c2 is a sum over all columns, also of the pair.
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])
@@ -362,11 +362,12 @@ def dscale_walk(ref, column, dtype):
 
 
 def test_outputs_beyond_float16():
-    """If an element of y is infinite in float16, only gradients of its rotated pair are wrong.
+    """If an element of y is infinite in float16, only gradients of its pair of columns are wrong.
 
-    This requires that the cotangent d of the element is 0. The backward replaces the infinity by
-    float16's largest number. Other columns of the row depend on it only through ``sum(dn * n)``.
-    This equals ``sum(d * y)`` for any rotation, and d is 0 at the infinite element.
+    The cotangent d of the infinite element is 0 here. The backward replaces the infinity by
+    float16's largest number. This number affects the other columns only through ``sum(dn * n)``,
+    which equals ``sum(d * y)`` for any rotation. There it is multiplied by d = 0, so it has no
+    effect.
     """
     scale = parameter(64, "float32").at[5].set(5e4)
     cos, sin = tables((8, 1, 32))

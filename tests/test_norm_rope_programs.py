@@ -1,4 +1,4 @@
-"""Residuals in programs of rms_norm_rope, in particular its tables."""
+"""The arrays that the derivative of rms_norm_rope saves, in particular the tables cos and sin."""
 
 import functools
 import re
@@ -57,8 +57,8 @@ WRAPPED = {
 def test_what_is_kept(around, save):
     """The derivative saves y (or x), one number per row, and no other array of x's size.
 
-    x = 3 * u is computed inside the function, so it cannot be an argument. Tables expanded to the
-    axes of x are saved, too.
+    Saved arguments are not counted. So x = 3 * u is computed inside the function. Tables expanded
+    to the axes of x are saved, too.
     """
     block = WRAPPED[around](lambda u, *others: jaxnorm.rms_norm_rope(3 * u, *others, save=save))
 

@@ -118,7 +118,8 @@ def loss_of(model):
 def test_tunix(make, caplog):
     """Converted models of Tunix compute the same values.
 
-    They save fewer bytes for the backward pass, by the number that memory_report predicts.
+    They save fewer bytes for the backward pass. The difference is the number that memory_report
+    predicts.
     """
     model, calls, count = make("float32")
     before, state = loss_of(model)

@@ -20,8 +20,8 @@ from jaxnorm.tools import selfcheck
 def with_fused_sizes(case, **options):
     """Return the case with sizes of 1024 instead of 1000.
 
-    Arrays are then multiples of 256 bytes long. XLA passes a slice to a kernel directly only if its
-    length is such a multiple.
+    The length of each array is then a multiple of 256 bytes. XLA passes a slice to a kernel
+    directly, without a copy, only in this case.
     """
     shapes = {
         name: tuple(1024 if size == 1000 else size for size in shape)
@@ -207,9 +207,9 @@ PATTERNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Results are bitwise the same under `jax.jit` and outside of it, where each slice is a copy.
+    """Results are bitwise the same with and without `jax.jit`. Without it, each slice is a copy.
 
-    The gradient is only run here. The tests above check its values.
+    The gradients need only be finite here, because the tests above check their values.
     """
     function, make = PATTERNS[name]
     operands = make()

@@ -139,7 +139,10 @@ def test_a_wide_gate_has_no_kernel(x64):
 
 
 def test_the_kernel_of_a_norm_and_a_product_is_asked_for_by_name():
-    """By default, rms_norm_linear runs the norm's kernels; its own kernel runs only on request."""
+    """By default, rms_norm_linear runs the kernels of rms_norm.
+
+    The kernel that fuses the norm and the matmul runs only on request.
+    """
     named = functools.partial(asked, "rms_norm_linear", ROWS)
     plan = named()
     assert plan == asked("rms_norm", ROWS)

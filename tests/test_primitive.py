@@ -105,7 +105,10 @@ def test_gradients_for_each_example_are_kernels():
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
 def test_an_axis_that_is_not_the_last_has_kernels(function):
-    """Over an axis that needs a transpose, kernels run only if they are requested."""
+    """If the reduced axis must first be transposed to the end, kernels run only on request.
+
+    Layer norms over a single axis need no transpose.
+    """
     x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
     for axis in (0, 1, (0, 2)):
         forced = functools.partial(function, axis=axis, implementation="mosaic")

@@ -92,7 +92,7 @@ def saved(rows, named, numbers):
 def norm_of(name, **options):
     """Return the norm `name` as a function of x and a vector s.
 
-    The vector is the value of all parameters. If the norm takes a residual or a gate, it is 2 * x.
+    Each parameter of the norm is s. A residual or a gate, if the norm takes one, is 2 * x.
     """
     function = getattr(jaxnorm, name)
     takes = inspect.signature(function).parameters

@@ -138,9 +138,10 @@ def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implemen
 
 
 def test_groups_whose_rows_are_not_consecutive():
-    """A parameter may differ between interleaved groups of rows. XLA's code then runs.
+    """XLA's code runs if rows with the same scale are not consecutive.
 
-    A parameter may have any shape that NumPy can broadcast to x.
+    Here, every third row has the same scale. Calls of this kind are supported, because a parameter
+    may have any shape that NumPy can broadcast to x.
     """
     x = normal((4, 3, 16), "float32", 0)
     scale = normal((3, 16), "float32", 1)

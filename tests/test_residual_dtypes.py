@@ -103,8 +103,8 @@ def test_two_norms(mix, save):
     check("rms_norm_add_rms_norm", x, **given, save=save, y_dtype=mix[2])
 
 
-# Dtypes for tests of a function with a single norm. Only one is float64: the dtype of x, of the
-# residual, or of y.
+# Combinations of dtypes for tests of a function with a single norm. In each combination, exactly
+# one of x, the residual and y is float64.
 ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in mix]
 
 

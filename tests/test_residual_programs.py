@@ -223,7 +223,7 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
 
     rules = row_operations._RULES
     monkeypatch.setattr(row_operations, "_accumulators", None)
-    # Create new primitives, without the transpose that uses accumulators.
+    # Create the primitives anew, without the transposition rule that uses accumulators.
     monkeypatch.setattr(rules, "primitive", functools.cache(rules.registered))
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 

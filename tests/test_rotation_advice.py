@@ -45,7 +45,7 @@ def neighbours(x, cos, sin):
 
 def step(rotated_norm, tables, x, w):
     q = rotated_norm((x @ w["q"]).reshape(BATCH, LENGTH, HEADS, HEAD), w["scale"], *tables)
-    y = (q * q).reshape(x.shape)  # so that q is saved, by the derivative of the square
+    y = (q * q).reshape(x.shape)  # squared, because the derivative of a square saves q
     return x + y @ w["out"]
 
 

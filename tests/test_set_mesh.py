@@ -249,7 +249,7 @@ def of_whole_arrays(function, batch):
     return analyse(transform(function), x, w)
 
 
-# The cases cover every pair of a function, a batch and a sharding of the weight.
+# For any two of function, batch and sharding of the weight, the cases cover every pair of values.
 WEIGHTS_OVER = [P("data"), P("data", None, "model"), P("data", "model")]
 IN_SHARDS = [
     pytest.param(function, batch, over, id=f"{function.__name__}-{batch}-{over}")

@@ -80,7 +80,7 @@ def moved(compiled):
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
 
 
-# All shardings over a mesh with two axes: of arrays with three axes, and of vectors.
+# All ways to shard an array with three axes, and a vector, over a mesh with two axes.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -118,7 +118,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            # Where the floor replaces a scale of 0, a nonzero bias would round floor * x_hat away.
+            # Where a tiny floor replaces a scale of 0, y is floor * x_hat + bias. With a nonzero
+            # bias, the rounding of y would lose floor * x_hat.
             bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
@@ -155,10 +156,11 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     """Return `call` under `jax.jit`.
 
-    `blocks` is the function that returns the number of blocks. It is an argument only because a
-    program depends on it: the cache's key consists of the arguments.
+    `blocks` is the function that returns the number of blocks. The kernel looks this function up
+    in its module, so it is not used here. It is an argument because the compiled program depends
+    on it, and the arguments are the key of `_program_once`'s cache.
     """
-    del blocks  # The kernel itself finds this function in its own module.
+    del blocks
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 
@@ -209,7 +211,8 @@ def norm_reference(
     g = np.ones((1, spec.cols))
     if scale is not None:
         g = of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
-    d_error = np.zeros_like(d)  # the error of the cotangent after the activation's derivative
+    # The error of the cotangent once it is multiplied by the activation's derivative.
+    d_error = np.zeros_like(d)
     if spec.norm.saved == "input":
         mean = stats[1].astype(np.float64)[:, None] if spec.norm.subtract_mean else 0.0
         xh = (saved - mean) * r

@@ -65,8 +65,7 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# Each schedule runs with each function, each dtype and each saved array; not every combination
-# runs, but every pair of values does.
+# For any two of function, dtype, saved array and schedule, the cases cover every pair of values.
 @pytest.mark.parametrize(
     ("op", "dtype", "saved", "case"),
     [

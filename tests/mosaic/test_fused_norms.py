@@ -39,8 +39,10 @@ class Family(NamedTuple):
     """The calls with which one fused norm is tested.
 
     Attributes:
-      options: the values of each option. The tests cover every pair of values.
-      changes: dicts of other options to change in the default call, each tested on 16 rows.
+      options: the values of each option. For any two options, the tests cover every pair of
+        values.
+      changes: dicts of further options. Each dict is tested on 16 rows, as a change of the default
+        call.
       shapes: for each call that is lowered or compiled, its numbers of rows and columns and, if
         groups of rows have their own parameters, the number of groups.
       mixes: the number of combinations of dtypes that are compiled.
@@ -165,8 +167,9 @@ def check(spec: Spec, schedule: Any) -> None:
 def in_turn(direction: str) -> Iterable[Any]:
     """Yield cases in which each schedule runs one combination of options.
 
-    One fast schedule runs every combination. This suffices, because the loops over rows do not
-    depend on the formula, and each kind of loop has several schedules.
+    One fast schedule runs all combinations. The other schedules need only one each, because a
+    schedule's loop over rows does not depend on the formula. Several schedules share each kind of
+    loop, so each loop still runs with several combinations.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:

@@ -31,7 +31,7 @@ LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 512
 LARGE += [(8192, 12288), (4096, 16384), (2048, 32768), (1024, 65536), (512, 131072)]
 UNALIGNED = [(8192, 4095), (1024, 50257), (4096, 9001)]
 
-# Widths for which the forward's table chooses each of its rules, with many rows.
+# With many rows, these widths together use every rule of the forward's schedule table.
 FORWARD_COLS = [72, 512, 768, 1000, 1024, 3000, 5120, 8192, 12288, 16384, 32768, 50257, 65536]
 FORWARD_COLS += [2**17, 2**18]
 

@@ -84,7 +84,10 @@ def in_rows(array: Any, spec: Spec) -> Any:
 
 
 def of_rows(spec: Spec) -> Spec:
-    """Return the spec of the same call on rows, with separate parameters for each row."""
+    """Return a spec of the same norm for arrays in rows, with separate parameters for each row.
+
+    `in_rows` reshapes arrays to this form.
+    """
     plain = changed(spec, inner=1, inner_cols=1, inner_params=False)
     return changed(plain, scale_groups=spec.rows, bias_groups=spec.rows)
 
@@ -255,9 +258,9 @@ def types(spec: Spec) -> list[Any]:
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
 
 
-#: Shapes (outer, cols, inner). Each rule of the table applies to one. In other shapes, `inner` is
-#: no multiple of the strip's width, or `cols` is no multiple of the number of warps. Each group is
-#: one channel.
+#: Shapes (outer, cols, inner). There is one shape for each rule of the schedule table. In the
+#: remaining shapes, `inner` is not a multiple of the strip's width, or `cols` is not a multiple of
+#: the number of warps. Each group has one channel.
 SHAPES = [(64, 8, 4096), (16, 32, 256), (16, 64, 3136), (32, 256, 4096), (8, 1000, 784)]
 SHAPES += [(8, 4096, 4096), (4, 3001, 144), (2, 12000, 64), (8, 333, 32), (8, 100, 16)]
 
@@ -390,7 +393,7 @@ def test_softmaxes_are_refused() -> None:
     ],
 )
 def test_calls_left_to_xla(function: str, shape: Any, axis: int, params: int) -> None:
-    """Calls that would need transposes around a kernel run XLA's code."""
+    """XLA's code runs for calls in which a kernel would need transposes before and after it."""
     call = getattr(jaxnorm, function)
     arrays = [jax.ShapeDtypeStruct(s, BF16) for s in (shape, *[(shape[axis],)] * params)]
 

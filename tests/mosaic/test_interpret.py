@@ -52,7 +52,7 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# Each schedule runs with each function, alternating between the dtypes.
+# For any two of function, dtype and schedule, the cases cover every pair of values.
 @pytest.mark.parametrize(
     ("op", "dtype", "case"),
     [

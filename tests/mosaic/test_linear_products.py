@@ -1,8 +1,8 @@
-"""Functions of linear logits, compiled by XLA for an H100: matmuls and memory traffic.
+"""Matmuls and memory traffic of losses whose logits are a matmul, compiled for an H100.
 
 The sizes are those of Llama 3 8B. XLA is restricted to cuBLAS here. On a real GPU, XLA may choose
-Triton's matmuls if they are faster. Like cuBLAS, these can add a matmul to an existing array
-(`test_products`).
+Triton's matmuls if they are faster. Triton's matmuls, like cuBLAS's, can add their result to an
+existing array, as `test_products` expects.
 """
 
 import re
@@ -95,7 +95,7 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
 def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
     """A chunk of the default size needs no more memory than a smaller chunk.
 
-    By default, a chunk has as many rows as the weight here.
+    Here, a chunk of the default size has as many rows as the weight.
     """
     default, fewer = (
         compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes

@@ -146,7 +146,8 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
 def test_values(op, cols, dtype, schedule, options):
     """Values and gradients are within their bounds.
 
-    Unaligned rows may start at up to 8 offsets within a 16-byte word. The nine rows have them all.
+    Unaligned rows may start at up to 8 offsets within a 16-byte word. If the number of columns is
+    odd, the test has nine rows. Together, these rows start at all offsets.
     """
     check(op, *operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
 
@@ -192,7 +193,10 @@ def test_labels(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_classes_that_are_masked_by_the_lowest_number(dtype):
-    """Classes may be masked by the dtype's lowest number, even all classes that a thread loads."""
+    """Classes may be masked by the dtype's lowest number.
+
+    This also works if all classes that one thread loads are masked.
+    """
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)

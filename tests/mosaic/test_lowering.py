@@ -42,7 +42,7 @@ RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
-# The cases cover every pair of a schedule, a function and a combination of dtypes.
+# For any two of schedule, function and dtypes, the cases cover every pair of values.
 @pytest.mark.parametrize(
     ("op", "case", "x", "y"),
     [
@@ -76,7 +76,7 @@ def test_residuals_lower(op: str, case: Case, dtypes: tuple[np.dtype, ...]) -> N
 def test_a_layout_that_does_not_fit_is_found() -> None:
     """Lowering rejects a layout that does not fit an operation.
 
-    So the test above would detect it.
+    So the tests that lower kernels fail if a kernel uses a wrong layout.
     """
     spec = make_spec("softmax", 4, 512, BF16, BF16)
     with pytest.raises(ValueError, match="holds rows of"):
@@ -116,8 +116,8 @@ SHAPES = [
 ]
 
 
-#: Shapes of calls with a residual: the supported ones of the shapes above, and widths at which no
-#: schedule table changes.
+#: Shapes of calls with a residual. These are the shapes above that are supported, and some shapes
+#: whose width is not a boundary between two rules of a schedule table.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 
@@ -129,7 +129,7 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec)
 
 
-# The cases cover every pair of a shape, a function and a combination of dtypes.
+# For any two of shape, function and dtypes, the cases cover every pair of values.
 @pytest.mark.parametrize(
     ("rows", "cols", "op", "dtypes"),
     [

@@ -112,9 +112,9 @@ def check(spec, schedule=None, params=None):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
-# The sizes give: partial tiles along rows, columns, features, or all of them; one step along the
-# columns, or fewer steps than pipeline stages. Some numbers of columns are not divisible by the
-# width of any swizzle, so the kernel copies tiles differently.
+# With these sizes, tiles are partial along the rows, the columns, the features, or all of them. The
+# loop over the columns has only one step, or fewer steps than the pipeline has stages. Some numbers
+# of columns are not divisible by the width of any swizzle, so the kernel copies tiles differently.
 SIZES = [
     (128, 256, 128, None),
     (136, 64, 128, F32),

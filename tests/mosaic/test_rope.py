@@ -37,7 +37,7 @@ SHARED = {
     "keys of one head": Shared(((96, True),), has_columns=True),
     "heads alike": Shared(((99, False),), has_columns=True),
 }
-# Columns of a head, and how many of them are rotated.
+# Pairs: the number of columns of a head, and the number of rotated columns.
 SIZES = [(32, 32), (32, 16), (48, 32)]
 MIXES = [(BF16, F32, BF16), (F32, F32, F32), (F32, BF16, BF16), (F16, F32, F16), (BF16, F32, F32)]
 

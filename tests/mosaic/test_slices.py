@@ -158,7 +158,11 @@ def operations(text: str) -> collections.Counter[str]:
 @pytest.mark.parametrize("direction", [lambda f: f, gradients], ids=["forward", "gradient"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_arrays_cost_nothing(name, direction, compiler, monkeypatch):
-    """If no operand is a slice, the barriers add no operation to the program."""
+    """If no operand is a slice, the barriers around kernels add no operation to the program.
+
+    They are XLA's optimization barriers. They put operands and results into separate buffers, whose
+    addresses are aligned.
+    """
     function, shapes = WHOLE[name]
     found = operations(compiled(compiler, direction(function), *shapes))
     jax.clear_caches()

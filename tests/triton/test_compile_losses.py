@@ -84,7 +84,7 @@ def test_entropies_compile(direction, cols):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_divergences_compile(direction, cols, reverse):
-    """Each width and each GPU meets all dtypes and both kinds of caps."""
+    """Each width and each GPU is compiled with all dtypes and both kinds of caps."""
     for turn, (dtype, teacher_dtype) in enumerate(PAIRS, WIDTHS.index(cols) + reverse):
         caps = CAPPED | {"teacher_softcap": 30.0 if turn % 4 else None} if turn % 2 else {}
         spec = make_spec(
@@ -131,8 +131,8 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     for access in ("ld", "st"):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
         assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
-        # All other accesses load four numbers per row. In unaligned rows, the code for the ends of
-        # a row has four more such loads, and 16 accesses to single elements.
+        # The remaining loads read four 4-byte numbers per row. If rows are unaligned, the code for
+        # the ends of a row loads these numbers again, and loads and stores 16 single elements.
         ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
         of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
         assert ones == of_rows + (0 if is_aligned else 16)
@@ -150,7 +150,8 @@ def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     assert {*re.findall(r"cp\.async\.c[ag]", forward.ptx)} == {"cp.async.cg"}
     for access, arrays in (("ld", 2), ("st", 1)):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
-        # In unaligned rows, only whole blocks are; the other ones have their own code.
+        # In unaligned rows, only complete blocks of columns are accessed 16 bytes at a time.
+        # Separate code accesses the other columns.
         assert sum(".v4." in kind for kind in kinds) == arrays * 8 * dtype.itemsize // 16
 
 

@@ -133,7 +133,10 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 
 
 def in_turn():
-    """Yield calls that cover every pair of a GPU, a width, a dtype and the options."""
+    """Yield cases with different GPUs, widths, dtypes, directions and options.
+
+    For any two of these parameters, the cases cover every pair of values.
+    """
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
         for gpu, cols, dtype, direction, *values in pairwise(*axes):
@@ -149,7 +152,8 @@ def test_tables_compile(family, gpu, cols, dtype, direction, given):
     held = FAMILIES[family].columns
     is_held = not choose(spec, GPUS[gpu]).is_looped(spec) if held is None else cols <= held
     for kernel in compile_call(spec, GPUS[gpu]):
-        # At most half of the 32 values that a thread holds of the widest rows may spill.
+        # If rows are held in registers, a thread holds up to 32 values of 4 bytes. At most half of
+        # these values may spill.
         assert not is_held or kernel.spilled <= 4 * 32 / 2
 
 
@@ -275,7 +279,7 @@ def test_calls_lower_for_cuda(name):
 # ----------------------------------------------------------------------- norms with rotary
 # embedding
 
-# Columns of a head, and how many of them are rotated.
+# Pairs: the number of columns of a head, and the number of rotated columns.
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
 HEADS += [(1024, 1024)]
 

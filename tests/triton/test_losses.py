@@ -18,8 +18,8 @@ from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = pytest.mark.triton
 
-# Dtypes and columns. Unaligned rows may start at up to 8 offsets within a 16-byte word. The nine
-# rows of a test have them all.
+# Dtypes and columns. Unaligned rows may start at up to 8 offsets within a 16-byte word. Together,
+# the nine rows of a test start at all of these offsets.
 CASES = [("bfloat16", 101), ("float32", 101), ("float16", 104), ("float32", 100), ("bfloat16", 37)]
 
 

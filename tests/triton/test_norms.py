@@ -42,8 +42,9 @@ class Family(NamedTuple):
     """The calls with which one operation is tested.
 
     Attributes:
-      options: the values of each option. With each schedule, every pair of values is tested.
-      changes: other changes to the default call.
+      options: the values of each option. For any two options, or an option and the schedule, every
+        pair of values is tested.
+      changes: dicts of further options that are changed in the default call.
       backward: True if its backward kernels differ from those of a norm without fused operations.
     """
 

@@ -1,7 +1,7 @@
-"""The options that Triton kernels read are fields of their classes. This test needs no Triton.
+"""Every field that a Triton kernel reads from a compile-time parameter exists.
 
-A kernel's compile-time parameters are records, and type checkers do not check kernels. Without this
-test, a renamed option would only be found when a kernel is compiled.
+The compile-time parameters of a kernel are records. Type checkers do not check kernels, so without
+this test a renamed field would only be found when a kernel is compiled. This test needs no Triton.
 """
 
 import ast
