@@ -117,7 +117,10 @@ def _found(program: Program) -> Iterator[Loss]:
 
 
 def _ours(value: Value) -> Loss | None:
-    """Return the call of one of jaxnorm's losses whose logits are `value`, or None."""
+    """Find the call of a jaxnorm loss that takes `value` as its logits.
+
+    Return that call, or None if there is none.
+    """
     for user in kept_arrays.users(value):
         name = user.made_by.removeprefix("jaxnorm.")
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:

@@ -3,7 +3,7 @@
 With a = logits_scale and c = logit_softcap:
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a softcap
-    g = x                f = a    dz / dx = a                without
+    g = x                f = a    dz / dx = a                without a softcap
 
 Kernels compute maxima and differences from g. They multiply by f only in exponents and results, as
 the XLA implementation does.
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# Lower limit of the exponents t in products such as t * exp(t) * sum. exp(t) is still 0 at this
-# limit. If t is -inf, or if t * sum overflows, a factor 0 * inf would make the product NaN. With
-# the limit, it is 0.
+# Lower limit of the exponents t in products such as t * exp(t) * sum. Already at this limit, exp(t)
+# is 0. If t were lower (such as -inf), t or t * sum could be infinite, and the product 0 * inf
+# would be NaN. With the limit, the product is 0.
 _FAR = -1e20
 
 
