@@ -94,7 +94,7 @@ class LossWorkload(FewParameters):
     def row_operands(self) -> tuple[Array, ...]:
         """Shapes and dtypes of x, weight (if there is one), and labels or a teacher's arrays.
 
-        The standard deviation of weight is chosen so that that of the logits is about 1.
+        The standard deviation of weight is chosen so that the logits have one of about 1.
         """
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)

@@ -11,7 +11,7 @@ and backward (``bwd``)::
     tan      none         residuals, tangents         tangents of the results of rows
     bwd      none         residuals, cotangents       gradients of sum(cotangents * results)
 
-The primals of a call are, in this order and if the call has them::
+A call has these primals, in this order; only `x` and `weight` are in every call::
 
     `x` (..., d)
     `weight` (d, V)
@@ -79,8 +79,8 @@ class LinearLossCall:
 
     Attributes:
       function: name of the public function.
-      wrt: the names among x, weight and bias that have a gradient (``fwd``, ``bwd``) or a tangent
-        (``tan``).
+      wrt: the names of the operands (x, weight or bias) whose gradients the pass returns
+        (``fwd``, ``bwd``) or whose tangents it takes (``tan``).
       keeps: True if the outputs also include the row statistics.
       has_where: True if the call has a boolean mask or float weights of positions.
       has_mask: True if the call has a mask of classes.
@@ -89,7 +89,8 @@ class LinearLossCall:
       several: True if each row has several labels.
       has_teacher_bias, teacher_softcap, reverse: options of a divergence.
       dtype: the argument ``dtype``; None for the dtype to which x and weight promote. See `dtypes`.
-      precision: value of ``jax.default_matmul_precision`` when the user called the function.
+      precision: the value that ``jax.default_matmul_precision`` had when the user called the
+        function.
     """
 
     function: Function
@@ -174,7 +175,7 @@ class LinearLossCall:
     def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
         """Return the call without unused gradients, so that their matmuls are not computed.
 
-        `used` has a bool for each result.
+        `used` has a bool for each result: True if the program uses the result.
         """
         if self.direction != "fwd" or self.reduction == "none":
             return self
@@ -263,7 +264,7 @@ class LinearLossCall:
         return np.dtype(np.float32) if is_narrow else dtype
 
     def result_dtype(self, types: dict[str, Any]) -> np.dtype:
-        """Return the dtype of the arithmetic and of the results other than gradients.
+        """Return the dtype of the arithmetic, which is also the dtype of results except gradients.
 
         `types` is a dict from names of operands to arrays or types.
         """

@@ -9,14 +9,14 @@ A chunk takes up to three matmuls, which XLA computes:
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
-their buffer. For log-probabilities, logits are float32: differences of 16-bit logits z would have
-an error of 2^-9 |z|.
+their buffer. For log-probabilities, logits are float32: if the logits z were rounded to 16 bits,
+their differences would have errors of about 2^-9 |z|.
 
 dlogits are the gradients of the logits, in the dtype of the matmuls' operands. Their magnitude is
 that of probabilities. Multiplied by small factors, they could underflow (below 6e-8 in float16,
 below 1e-45 in float32). So all factors are applied elsewhere, in float32: 1 / n and `logits_scale`
-multiply the results of the matmuls. The weight or cotangent of a row multiplies this row of dx.
-For dW, it multiplies this row of x.
+multiply the results of the matmuls. The loss weight or the cotangent of a row multiplies the same
+row of dx. For dW, it multiplies the same row of x before the matmul.
 """
 
 import functools
@@ -43,9 +43,9 @@ from jaxnorm.operations.linear_loss_call import (
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
 
-# Before the loop, weight's axis of classes is padded to a multiple of this number, so that rows of
-# 16-bit arrays are a multiple of 16 bytes. Otherwise, XLA would pad the operands and slice the
-# result of every matmul in the loop.
+# Before the loop, the classes of weight are padded to a multiple of this number. Rows of 16-bit
+# arrays are then a multiple of 16 bytes. Otherwise, XLA would pad the operands and slice the result
+# of every matmul in the loop.
 _COLUMNS = 8
 
 _WHOLE = Over()
@@ -162,9 +162,10 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
 def reduced(
     losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
 ) -> jax.Array:
-    """Return the sum of `losses` over `axes` or, for a mean, this sum / the sum of the weights.
+    """Return the sum or the mean of `losses` over `axes`.
 
-    `where` has the weights. The losses are already multiplied by them.
+    `where` has the weights of the losses, which are already multiplied by them. The mean is the sum
+    of the losses, divided by the sum of the weights.
     """
     total = jnp.sum(losses, axes)
     if reduction == "sum":
@@ -177,7 +178,7 @@ Carry = dict[str, jax.Array]
 
 
 class _Chunks:
-    """The three passes of a call, for a two-dimensional x and arrays with one number per row."""
+    """The three passes of a call. x is two-dimensional: its leading axes are flattened to rows."""
 
     def __init__(
         self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
@@ -287,7 +288,9 @@ class _Chunks:
         if factor != 1:
             cotangents, scale = [ct / factor for ct in cotangents], scale * factor
         of_x = of_weight = scale
-        shares = None  # The factor of each row in the gradients of weight and bias; None for 1.
+        # In the gradients of weight and bias, each row is multiplied by its share; None stands for
+        # shares of 1.
+        shares = None
         if sizes is not None:
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
             largest = self.largest(sizes)
@@ -350,7 +353,7 @@ class _Chunks:
         return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
-        """Return the tangents of the results of the rows, from the tangents of the operands."""
+        """Compute the tangents of the rows' results from the tangents of the operands."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
         tw = None if tw is None else self.padded(tw, self.dtype)
@@ -390,7 +393,7 @@ class _Chunks:
         return losses if self.where is None else weighted(losses, _like(self.where, losses))
 
     def scale(self) -> jax.Array:
-        """Return the factor by which the sum of losses is multiplied.
+        """Return the factor that turns the sum of the losses into the result.
 
         It is 1 for a sum, and 1 / (sum of weights) for a mean.
         """

@@ -40,7 +40,8 @@ class _LossRules(Rules[LinearLossCall]):
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Return the types of a call's results.
 
-        Results with a number for each row are sharded like x, and gradients like their operands.
+        Results with a number for each row are sharded like the rows of x. A gradient is sharded
+        like its operand.
         """
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
@@ -108,8 +109,8 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[list[jax.Array], list[Any]]:
         """Return the total (a mean or a sum) and its tangent.
 
-        The tangent is a sum over the operands: each term is the inner product of the operand's
-        gradient, which is in `outputs`, and its tangent.
+        The tangent is a sum with one term per operand: the inner product of the operand's tangent
+        and its gradient. `outputs` has the total and the gradients.
         """
         total, *gradients = outputs
         of = dict(zip(head.wrt, gradients))
@@ -297,7 +298,8 @@ def _without_left_out_rows(
 ) -> dict[str, jax.Array]:
     """Return the tangents with x's tangent set to 0 in rows whose weight in ``where`` is 0.
 
-    x's gradient is 0 in these rows. But if x's tangent is NaN there, the product of both is NaN.
+    x's gradient is 0 in these rows. It is multiplied by x's tangent, and if the tangent were NaN
+    there, the product would be NaN.
     """
     where = dict(zip(head.primals, primals)).get("where")
     if where is None or "x" not in tangents:

@@ -161,7 +161,7 @@ def _kl_divergence_fwd(
     a, b = tl.sum(a, axis=1)[:, None], tl.sum(b, axis=1)[:, None]
 
     share = b / s_p
-    is_close = tl.abs(share) < 0.5  # Otherwise, log1p of a number near -1 would lose digits.
+    is_close = tl.abs(share) < 0.5  # log1p would lose digits if its argument were near -1.
     near = log1p(tl.where(is_close, share, 0.0))
     log_share = tl.where(is_close, near, tl.log(s_q / s_p))
     y = a / s_p + log_share

@@ -12,8 +12,8 @@ If d is the cotangent of the log-probability, e the cotangent of the entropy, an
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-With a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`. The
-equations then give the gradient of f g(x), and x - m stands for f (g(x) - m).
+With a logits scale or a softcap, the logits are f * g(x), as defined in the module `logits`. The
+equations then give the gradient of f * g(x), and x - m stands for f * (g(x) - m).
 
 An element of dx depends on the same element of x, and on the label, the statistics and the
 cotangents of the row. It does not depend on other elements of x. So a block can process a part of a

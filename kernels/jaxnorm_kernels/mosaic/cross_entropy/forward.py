@@ -7,9 +7,10 @@ For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
     log_prob = -(D + log(s))      entropy = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
 r is a number near the logits, so that the sum of x - r loses little accuracy: r = x_l, or 0 if x_l
-is infinite. Both terms of the entropy, log(s) and -T / s, are nonnegative, so nothing cancels. With
-a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`: x then stands
-for g(x), and differences are multiplied by f. Columns of padding are treated as logits of -inf.
+is infinite. Both terms of the entropy, log(s) and -T / s, are nonnegative, so nothing cancels.
+Columns of padding are treated as logits of -inf. With a logits scale or a softcap, the logits are
+f * g(x), as defined in the module `logits`. In the formulas, x then stands for g(x), and
+differences are multiplied by f.
 
 A row is read once, in a loop. Each thread keeps the maximum of the elements that it has read so
 far, and sums relative to this maximum. When the maximum grows to m', the sums are rescaled::
@@ -81,8 +82,8 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # With a third sum or with tanh, a thread needs 80 registers. Then a block of 512 threads would
-    # leave no room for a second block on the SM.
+    # With a third sum or with tanh, a thread needs 80 registers. With blocks of 512 threads, an SM
+    # would not have enough registers for two blocks.
     takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
@@ -140,7 +141,7 @@ def _row(
         read = functools.partial(load_units, ref=x, row=row)
         add = functools.partial(_add, label=label, r=r, spec=spec)
         parts = gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
-        # Without smoothing, the label's logit is needed only here, not before the row.
+        # Without smoothing, the label's logit is needed only here, not before the loop.
         sums = _merge(parts, spec)
         return _finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec)
 

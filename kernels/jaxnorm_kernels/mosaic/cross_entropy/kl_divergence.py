@@ -1,8 +1,8 @@
 """KL divergence of a teacher's and a student's distribution, forward and backward pass.
 
 The forward pass computes KL(P || Q). P is the teacher's distribution and Q the student's; if
-``reverse``, P is the student's and Q the teacher's. With logits z = f g(x) as defined in the module
-`logits`, and d = z - max(z) for each of P and Q:
+``reverse``, P is the student's and Q the teacher's. The module `logits` defines the logits, z =
+f * g(x). The *depth* of a logit z is d = z - max(z). Subscripts name the distribution:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 
@@ -99,7 +99,7 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two logits z = f g(x), from their values of g.
+        """Return the difference of two logits z = f * g(x), from their values of g.
 
         The result is exactly 0 for equal logits with equal softcaps.
         """

@@ -1,4 +1,4 @@
-"""Logits of a loss, z = f g(x): a scaled and optionally capped input x.
+"""Logits of a loss, z = f * g(x): a scaled and optionally capped input x.
 
 With a = logits_scale and c = logit_softcap:
 
@@ -26,9 +26,9 @@ _FAR = -1e20
 def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Compute g, the (capped) logits before the factor f, in float32.
 
-    x is an array of logits, or the scalar logit of the label. For float32 logits, tanh is accurate
-    to 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the accurate one the
-    forward pass reached only 0.47 of a copy's bandwidth (H200).
+    x is an array of logits, or the scalar logit of the label. For float32 logits, the absolute
+    error of tanh is at most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the
+    accurate one the forward pass reached only 0.47 of a copy's bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -66,7 +66,7 @@ def probability(
 
 
 def times_slope(dz: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
-    """Return the gradient of x, given the gradient `dz` of the logits z = f g(x)."""
+    """Return the gradient of x, given the gradient `dz` of the logits z = f * g(x)."""
     if spec.loss.logit_softcap is not None:
         dz = dz * ((1 - g) * (1 + g))
     return dz if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * dz
