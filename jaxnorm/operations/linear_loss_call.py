@@ -264,7 +264,7 @@ class LinearLossCall:
         return np.dtype(np.float32) if is_narrow else dtype
 
     def result_dtype(self, types: dict[str, Any]) -> np.dtype:
-        """Return the dtype of the arithmetic, which is also the dtype of results except gradients.
+        """Return the dtype of the arithmetic and of the results. Gradients may have other dtypes.
 
         `types` is a dict from names of operands to arrays or types.
         """
