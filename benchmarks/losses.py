@@ -1,4 +1,4 @@
-"""The suite `loss`: losses, log-probabilities and divergences, of logits or of a linear layer.
+"""The suite `loss`: losses, log-probabilities and divergences, with or without a linear layer.
 
 To add a loss, add an entry here, and a function to each module of `benchmarks/providers` whose
 library has the loss. This module does not import JAX or torch, like `workloads`.
@@ -21,7 +21,7 @@ FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
 #: The shape of the last layer of Llama 3 8B: rows, features, classes.
 LINEAR_LOGITS: tuple[Shape, ...] = ((8192, 4096, 128256),)
 
-#: Gemma 2's cap of the logits: SOFTCAP tanh(logits / SOFTCAP).
+#: The cap of Gemma 2's logits, which are ``SOFTCAP * tanh(logits / SOFTCAP)``.
 SOFTCAP = 30.0
 
 
@@ -30,15 +30,16 @@ class Loss:
     """The measured shapes and dtypes of one loss.
 
     Attributes:
-      shapes: rows x classes; or rows x features x classes, for x (rows, features) and weight
-        (features, classes).
+      shapes: (rows, classes) for a loss of logits. With a linear layer, (rows, features, classes):
+        x is (rows, features), and weight is (features, classes).
       dtypes: the dtypes of x and weight. Results are float32.
       mean: True if the result is the mean over the positions; False if each position has a result
         and a cotangent.
       has_teacher: True if the logits are compared with a teacher's, which have the same shape;
         False if they are compared with labels.
       results: the number of arrays that the function returns.
-      products: the number of matmuls in forward and backward pass together.
+      products: the number of matmuls in forward and backward pass together; 0 without a linear
+        layer.
     """
 
     shapes: tuple[Shape, ...]
@@ -61,8 +62,8 @@ _LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, _BOTH, _DTYPES),
     "capped_cross_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES),
-    # A model's last layer and its loss. The reference is the provider `products`, which only
-    # computes the matmuls.
+    # A model's last layer and its loss. Times are compared with the provider `products`, which
+    # computes only the matmuls.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": _LINEAR,
     # The label's log-probability and the entropy of each position. Each position has its own
@@ -93,7 +94,7 @@ class LossWorkload(FewParameters):
     def row_operands(self) -> tuple[Array, ...]:
         """Shapes and dtypes of x, weight (if there is one), and labels or a teacher's arrays.
 
-        The weight's standard deviation is such that the logits' deviation is about 1.
+        The standard deviation of weight is chosen so that the logits have one of about 1.
         """
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)
@@ -136,7 +137,7 @@ class LossWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Number of operations of all matmuls in the direction; 0 for a loss without a weight."""
+        """Number of floating-point operations of all matmuls; 0 without a linear layer."""
         of_logits = (1 + self.loss.has_teacher) * (len(self.sizes) - 2)
         products = self.loss.products if self.direction == "fwd+bwd" else of_logits
         return 2 * products * math.prod(self.sizes)

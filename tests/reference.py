@@ -28,7 +28,7 @@ def unit_roundoff(dtype: str) -> float:
 def of_roundings(count: int, dtype: str, size: float | np.ndarray) -> np.ndarray:
     """Return a bound on the error of `count` successive roundings to `dtype`.
 
-    The rounded numbers have magnitudes of at most `size`.
+    `size` is the largest magnitude of the numbers that are rounded.
     """
     return np.asarray(count * unit_roundoff(dtype) * size)
 

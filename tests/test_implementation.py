@@ -277,9 +277,10 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch, tmp_path):
-    """Return a function that registers an implementation whose import raises an error.
+    """Return a function ``make(name)``, which registers a module whose import raises an error.
 
-    It also counts the imports.
+    ``make`` returns a function without arguments. This function returns a list of the names of all
+    imports that were attempted so far.
     """
     monkeypatch.setattr(backends, "_failures", {})
     monkeypatch.setattr(backends, "_told", set())

@@ -1,4 +1,4 @@
-"""The cross-entropy of XLA's code on a CPU.
+"""Tests of the cross-entropy that jaxnorm computes with XLA, without kernels, on a CPU.
 
 XLA's code reshapes a row to a matrix. The columns of this matrix are called lanes. One sum adds the
 exponentials of all lanes except the label's lane. A second sum adds the exponentials of the label's

@@ -168,7 +168,7 @@ def test_the_law(dtype, case):
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """A recovered x_hat is clipped to its maximum sqrt(N), which rounding errors could exceed."""
+    """Rounding can make a recovered x_hat exceed its maximum, sqrt(N), so it is clipped."""
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):

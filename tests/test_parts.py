@@ -115,8 +115,9 @@ with_own_rule.defvjp(
 
 checkpointed = jax.checkpoint(rms_norm)
 
-#: Maps a name to a function, and to another one that creates its arguments. Without copies, most of
-#: these programs would pass an unaligned address to a kernel.
+#: Maps a name to two functions. The first one passes slices of arrays to jaxnorm. The second one
+#: creates its arguments. jaxnorm must copy these slices: otherwise, most of the compiled functions
+#: would pass an unaligned address to a kernel.
 PATTERNS = {
     "labels tokens[1:]": (
         lambda x, t: loss(x, t[1:]),

@@ -280,7 +280,7 @@ def test_what_runs_again(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_names(name):
-    """The residuals of a function have the documented names, which policies see."""
+    """The arrays that each function saves have the documented names, which policies see."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block(name), *a)[0])(*operands())
     assert {*names(jaxpr)} == NAMES.get(name, {"jaxnorm_out", "jaxnorm_rstd"})
 

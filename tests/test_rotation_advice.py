@@ -30,7 +30,7 @@ def halves(x, cos, sin):
 def whole(x, cos, sin):
     """Rotate as Hugging Face does: x * cos + swapped * sin.
 
-    `swapped` exchanges both elements of each rotated pair, and negates the first of them.
+    `swapped` is x with the two elements (a, b) of each rotated pair replaced by (-b, a).
     """
     cos, sin = (jnp.concatenate([a, a], -1).astype(x.dtype) for a in (cos, sin))
     a, b = jnp.split(x, 2, axis=-1)

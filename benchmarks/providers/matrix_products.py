@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 def _logits(x: Array, weight: Array) -> Array:
-    # Without the barrier, XLA could compute only those few logits that are returned.
+    # The program returns only a few logits. The barrier keeps XLA from computing only these.
     return jax.lax.optimization_barrier(x @ weight)
 
 
@@ -65,8 +65,8 @@ def _four_forward(
 def _four_backward(
     saved: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
-    # Without the barrier, XLA would save the logits of the forward pass instead of recomputing
-    # them.
+    # This pass must recompute the logits. The barrier keeps XLA from saving the logits of the
+    # forward pass instead.
     (x, weight), _ = jax.lax.optimization_barrier((saved, cotangents))
     return _three_backward((x, weight, _logits(x, weight)), cotangents[0])
 

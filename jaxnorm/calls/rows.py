@@ -300,12 +300,15 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of groups into which a parameter divides the elements of x, or None.
+    """Return the number of groups of elements of x that share one value of a parameter, or None.
 
-    The elements of a group share one value of the parameter, and are consecutive in row-major
-    order. If the parameter is broadcast along one axis and varies along a later one, there are no
-    such groups, and the result is None. `sizes` are the sizes of some axes of x. `parameter` has
-    the parameter's sizes along the same axes: equal, or 1 where the parameter is broadcast.
+    The elements of a group are consecutive in row-major order. If the parameter is broadcast along
+    one axis and varies along a later one, elements that share a value are not consecutive, and the
+    result is None.
+
+    Args:
+      parameter: the sizes of some axes of the parameter; 1 where the parameter is broadcast.
+      sizes: the sizes of the same axes of x.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

@@ -37,13 +37,14 @@ def linear_kl_divergence(
 ) -> jax.Array:
     r"""Kullback-Leibler divergence of two linear layers' outputs, without storing all logits.
 
-    The result is a reduction of :func:`kl_divergence` for the student's logits ``x @ weight +
-    bias`` and the teacher's logits ``teacher_x @ teacher_weight + teacher_bias``. Only the logits
-    of one chunk of rows are in memory at a time, in the forward and in the backward pass. One loop
-    over the chunks computes the divergence and, if it is differentiated, the gradients. The
-    gradient of a mean or a sum takes four matmuls: two for the logits, and two for the gradients of
-    x and weight. With ``reduction="none"`` it takes six, because the backward pass recomputes the
-    logits. A divergence that is not differentiated takes two.
+    The student's logits are ``x @ weight + bias``, and the teacher's logits are ``teacher_x @
+    teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
+    that :func:`kl_divergence` computes. Only the logits of one chunk of rows are in memory at a
+    time, in the forward and in the backward pass. One loop over the chunks computes the divergence
+    and, if it is differentiated, the gradients. A divergence that is not differentiated takes two
+    matmuls. A mean or a sum and its gradients take four: two for the logits, and two for the
+    gradients of x and weight. With ``reduction="none"``, they take six, because the backward pass
+    recomputes the logits.
 
     The operands of a matmul are cast to the dtype to which they promote, as in ``jnp.matmul``. A
     chunk's logits are the float32 sums of the matmuls, without rounding.
@@ -64,8 +65,8 @@ def linear_kl_divergence(
         times its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`. The memory of a chunk
-        then includes the float32 logits of the student and of the teacher.
+        None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does. The limit of 1 GiB
+        then applies to the float32 logits of the student and the teacher together.
       logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits with bias, as in
         :func:`kl_divergence`. logits_scale may be an array.
       dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For

@@ -36,12 +36,12 @@ def linear_softmax_cross_entropy(
 ) -> jax.Array:
     r"""Cross-entropy of the logits ``x @ weight + bias`` and integer labels, without these logits.
 
-    Only the logits of one chunk of rows are in memory at a time. The result is a reduction of
-    :func:`softmax_cross_entropy_with_integer_labels`. One loop over the chunks computes the loss
-    and, if it is differentiated, the gradients. The gradient of a mean or a sum takes three
-    matmuls: one for the logits, and two for the gradients of x and weight. With
-    ``reduction="none"`` it takes four, because the backward pass recomputes the logits. A loss that
-    is not differentiated takes one.
+    Only the logits of one chunk of rows are in memory at a time. The result is the mean, the sum or
+    the array of the losses that :func:`softmax_cross_entropy_with_integer_labels` computes. One
+    loop over the chunks computes the loss and, if it is differentiated, the gradients. A loss that
+    is not differentiated takes one matmul. A mean or a sum and its gradients take three: one for
+    the logits, and two for the gradients of x and weight. With ``reduction="none"``, they take
+    four, because the backward pass recomputes the logits.
 
     The dtype of the matmuls' operands is the one to which x and weight promote, as in
     ``jnp.matmul``. With a float32 weight, all three matmuls are therefore in float32, unless
@@ -61,18 +61,19 @@ def linear_softmax_cross_entropy(
         which may be negative and have no gradient. It has as many axes as labels, and broadcasts to
         their shape. Where it is False or 0, label and x are ignored, even if x is NaN, and x's
         gradient is 0.
-      reduction: ``"mean"``: sum(where * loss) / sum(where), or 0 if the denominator is 0;
-        ``"sum"``: sum(where * loss); or ``"none"``: the loss of each position, times its weight.
+      reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
+        ``"sum"``: ``sum(where * loss)``; or ``"none"``: the loss of each position, times its
+        weight.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose: the larger of 2048 and d, but fewer rows, down to 512, if a
-        chunk's logits would take more than 1 GiB. Besides the gradients, the function allocates a
-        chunk's logits, which are overwritten by their gradient, and the float32 array in which
-        weight's gradient is accumulated. With larger chunks, that array is loaded and stored less
-        often.
+        None lets jaxnorm choose: a chunk has at most max(2048, d) rows. If the logits of such a
+        chunk take more than 1 GiB, it has fewer rows, but at least 512. Besides the gradients, the
+        function allocates two arrays: a chunk's logits, which are overwritten by their gradient,
+        and the float32 array in which weight's gradient is accumulated. With larger chunks, the
+        float32 array is loaded and stored less often.
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
         spread evenly over all classes.
-      z_loss: a finite Python number of at least 0. It is multiplied by the square of the
-        log-sum-exp of the logits, and added to the loss.
+      z_loss: a finite Python number of at least 0. The loss gets an additional term: ``z_loss``
+        times the square of the log-sum-exp of the logits.
       logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`. logits_scale may be an array.
       dtype: dtype of the logits, and of the matmuls' operands if these promote to a wider dtype.
@@ -201,7 +202,8 @@ def of_linear_logits(
         array, of_classes = _where(head, where, x, weight)
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
         if function == _LOG_PROB and array.dtype != bool:
-            # The primitive computes unweighted results, because its residuals include them.
+            # The primitive's results are also residuals, and the derivative needs them without
+            # weights. So the weights are applied after the primitive.
             weights, array = array, counted(array)
         arrays.append(array)
     if scale.array is not None:
@@ -218,10 +220,10 @@ def of_linear_logits(
 def _where(
     head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
-    """Check the argument ``where``. Return it as an array, and True if it is a mask of classes.
+    """Check the argument ``where``. Return an array, and True if the array is a mask of classes.
 
-    If it is no mask of classes, it is a boolean mask or float weights of positions, which are
-    broadcast to the shape of x without the last axis.
+    Otherwise, the array is a boolean mask or float weights of positions. It is broadcast to the
+    shape of x without the last axis.
     """
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
@@ -357,13 +359,13 @@ def linear_log_prob_and_entropy(
       logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose as in :func:`linear_softmax_cross_entropy`, for float32 logits.
+        None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does for float32 logits.
       dtype: dtype to which x and weight are cast if they promote to a wider dtype. For example,
         ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls have 16 bits. None for the
         dtype to which they promote.
-      implementation: name of the implementation that computes the results of a chunk's logits; None
-        lets jaxnorm choose. ``implementation_for("log_prob_and_entropy", (chunk, V), jnp.float32)``
-        shows the choice.
+      implementation: name of the implementation that computes log_prob and entropy from a chunk's
+        logits; None lets jaxnorm choose. ``implementation_for("log_prob_and_entropy", (chunk, V),
+        jnp.float32)`` shows the choice.
 
     Returns:
       (log_prob, entropy): log_prob has labels' shape, and entropy the shape of x without its last

@@ -1,25 +1,35 @@
 """The static description of a call of a linear loss, and the arrays of its passes.
 
-A linear loss is a function of the logits x weight + bias that has results for each row: a loss, a
-divergence, or a log-probability and an entropy. Optionally, losses or divergences are reduced to
-their mean or sum. A call has up to three passes, forward (``fwd``), tangent (``tan``) and backward
-(``bwd``)::
+A linear loss computes the logits ``x @ weight + bias``, and from these one or two results for each
+row: a loss, a divergence, or a log-probability and an entropy. Losses and divergences may be
+reduced to their mean or sum. A call has up to three passes, forward (``fwd``), tangent (``tan``)
+and backward (``bwd``)::
 
     pass     reduction    takes                       returns
     fwd      mean, sum    primals                     the mean or sum, and gradients of `wrt`
     fwd      none         primals                     results of rows; if `keeps`, also statistics
-    tan      none         primals, kept, tangents     tangents of the results of rows
-    bwd      none         primals, kept, cotangents   gradients of sum(cotangents * results)
+    tan      none         residuals, tangents         tangents of the results of rows
+    bwd      none         residuals, cotangents       gradients of sum(cotangents * results)
 
-The primals are x (..., d), weight (d, V), bias (V,), labels (...) or (..., k), where (...), mask
-(..., V) and logits_scale (...). Instead of labels, a divergence has teacher_x (..., e),
-teacher_weight (e, V) and teacher_bias (V,), which are constants. `kept` are residuals besides the
-primals. The tangent and the backward pass are linear in tangents and cotangents, and each is the
+A call has these primals, in this order; only `x` and `weight` are in every call::
+
+    `x` (..., d)
+    `weight` (d, V)
+    `bias` (V,)
+    `labels` (...), or (..., k) for k labels of each row
+    `where` (...)                 mask or weights of positions
+    `mask` (..., V)               mask of classes
+    `logits_scale` (...)
+
+Instead of `labels`, a divergence has the constants `teacher_x` (..., e), `teacher_weight` (e, V)
+and `teacher_bias` (V,). The residuals, which the tangent and the backward pass take, are the
+primals and the results of the forward pass that `LinearLossCall.kept` names. The tangent pass is
+linear in the tangents, and the backward pass in the cotangents. Each of the two passes is the
 transpose of the other.
 
-The logits are computed in chunks of rows. For each chunk, a `Call` of the corresponding function of
-logits, such as the cross-entropy, computes the results. If the classes are sharded, plain JAX
-computes them on the shards.
+The logits are computed in chunks of rows. A chunk's results are computed from its logits by a
+`Call` of the corresponding loss, such as the cross-entropy. If the classes are sharded, plain JAX
+computes the results on the shards.
 """
 
 import dataclasses
@@ -45,15 +55,15 @@ Function = Literal[
 ]
 Reduction = Literal["mean", "sum", "none"]
 #: The kind of an operand or a result. A "row" array has one number per row, a "candidate" array has
-#: k numbers per row, for k labels. A "total" is a mean or a sum. "bias" is also teacher_bias's
-#: kind.
+#: k numbers per row, for k labels. A "total" is a mean or a sum. The kind "bias" is used for `bias`
+#: and for `teacher_bias`.
 Kind = Literal[
     "x", "weight", "bias", "row", "candidate", "mask", "total", "teacher_x", "teacher_weight"
 ]
-#: The kinds of arrays whose leading axes are those of x, the axes of its rows.
+#: The kinds of arrays that begin with the same axes as x: all axes of x but the last.
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
 
-#: For each linear loss, the public function of logits that it applies to each chunk.
+#: Maps each linear loss to the public loss that takes logits. It is computed on each chunk.
 OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
     "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
@@ -69,8 +79,8 @@ class LinearLossCall:
 
     Attributes:
       function: name of the public function.
-      wrt: the names among x, weight and bias that have a gradient (``fwd``, ``bwd``) or a tangent
-        (``tan``).
+      wrt: the names of the operands (x, weight or bias) whose gradients the pass returns
+        (``fwd``, ``bwd``) or whose tangents it takes (``tan``).
       keeps: True if the outputs also include the row statistics.
       has_where: True if the call has a boolean mask or float weights of positions.
       has_mask: True if the call has a mask of classes.
@@ -79,7 +89,8 @@ class LinearLossCall:
       several: True if each row has several labels.
       has_teacher_bias, teacher_softcap, reverse: options of a divergence.
       dtype: the argument ``dtype``; None for the dtype to which x and weight promote. See `dtypes`.
-      precision: value of ``jax.default_matmul_precision`` when the user called the function.
+      precision: the value that ``jax.default_matmul_precision`` had when the user called the
+        function.
     """
 
     function: Function
@@ -113,7 +124,7 @@ class LinearLossCall:
 
     @property
     def operation(self) -> Operation:
-        """The entry, in the table of operations, of the operation that is applied to the logits."""
+        """The operation that is applied to the logits, as the table `OPERATIONS` describes it."""
         function = FUNCTIONS[OF_LOGITS[self.function]]
         op = function.several if self.several else function.op
         assert op is not None
@@ -134,11 +145,12 @@ class LinearLossCall:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of the forward pass's results that the other two passes take as residuals.
+        """Names of forward results that the tangent and the backward pass take as residuals.
 
-        For losses and divergences, these are empty: a program that needs only the gradient then
-        runs no forward pass. A program that differentiates log-probabilities runs the forward pass
-        anyway, because it uses their values.
+        There are none for losses and divergences. Their tangent and backward passes do not depend
+        on the forward pass, so a program that needs only the gradient does not run it. A program
+        that differentiates log-probabilities runs the forward pass anyway, because it uses their
+        values.
         """
         operation = self.operation
         if operation.results.keys() == {"y"}:
@@ -161,9 +173,9 @@ class LinearLossCall:
         return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
 
     def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
-        """Return the call without the gradients that are unused, to save their matmuls.
+        """Return the call without unused gradients, so that their matmuls are not computed.
 
-        `used` has a bool for each result.
+        `used` has a bool for each result: True if the program uses the result.
         """
         if self.direction != "fwd" or self.reduction == "none":
             return self
@@ -188,12 +200,12 @@ class LinearLossCall:
 
     @property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals, the first operands of the tangent and backward passes."""
+        """Names of the residuals, which are the first operands of the tangent and backward pass."""
         return self.primals + self.kept
 
     @property
     def residuals(self) -> int:
-        """Number of residuals of the tangent and backward passes."""
+        """Number of arrays saved for the tangent and backward passes."""
         return len(self.residual_names)
 
     @property
@@ -228,10 +240,10 @@ class LinearLossCall:
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
         """Return the dtype of the matmul's operands, and the dtype of the logits.
 
-        `x` and `weight` are the dtypes of these arrays. If the user requested a wider dtype than
-        the one to which they promote, it applies to the logits only, because wider operands would
-        not be more accurate. For log-probabilities and divergences, logits are not rounded: they
-        have the dtype of the sums.
+        `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. If the user
+        requested a wider dtype, only the logits have it, because wider operands would not be more
+        accurate. For log-probabilities and divergences, logits are not rounded: they have the dtype
+        in which the matmul accumulates.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
@@ -243,15 +255,16 @@ class LinearLossCall:
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of an operand that has the dtype `dtype`.
 
-        A forward pass computes gradients for a cotangent of 1, and the backward pass multiplies
-        them by the cotangent, which includes the loss scale. Before that, small float16 gradients
-        would underflow (below 6e-8), so a forward pass returns them in float32.
+        A forward pass computes gradients for a cotangent of 1. The backward pass multiplies them by
+        the cotangent, which includes the loss scale. Without this factor, small gradients would
+        underflow in float16 (below 6e-8). A forward pass therefore returns the gradients of float16
+        operands in float32.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
 
     def result_dtype(self, types: dict[str, Any]) -> np.dtype:
-        """Return the dtype of the arithmetic and of the results other than gradients.
+        """Return the dtype of the arithmetic and of the results. Gradients may have other dtypes.
 
         `types` is a dict from names of operands to arrays or types.
         """
@@ -279,10 +292,10 @@ class Over:
       gathered: a tuple for each axis of x's rows: the mesh axes among `classes` over which x is
         sharded along this axis outside the loop. x is gathered over them, and its gradient is
         reduce-scattered.
-      moved: a tuple for each axis of x's rows: mesh axes among `rows` that shard this axis in the
-        loop, but shard x along d outside the loop. They are the last ones that shard the axis. An
-        all-to-all before the loop exchanges shards of d for shards of rows; another one after the
-        loop reverses this for the gradient of x.
+      moved: a tuple for each axis of x's rows: the mesh axes that shard this axis in the loop, and
+        d outside the loop. They are the last (innermost) mesh axes of this axis. An all-to-all
+        before the loop exchanges shards of d for shards of rows; another one after the loop
+        reverses this for the gradient of x.
     """
 
     rows: tuple[str, ...] = ()
@@ -305,16 +318,16 @@ def call_of(
     teacher_dtype: np.dtype | None = None,
     candidates: int | None = None,
 ) -> Call:
-    """Return the call of the function of logits that runs on a chunk.
+    """Return the static description of the loss that is computed from a chunk's logits.
 
     Args:
-      head: the call of the linear loss, whose function the errors name.
+      head: the call of the linear loss. Error messages name its function.
       shape: shape of the chunk's logits.
       dtype: dtype of the chunk's logits.
       has_positions: True if the call has a mask of positions.
       mask: shape of the mask of classes, or None.
       teacher_dtype: dtype of the teacher's logits, for a divergence.
-      candidates: number of labels of each row, if there are several.
+      candidates: number of labels of each row; None if each row has one label.
     """
     of_logits = OF_LOGITS[head.function]
     if of_logits == "kl_divergence":
@@ -354,7 +367,7 @@ def call_of(
 
 
 def forward(call: Call, operands: Arrays) -> Arrays:
-    """Return the outputs of a chunk's forward pass by name, from its operands by name."""
+    """Return a dict with the outputs of a chunk's forward pass. `operands` maps names to arrays."""
     results = _bind(call, [operands.get(name) for name in call.primals])
     return dict(zip(call.returns, results))
 
@@ -391,7 +404,7 @@ def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Run the forward pass in plain JAX on one device's shard of the classes.
 
-    The JVP rule below is needed because `jax.lax.pmax` has no derivative.
+    The function has its own JVP rule, because `jax.lax.pmax` has no derivative.
     """
     return call.xla(*[a for a in arrays if a is not None])
 
@@ -407,10 +420,13 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 
 # Limits for the number of rows of a chunk. Each chunk loads and stores dW, the float32 gradient of
 # weight. The smaller the chunks, the more time this takes compared to the matmul that computes dW:
-# with chunks of 4096, 2048 and 1024 rows, both together take 1.05, 1.14 and 1.49 times as long as
-# the matmul (H100, bfloat16). Chunks of d rows do not raise the peak of memory, because a chunk's
-# logits are freed before dW is cast to weight's dtype. With 8192 rows, d = 4096 and 128256 classes,
-# chunks of 4096 and 2048 rows take 39.9 and 41.1 ms, and 2100 and 2068 MiB (H200).
+# with chunks of 4096, 2048 and 1024 rows, loading, storing and the matmul together take 1.05, 1.14
+# and 1.49 times as long as the matmul (H100, bfloat16).
+#
+# Up to d rows, a chunk's logits need no more memory than dW. They are freed before dW is cast to
+# weight's dtype, so the peak of memory does not rise. A call with 8192 rows, d = 4096 and 128256
+# classes takes 39.9 ms and 2100 MiB with chunks of 4096 rows, and 41.1 ms and 2068 MiB with chunks
+# of 2048 rows (H200).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # Rows of a matmul's tile. The number of rows of a chunk is a multiple of it.
@@ -425,7 +441,9 @@ def chunk_rows(
     factors: np.dtype,
     shards: int = 1,
 ) -> int:
-    """Return the number of rows of a chunk. All chunks have the same, so the first two may overlap.
+    """Return the number of rows of a chunk; all chunks of a call have this number.
+
+    If it does not divide the number of all rows, the first two chunks overlap.
 
     Args:
       chunk: the number of rows that the user requested, or None.
@@ -433,9 +451,9 @@ def chunk_rows(
       weight: shape (d, classes) of one device's shard of weight.
       logits: dtype of the logits.
       factors: dtype of the matmuls' operands.
-      shards: number of shards of the classes. Devices exchange row statistics for each chunk. With
-        more shards, each has fewer classes, so chunks may have more rows without more memory, and
-        there are fewer exchanges.
+      shards: number of shards of the classes. With more shards, each has fewer classes, so chunks
+        of more rows take no more memory. They are faster, because devices exchange row statistics
+        for each chunk.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))

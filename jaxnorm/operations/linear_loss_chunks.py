@@ -2,21 +2,21 @@
 
 A chunk takes up to three matmuls, which XLA computes:
 
-    logits = x W + b          stored for the current chunk only
-    dx     = dlogits W^T      written into the chunk's rows of an array for all rows
-    dW    += x^T dlogits      accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
+    logits = x @ W + b        stored for the current chunk only
+    dx     = dlogits @ W^T    written into the chunk's rows of an array for all rows
+    dW    += x^T @ dlogits    accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
                               beta = 1), because the loop's carry has no other use
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
-their buffer. For log-probabilities, logits are float32: differences of 16-bit logits z would have
-an error of 2^-9 |z|.
+their buffer. For log-probabilities, logits are float32: if the logits z were rounded to 16 bits,
+their differences would have errors of about 2^-9 |z|.
 
-dlogits are the gradients of the logits, in the dtype of the matmuls' operands. They are of the size
-of probabilities. Small factors would make them underflow (below 6e-8 in float16, below 1e-45 in
-float32), so other factors are applied elsewhere, in float32. The results of the matmuls are
-multiplied by 1 / n and `logits_scale`. The weight or cotangent of a row is multiplied into its row
-of dx and, for dW, into its row of x.
+dlogits are the gradients of the logits, in the dtype of the matmuls' operands. Their magnitude is
+that of probabilities. Multiplied by small factors, they could underflow (below 6e-8 in float16,
+below 1e-45 in float32). So all factors are applied elsewhere, in float32: 1 / n and `logits_scale`
+multiply the results of the matmuls. The loss weight or the cotangent of a row multiplies the same
+row of dx. For dW, it multiplies the same row of x before the matmul.
 """
 
 import functools
@@ -43,9 +43,9 @@ from jaxnorm.operations.linear_loss_call import (
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
 
-# Before the loop, weight's axis of classes is padded to a multiple of this number, so that rows of
-# 16-bit arrays are a multiple of 16 bytes. Otherwise, XLA would pad the operands and slice the
-# result of every matmul in the loop.
+# Before the loop, the classes of weight are padded to a multiple of this number. Rows of 16-bit
+# arrays are then a multiple of 16 bytes. Otherwise, XLA would pad the operands and slice the result
+# of every matmul in the loop.
 _COLUMNS = 8
 
 _WHOLE = Over()
@@ -69,7 +69,8 @@ def run(
     def gathered(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "x":
             # Inside `jax.shard_map`, the type of the gathered x must say that it is replicated
-            # ("invarying"). In code for XLA's partitioner, types have no mesh axes.
+            # ("invarying"). In code for XLA's partitioner, types have no mesh axes, so there is
+            # nothing to say.
             is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
             to = "invarying" if is_typed else "varying"
             return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
@@ -80,7 +81,7 @@ def run(
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # The mask becomes one row for all rows of x, or one row for each.
+        if kind == "mask":  # Give the mask one row, or as many rows as x.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
@@ -161,9 +162,10 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
 def reduced(
     losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
 ) -> jax.Array:
-    """Return the sum of weighted losses over `axes`; for a mean, divide it by the sum of weights.
+    """Return the sum or the mean of `losses` over `axes`.
 
-    `where` has the weights, which `losses` already include.
+    `where` has the weights of the losses, which are already multiplied by them. The mean is the sum
+    of the losses, divided by the sum of the weights.
     """
     total = jnp.sum(losses, axes)
     if reduction == "sum":
@@ -176,7 +178,7 @@ Carry = dict[str, jax.Array]
 
 
 class _Chunks:
-    """The three passes of a call, for a two-dimensional x and arrays with one number per row."""
+    """The three passes of a call. x is two-dimensional: its leading axes are flattened to rows."""
 
     def __init__(
         self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
@@ -194,8 +196,8 @@ class _Chunks:
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = head.result_dtype(by_name)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
-        # There is no padding in two cases. If the classes are sharded, it would be in the middle of
-        # each row. A mask of classes would need padding as well.
+        # The classes are not padded in two cases. If they are sharded, the padding would be in the
+        # middle of each row. If there is a mask of classes, it would have to be padded too.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # Cast and pad once, before the loop.
@@ -235,8 +237,9 @@ class _Chunks:
         """Return, for each row, the magnitude of its largest cotangent, rounded to a power of two.
 
         Cotangents are divided by it to avoid underflow; division by a power of two is exact. If
-        each row has a scale of its logits, the scale is a factor of the magnitude. The result is 1
-        for rows with a weight of 0, and for rows whose magnitude is 0 or not finite.
+        ``logits_scale`` has a number for each row, the magnitude is multiplied by this number
+        before it is rounded. The result is 1 for rows with a weight of 0, and for rows whose
+        magnitude is 0 or not finite.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
@@ -251,7 +254,7 @@ class _Chunks:
         return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
 
     def of_rows(self) -> list[jax.Array]:
-        """Return the results of all rows and, if the call returns them, the statistics."""
+        """Return the results of all rows and, if `keeps` is set in the call, the statistics."""
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
@@ -275,8 +278,9 @@ class _Chunks:
     ) -> list[jax.Array]:
         """Return `scale` times the gradients of sum(cotangents * results).
 
-        A forward pass also returns the losses of the rows, before the gradients. `sizes` is the
-        result of the method `sizes`, or None if all sizes are 1.
+        A forward pass also returns the losses of the rows, before the gradients. `sizes` has, for
+        each row, the power of two by which its cotangents are divided in the loop (see the method
+        `sizes`). None stands for 1 in all rows.
         """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
@@ -284,7 +288,9 @@ class _Chunks:
         if factor != 1:
             cotangents, scale = [ct / factor for ct in cotangents], scale * factor
         of_x = of_weight = scale
-        shares = None  # The factor of each row in the gradients of weight and bias; None for 1.
+        # In the gradients of weight and bias, each row is multiplied by its share; None stands for
+        # shares of 1.
+        shares = None
         if sizes is not None:
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
             largest = self.largest(sizes)
@@ -347,7 +353,7 @@ class _Chunks:
         return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
-        """Return the tangents of the results of the rows, from the tangents of the operands."""
+        """Compute the tangents of the rows' results from the tangents of the operands."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
         tw = None if tw is None else self.padded(tw, self.dtype)
@@ -375,9 +381,9 @@ class _Chunks:
         return [self.weighted(y), *others]
 
     def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
-        """Return the residuals of a chunk's derivative by name.
+        """Return a dict with the arrays that the derivative of a chunk's results takes.
 
-        Statistics that were not saved are recomputed.
+        Statistics that the forward pass did not save are recomputed.
         """
         operands = rows.operands(logits)
         kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
@@ -387,7 +393,7 @@ class _Chunks:
         return losses if self.where is None else weighted(losses, _like(self.where, losses))
 
     def scale(self) -> jax.Array:
-        """Return the factor by which the sum of losses is multiplied.
+        """Return the factor that turns the sum of the losses into the result.
 
         It is 1 for a sum, and 1 / (sum of weights) for a mean.
         """
@@ -408,12 +414,15 @@ class _Chunks:
         return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
 
     def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Cast weight, bias or a tangent of one, and pad its axis of classes with zeros."""
+        """Cast `a` to `dtype`, and pad its last axis (the classes) with zeros.
+
+        `a` is weight, bias, the tangent of weight, or the tangent of bias.
+        """
         a = a.astype(dtype)
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
-        """Return the matmul of two matrices that contracts the axes `over[0]` of a, `over[1]` of b.
+        """Return the matmul of `a` and `b` over axis `over[0]` of `a` and axis `over[1]` of `b`.
 
         The sums are float32 (or float64) and are rounded once, to `dtype`.
         """
@@ -423,9 +432,9 @@ class _Chunks:
         )
 
     def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
-        """Return the call of the function of logits that runs on a chunk.
+        """Return the static description of the loss that is computed from a chunk's logits.
 
-        `shape` is the shape of the chunk's logits.
+        `shape` is the shape of these logits.
         """
         call = linear_loss_call.call_of(
             self.head,
@@ -508,10 +517,12 @@ class _Teacher:
 class _Rows:
     """The rows of one chunk, with methods that slice the arrays of the call.
 
-    All chunks have the same number of rows, without padding. If that does not divide the number of
-    all rows, the first chunk overlaps the second. The rows in both are masked in the first chunk,
-    and the second chunk overwrites the results of the first there. The first row of such a chunk is
-    not aligned, so its slices are copied for kernels, which need aligned addresses.
+    All chunks have the same number of rows, without padding. If this number does not divide the
+    number of all rows, the first two chunks overlap. The rows that they share are masked in the
+    first chunk, and the second chunk overwrites their results.
+
+    With an overlap, the slices of later chunks may start at addresses that are not aligned. Kernels
+    need aligned addresses, so the slices are copied.
     """
 
     def __init__(self, chunks: _Chunks, index: jax.Array):
@@ -522,7 +533,8 @@ class _Rows:
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
-        # False for rows that are masked: by the user, or because the next chunk has them too.
+        # A mask: False for rows that the user masks, and for rows that the next chunk has, too.
+        # None if there are no such rows.
         self.counted = own
 
     @property
@@ -533,7 +545,7 @@ class _Rows:
         return mask if len(mask) == 1 else self.of(mask)
 
     def operands(self, logits: jax.Array) -> Carry:
-        """Return the operands of the function of logits by name, given this chunk's logits."""
+        """Return a dict with the operands of the loss that takes this chunk's logits."""
         operands = {"x": logits, "saved": logits}
         if self.chunks.labels is not None:
             name = "candidates" if self.chunks.head.several else "labels"
@@ -549,9 +561,9 @@ class _Rows:
         return operands
 
     def kept(self) -> Carry:
-        """Return the saved residuals of this chunk's rows by name.
+        """Return a dict with this chunk's rows of the saved results and statistics.
 
-        The statistic log_sum is -inf for masked rows, which makes the loss ignore them.
+        The statistic log_sum is set to -inf in masked rows, which makes the loss ignore them.
         """
         kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
         if self.counted is not None:
@@ -587,12 +599,13 @@ def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
 def _power_of_two(scale: float) -> float:
     """Return the largest power of two that is at most `scale`; multiplying by it is exact.
 
-    The exponent is limited, so that numbers near 1 stay finite if multiplied or divided by it.
+    The result is limited to 2^-100 ... 2^100, so that numbers near 1 stay finite if they are
+    multiplied or divided by it.
     """
     _, exponent = math.frexp(scale)
     return 2.0 ** max(-100, min(exponent - 1, 100))
 
 
 def _inverse(total: jax.Array) -> jax.Array:
-    """Return 1 / total; return 0 if total is 0, because the mean of nothing is defined as 0."""
+    """Return 1 / total, or 0 if total is 0: the mean of no rows is defined as 0."""
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))

@@ -3,12 +3,11 @@
 If the result is a mean or a sum, the JVP rule binds a forward pass that also returns the gradients.
 The tangent is the inner product of these gradients with the operands' tangents.
 
-If the results are those of each row, the JVP rule binds the tangent primitive, which takes the
-primals and the rows' statistics. Its transpose is the backward primitive. Both recompute the
-logits.
+If each row has its own result, the JVP rule binds the tangent primitive. It takes the primals and
+the rows' statistics. Its transpose is the backward primitive. Both recompute the logits.
 
-A call that is not differentiated takes one matmul. The gradient of a mean or sum takes three, and
-the gradient of the rows' results four. (A divergence also computes the teacher's logits.)
+A call that is not differentiated takes one matmul. With the gradients, a mean or a sum takes three,
+and results of each row take four. (A divergence also computes the teacher's logits.)
 """
 
 import functools
@@ -41,7 +40,8 @@ class _LossRules(Rules[LinearLossCall]):
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Return the types of a call's results.
 
-        Results with a number for each row are sharded like x, and gradients like their operands.
+        Results with a number for each row are sharded like the rows of x. A gradient is sharded
+        like its operand.
         """
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
@@ -88,8 +88,8 @@ class _LossRules(Rules[LinearLossCall]):
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
-        # Compute all gradients, because a policy decides what to save before it is known which
-        # gradients are needed. Unused ones are removed later as dead code.
+        # Compute all gradients: a policy of `jax.checkpoint` decides which of them to save before
+        # JAX knows which of them are used. Unused gradients are removed later as dead code.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
     def names(self, head: LinearLossCall) -> list[str | None]:
@@ -109,8 +109,8 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[list[jax.Array], list[Any]]:
         """Return the total (a mean or a sum) and its tangent.
 
-        The tangent is a sum over the operands: each term is the inner product of the operand's
-        gradient, which is in `outputs`, and its tangent.
+        The tangent is a sum with one term per operand: the inner product of the operand's tangent
+        and its gradient. `outputs` has the total and the gradients.
         """
         total, *gradients = outputs
         of = dict(zip(head.wrt, gradients))
@@ -118,8 +118,8 @@ class _LossRules(Rules[LinearLossCall]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # `linear` saves the gradient in its dtype, instead of the float32 copy that this function
-        # computes from it.
+        # With `linear`, the gradient is saved as it is here, in its own dtype. The float32 copy
+        # that `inner_product` makes of it is not saved.
         terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
@@ -128,10 +128,13 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: it becomes one call with more rows, or a loop over the batch elements.
 
-        The loop is used if weight or bias is batched, or if the call returns gradients of these,
-        which differ between batch elements. The matmuls of one element are large enough for a GPU.
-        A batch of means is computed from the losses of all rows of one call. So if the gradient is
-        taken outside `jax.vmap`, weight's gradient is accumulated over all rows in one loop.
+        The loop is used if weight or bias is batched, or if the call returns gradients of weight or
+        bias, because these differ between batch elements. The loop is not slow: the matmuls of one
+        element fill a GPU.
+
+        A batch of means (or sums) is not computed in a loop. One call returns the losses of all
+        rows, which are then averaged for each batch element. If the user differentiates the
+        batched function, weight's gradient is therefore accumulated in one loop over all rows.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -159,11 +162,16 @@ class _LossRules(Rules[LinearLossCall]):
         """Return the sharding of the loop's rows and classes, and each device's function.
 
         The rows and classes stay sharded over the mesh axes that already shard them, if the number
-        of shards divides their sizes. The rows are also sharded over mesh axes that shard d only,
-        or that shard V but cannot shard the loop's classes: otherwise, devices along these axes
-        would repeat the same work. If x is sharded along d, devices exchange shards of d for shards
-        of rows. If weight is sharded along d (FSDP), it is gathered once, before the loop. If a
-        mesh axis shards both the rows and V, weight or x is gathered, whichever is smaller.
+        of shards divides their sizes. The rows are also sharded over two other kinds of mesh axes,
+        so that devices along these do not repeat the same work:
+
+        * mesh axes that shard only d;
+        * all mesh axes that shard V, if one of them shards the rows, too. The loop's classes are
+          then not sharded.
+
+        If x is sharded along d, devices exchange shards of d for shards of rows. If weight is
+        sharded along d (FSDP), it is gathered once, before the loop. If a mesh axis shards both the
+        rows and V, weight or x is gathered, whichever is smaller.
 
         Gradients are reduced over the devices once, after the loop, and scattered to the sharding
         of their operands. XLA's own partitioning would gather and reduce in each iteration.
@@ -182,7 +190,8 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        # Start with the innermost mesh axis, so that the exchanges keep the order of d's elements.
+        # Exchange over the innermost mesh axis first: it concatenates shards that are neighbours in
+        # d, so the elements of d stay in order.
         for name in reversed(features):
             axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
@@ -218,8 +227,8 @@ class _LossRules(Rules[LinearLossCall]):
     def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
-        # The axis d of weight has another name (k) than the axis d of x. So Shardy leaves weight
-        # and its gradient in weight's own sharding.
+        # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
+        # shard weight and its gradient like x. With two names, both keep weight's sharding.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         factors |= {"teacher_x": f"{rows} e", "teacher_weight": "f v", "candidate": f"{rows} c"}
         if head.has_mask:
@@ -239,9 +248,9 @@ def _gathered_rows(
 ) -> tuple[tuple[str, ...], ...]:
     """Return, for each axis of x's rows, the mesh axes over which x is gathered before the loop.
 
-    These mesh axes shard both this axis and the classes. They are the innermost ones of the axis,
-    so that gathered rows are in order. If weight is smaller than x, so that it is cheaper to gather
-    weight over these mesh axes, the results are empty.
+    These mesh axes shard both the axis of x's rows and the classes. They are the last (innermost)
+    mesh axes of the axis of rows, so that gathered rows are in order. If it is cheaper to gather
+    weight, because weight is smaller than x, all tuples are empty.
 
     Args:
       x, weight: types of the arrays.
@@ -265,8 +274,9 @@ def _gathered_rows(
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
     """Choose an axis of the rows to shard over the mesh axis `name`; return its index, or None.
 
-    An axis that `name` already shards in the labels is preferred, then the leftmost axis. The
-    result is None if no axis can be divided into that many shards.
+    The choice is the first axis whose size is divisible by the number of shards. Axes that `name`
+    already shards in the labels are tried before the others. The result is None if no size is
+    divisible.
 
     Args:
       rows: for each axis of the rows, the mesh axes that shard it. `name` is added in place.
@@ -288,7 +298,8 @@ def _without_left_out_rows(
 ) -> dict[str, jax.Array]:
     """Return the tangents with x's tangent set to 0 in rows whose weight in ``where`` is 0.
 
-    x's gradient is 0 there, but 0 times a tangent of NaN would be NaN.
+    x's gradient is 0 in these rows. It is multiplied by x's tangent, and if the tangent were NaN
+    there, the product would be NaN.
     """
     where = dict(zip(head.primals, primals)).get("where")
     if where is None or "x" not in tangents:

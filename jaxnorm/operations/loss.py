@@ -137,10 +137,10 @@ def of_rows(
     logits_scale: checks.ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Check the arguments of a function of logits and labels; return its results, unweighted.
+    """Check the arguments of a loss that takes logits and labels, and compute its results.
 
-    `options` are further arguments of `loss_call`. The second return value is the mask or the
-    weights of positions, or None. The caller multiplies the results by the weights.
+    Return the results, and the mask or the weights of positions (or None). The results are not
+    multiplied by the weights: the caller does this. `options` are further arguments of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -201,7 +201,7 @@ def loss_call(
     has_scale: bool = False,
     logit_softcap: float | None = None,
 ) -> Call:
-    """Check the options of a function of logits and labels, and return its forward call.
+    """Check the options of a loss that takes logits and labels, and return its forward call.
 
     Args:
       function: name of the public function.

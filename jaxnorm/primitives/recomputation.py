@@ -186,9 +186,9 @@ def _transpose_recomputed(
 #     awaits=False    (true, true, *arrays, *tangents) -> tangent
 #     awaits=True     (true, true, *arrays, cotangent) -> cotangents       the transpose
 #
-# In the transpose, a barrier makes the two bools wait for the cotangent. `groups` has, for each
-# tangent, the number of a bool (0 or 1). The transpose computes the cotangent of this tangent from
-# intermediates that depend on this bool.
+# In the transpose, a barrier makes the two bools wait for the cotangent. `groups` selects one of
+# the bools for each tangent: 0 for the first, and 1 for the second. The transpose computes the
+# cotangent of this tangent from intermediates that depend on the selected bool.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 

@@ -225,7 +225,7 @@ class _RowRules(Rules[Call]):
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Transpose a tangent pass: return the cotangents of its tangent operands by name.
+        """Transpose a tangent pass: return a dict with the cotangents of its tangent operands.
 
         `cotangents` are the cotangents of its results. `names` are the names of the operands whose
         cotangents are needed. A returned cotangent of None stands for zero.

@@ -110,9 +110,9 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def with_residuals(self, call: P) -> P | None:
-        """Return the forward pass that also returns the residuals of the derivative.
+        """Return the forward pass that also returns the arrays saved for the derivative.
 
-        The result is None if there are no residuals that a rematerialisation policy could save.
+        Return None if there are no such arrays that a rematerialisation policy could save.
         """
 
     @abc.abstractmethod
@@ -223,7 +223,7 @@ class Rules[P: Pass](abc.ABC):
     ) -> list[jax.Array | None]:
         """Run the tangent pass of a call and return the tangents of its results.
 
-        `tangents` has the operands' tangents by name. If all are zero, each result is None.
+        `tangents` maps names of operands to tangents. If all are zero, each result is None.
         """
         nonzeros = nonzero(tangents.items())
         tangent = call.tangent((*nonzeros,))
@@ -249,7 +249,7 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Transpose a tangent pass: return the cotangents of its tangent operands by name.
+        """Transpose a tangent pass: return a dict with the cotangents of its tangent operands.
 
         `cotangents` are the cotangents of its results. `names` are the names of the operands whose
         cotangents are needed.

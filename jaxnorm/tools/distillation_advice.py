@@ -65,7 +65,10 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Return the divergence whose student's softmax has these `exponentials`, or None."""
+    """Find a divergence in which `exponentials` belong to the student's softmax.
+
+    Return the divergence, or None if there is none.
+    """
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None
     student, scale = _logits_of(exponentials)

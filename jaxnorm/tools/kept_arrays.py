@@ -302,9 +302,10 @@ def _line(equation: Any) -> str:
 
 
 def _line_of(operands: Sequence[Value]) -> str:
-    """Return the source line of the first operand whose line is known; "" if there is none.
+    """Return the source line of the first operand that has one; "" if none of them does.
 
-    It is used for an equation whose own line is unknown, which occurs in derivatives.
+    An equation without a source line of its own gets this line. In derivatives, some equations have
+    no source line.
     """
     return next((v.source for v in operands if v.source), "")
 
@@ -362,9 +363,9 @@ def uncast(value: Value) -> Value:
 
 
 def number(value: Value) -> float | None:
-    """Return the number that all elements of a value are equal to, or None.
+    """Return the number that is the value of all elements, or None if there is none.
 
-    Such a value is a literal, or the cast, reshape or broadcast of a literal.
+    A number is only found if `value` is a literal, or the cast, reshape or broadcast of a literal.
     """
     value = origin(value)
     while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:

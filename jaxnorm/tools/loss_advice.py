@@ -14,8 +14,7 @@ from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
-# For each function of logits, the function that computes it together with the linear layer before
-# it.
+# Maps a loss that takes logits to the loss that also includes the linear layer before it.
 _LINEAR = {
     _FUNCTION: "linear_softmax_cross_entropy",
     "log_prob_and_entropy": "linear_log_prob_and_entropy",
@@ -117,7 +116,10 @@ def _found(program: Program) -> Iterator[Loss]:
 
 
 def _ours(value: Value) -> Loss | None:
-    """Return the call of one of jaxnorm's losses whose logits are `value`, or None."""
+    """Find the call of a jaxnorm loss that takes `value` as its logits.
+
+    Return that call, or None if there is none.
+    """
     for user in kept_arrays.users(value):
         name = user.made_by.removeprefix("jaxnorm.")
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
@@ -322,7 +324,10 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
 
 
 def from_matmul(logits: Value) -> list[Value] | None:
-    """Return the chain of arrays from the logits back to the matmul of a linear layer, or None."""
+    """Find the matmul of a linear layer that computes the logits.
+
+    Return the list of arrays from the logits back to this matmul, or None if there is no matmul.
+    """
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
         path.append(value)
@@ -355,9 +360,9 @@ def _is_saved(operand: Value, program: Program) -> bool:
 
 
 def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
-    """Return the saved array that is needed only as this operand of the matmul, or None.
+    """Find the saved array that is used only as the operand `operand` of `matmul`.
 
-    The result is None if the operand is not saved, or if other computations need it as well.
+    Return None if the operand is not saved, or if other computations use it as well.
     """
     value, user = origin(operand), matmul
     while True:

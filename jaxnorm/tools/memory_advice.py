@@ -49,7 +49,7 @@ def saved_twice(program: Program) -> Iterator[Advice]:
 
 
 def _original(copy: Value, program: Program) -> Value | None:
-    """Return the saved array of which `copy` is a reshaped or cast copy, or None."""
+    """Find the saved array that was reshaped or cast to `copy`; return None if there is none."""
     while copy.made_by in kept_arrays.COPYING:
         copy = origin(copy.operands[0])
         if id(copy) in program.by_origin:

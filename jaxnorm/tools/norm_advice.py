@@ -180,9 +180,11 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
     """Return the name of the activation that computes `results`, or None.
 
     `region` are the arrays that are computed elementwise from one array. `results` are the arrays
-    in `region` that are used outside of it. The result is None if jaxnorm's norms do not support
-    the activation. It is also None if another array than the activation's result is used outside,
-    such as the norm before the activation.
+    in `region` that are used outside of it. The function returns None in two cases:
+
+    * jaxnorm's norms do not support the activation;
+    * an array other than the activation's result is used outside, such as the norm before the
+      activation.
     """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}

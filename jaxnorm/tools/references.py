@@ -20,7 +20,7 @@ from jaxnorm.tools import running_error
 from jaxnorm.tools.running_error import Axes, Bounded, exp, kept, largest, mean, rsqrt, total
 
 Arrays = dict[str, Any]
-#: The results of a call, and its gradients by names of operands.
+#: The results of a call, and a dict that maps names of operands to their gradients.
 Results = tuple[list[Bounded], dict[str, Bounded]]
 
 
@@ -460,7 +460,7 @@ def _stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
 def operands(
     shapes: Mapping[str, tuple[int, ...]], classes: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """Return random operands by name, given their shapes.
+    """Return a dict that maps names to random operands, given the operands' shapes.
 
     All numbers are exact in bfloat16, and so in all dtypes that are checked. Scales are at least
     0.5: near 0, gradients from the saved output are not accurate (see

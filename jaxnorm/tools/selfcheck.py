@@ -53,7 +53,7 @@ class Case:
     Attributes:
       function: name of the function.
       reference: function in `references` that returns the expected results and gradients.
-      shapes: shapes of the operands, by name.
+      shapes: a dict that maps the names of the operands to their shapes.
       options: other arguments of the function. The reference takes them as well, except for
         ``implementation``.
       note: short text that distinguishes the case from the function's other cases.
@@ -260,8 +260,8 @@ class Operands(NamedTuple):
     """The arrays with which a case is run.
 
     Attributes:
-      floats: the operands that are differentiated, by name.
-      constants: the other operands, by name.
+      floats: a dict that maps names to the operands that are differentiated.
+      constants: a dict that maps names to the other operands.
       cotangents: cotangents of the results.
     """
 

@@ -67,9 +67,9 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Return the softmax that is computed from these exponentials, or None.
+    """Find the softmax: the result of the division of `exponential` by its sum.
 
-    It is the result of the division of the exponentials by their sum.
+    Return the softmax, or None if there is none.
     """
     for user in exponential.users:
         if user.made_by == "div" and user.operands[0] is exponential:

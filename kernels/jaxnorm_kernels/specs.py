@@ -514,7 +514,7 @@ class Spec:
 
     @functools.cached_property
     def y_limit(self) -> float | None:
-        """The limit to which the backward pass clips a y that may have overflowed, or None.
+        """The magnitude to which the backward pass clips y; None if it does not clip y.
 
         The largest float16 is 65504, and x_hat * (scale + scale_offset) may exceed it. If y becomes
         inf and is passed to a bounded function such as tanh, the cotangent of y is 0. The backward

@@ -54,7 +54,7 @@ SOFTMAX_CASES = (
 )
 
 #: Schedules that share a row between the blocks of a cluster. The interpreter has no clusters, so
-#: these are only lowered.
+#: the tests lower these kernels without running them.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, PipelinedRows(8, 2, stages=3, cluster=2)),
     Case("cluster_of_2_rows", 9, 8192, PipelinedRows(8, 2, stages=3, rows=2, cluster=2)),

@@ -75,7 +75,7 @@ def is_unaligned(address: parts.Address) -> bool:
 
 
 def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch):
-    """Without optimization barriers, XLA passes unaligned slices to kernels.
+    """If jaxnorm sets no optimization barriers, XLA passes unaligned slices to kernels.
 
     So the tests above would detect a missing barrier.
     """

@@ -1,15 +1,17 @@
 """The divergence of a teacher's and a student's logits, and its gradient.
 
 The divergence is KL(P || Q). P is the teacher's distribution and Q is the student's; with
-``reverse``, P is the student's and Q is the teacher's. The *depth* of a logit z is d = z - max(z).
-`loss_rows` explains z = f * g(x). Subscripts name the distribution:
+``reverse``, P is the student's and Q is the teacher's. The module `loss_rows` defines the logits,
+z = f * g(x). The *depth* of a logit z is d = z - max(z). Subscripts name the distribution:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 
-    KL = a / s_P + log(s_Q / s_P)      log(s_Q / s_P) = log1p(b / s_P) of nearly equal sums
+    KL = a / s_P + log(s_Q / s_P)
+    log(s_Q / s_P) = log1p(b / s_P), which is used if the sums are nearly equal
 
-The forward pass reads both rows once, in one loop. When a thread's maximum grows from m to m', the
-thread rescales its sums by the factors r = exp(m - m'):
+The forward pass reads both rows once, in one loop. Each thread holds the two maxima m of what it
+has read so far, and sums relative to them. When a maximum grows from m to m', the thread rescales
+its sums by the factors r = exp(m - m'):
 
     s' = r s      a' = r_P (a + s_P (log(r_P) - log(r_Q)))      b' = r_P b + s_Q (r_Q - r_P)
 
@@ -17,10 +19,11 @@ The sums of the threads merge in the same way. Equal logits have u = 0 and equal
 b are exactly 0. For a small u, e_Q - e_P is computed as e_P times a polynomial of u, without
 cancellation.
 
-The backward pass, where q is the student's distribution and d the cotangent, needs no sum:
+The backward pass needs no sum over a row. p and q are the teacher's and the student's
+probabilities, and dy is the cotangent of the divergence. The gradient of the student's logits is:
 
-    dz = d (q - p)                                         for KL(p || q)
-    dz = d q (log(q) - log(p) - KL)                        for KL(q || p)
+    dz = dy (q - p)                                        for KL(p || q)
+    dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
 """
 
 import dataclasses
@@ -54,24 +57,25 @@ from jaxnorm_kernels.triton.loss_rows import (
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# Up to this |u|, a polynomial of five terms has an error below one unit in the last place.
+# For |u| up to this limit, a polynomial of five terms computes exp(-u) - 1 with an error below one
+# unit in the last place.
 _SMALL = tl.constexpr(0.125)
-# The smallest normal float32, which no rounding mode replaces by 0; and a bound below which exp(u)
-# is 0.
+# Lower bounds of e_P and of u in the product e_P * u. _TINY is the smallest normal float32; smaller
+# numbers may be flushed to 0. For u up to _LOWEST_U, exp(u) is 0 in float32.
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LOWEST_U = tl.constexpr(-128.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The scales and caps of P's logits and of Q's."""
+    """The scale and cap of P's logits, and the scale and cap of Q's logits."""
 
     p: Cap
     q: Cap
 
     @classmethod
     def of(cls, spec: Spec) -> "Pair":
-        """Return the pair of a call."""
+        """Return the scales and caps of the call `spec`."""
         scale = spec.logits.logits_scale
         student = Cap.of(scale, spec.loss.logit_softcap)
         teacher = Cap.of(scale, spec.loss.teacher_softcap)
@@ -157,7 +161,7 @@ def _kl_divergence_fwd(
     a, b = tl.sum(a, axis=1)[:, None], tl.sum(b, axis=1)[:, None]
 
     share = b / s_p
-    is_close = tl.abs(share) < 0.5  # Otherwise, log1p of a number near -1 would lose digits.
+    is_close = tl.abs(share) < 0.5  # log1p would lose digits if its argument were near -1.
     near = log1p(tl.where(is_close, share, 0.0))
     log_share = tl.where(is_close, near, tl.log(s_q / s_p))
     y = a / s_p + log_share
@@ -167,8 +171,8 @@ def _kl_divergence_fwd(
     of_row, is_row = row[:, None], exists[:, None]
     tl.store(y_ptr + of_row, tl.where(read, y, 0.0), is_row)
     if m_p_ptr is not None:
-        # If all logits of a row are -inf, log(s) becomes NaN. For the student, -inf means that no
-        # class takes part.
+        # If all logits of a row are -inf, NaN is stored as log(s). The value -inf is reserved: as
+        # the student's log(s), it means that the row is masked.
         log_s_p = tl.where(s_p == 0.0, float("nan"), log_s_p)
         log_s_q = tl.where(s_q == 0.0, float("nan"), log_s_q)
         nothing = float("-inf")
@@ -192,8 +196,9 @@ def _add(
 
     Args:
       sums: the maxima of g for P and for Q, then s_P, s_Q, a and b; `(tile_rows, lanes)` each.
-      of_rows: the starts of the first blocks of P and of Q, their distance from the first column,
-        and whether the row is read; `(tile_rows, 1)` each.
+      of_rows: four arrays `(tile_rows, 1)`: pointers to the first block of each row of P and of Q,
+        the number of elements from there to the row's first column, and a mask of the rows that are
+        read.
     """
     m_p, m_q, _, _, _, _ = sums
     begin_p, begin_q, lead, read = of_rows
@@ -207,9 +212,11 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # If P is 0, u is -inf, or NaN if Q is 0 as well: with the bound of u, the term is about -1e-36.
-    # Where the bound changes a finite u, e_P is 0 anyway. If P has underflowed and Q is 0, u is
-    # inf, and so is the term, because _TINY is not 0.
+    # The factors of e_P * u have lower bounds, because the term must not become NaN:
+    # - If P is 0, u is -inf, or NaN if Q is 0, too. With the bounds, the term is about -1e-36.
+    # - If Q is 0, and e_P has underflowed to 0 although P is not 0, u is inf. The term is then inf,
+    #   because _TINY is not 0.
+    # - If u is finite and below its bound, e_P is 0 anyway.
     of_ratio = tl.maximum(e_p, _TINY) * tl.maximum(u, _LOWEST_U)
     series = (1.0 / 2.0) - u * ((1.0 / 6.0) - u * ((1.0 / 24.0) - u * (1.0 / 120.0)))
     of_difference = tl.where(tl.abs(u) < _SMALL, of_ratio * (u * series - 1.0), e_q - e_p)
@@ -219,7 +226,10 @@ def _add(
 
 @triton.jit
 def _difference(p, q, pair: tl.constexpr):
-    """Return the difference of two z, given their g: exactly 0 for equal logits and caps."""
+    """Return the difference of two logits z = f * g(x), given their values of g.
+
+    The difference is exactly 0 for equal logits with equal caps.
+    """
     if pair.p.factor == pair.q.factor:
         u = pair.p.factor * (p - q)
     else:
@@ -273,7 +283,10 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of block number `nth`; see `store_block`. The direction is reverse if y is given."""
+    """Store dx of block number `nth`; see `store_block`.
+
+    `y_ptr` is None unless the divergence is the reverse one, KL(student || teacher).
+    """
     x_ptr, teacher_ptr, of_student, of_teacher, dy_ptr, y_ptr, dx_ptr = pointers
     of_x: tl.constexpr = pair.q if y_ptr is None else pair.p
     of_other: tl.constexpr = pair.p if y_ptr is None else pair.q
@@ -290,7 +303,7 @@ def _store_gradient(
     below, teacher_below = x - m, teacher - teacher_m
     q = tl.exp(of_x.factor * below - log_s)
     if y_ptr is None:
-        # p is computed with the arithmetic of q, so that equal logits have a gradient of 0.
+        # Compute p with the same operations as q, so that equal logits have a gradient of 0.
         dz = d * (q - tl.exp(of_other.factor * teacher_below - teacher_log_s))
     else:
         y = tl.load(y_ptr + row, exists, 0.0)[:, None]

@@ -4,17 +4,19 @@ The forward pass reads a row once, block after block, without exchange between t
 holds the maximum of what it has read so far, and sums relative to it (Milakov, Gimelshein 2018).
 The sums of the threads are merged at the end.
 
-In the backward pass, elements do not depend on each other. A program reads each element of its
-block before it stores the result, which may overwrite x.
+In the backward pass, an element of the gradient does not depend on other elements of the row. A
+program loads its whole block of x before it stores the gradient, which may overwrite x.
 
-If the length of rows is not a multiple of 16 bytes, a row may begin at an address that is not. The
-first block of such a row begins at the last multiple of 16 bytes before the row's first column. All
-blocks but the first and the last can then be loaded and stored 16 bytes at a time.
+If the length of rows is not a multiple of 16 bytes, most rows begin between two such multiples. The
+first block of a row begins at the last multiple of 16 bytes that is not after the row's first
+column. All blocks but the first and the last can then be loaded and stored 16 bytes at a time.
 
 With a scale or a cap, the logits are z = f * g(x)::
 
-    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
-    g = x                f = a    dz / dx = a              c = logit_softcap
+    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    with a cap
+    g = x                f = a    dz / dx = a              without a cap
+
+a is ``logits_scale``, and c is ``logit_softcap``.
 """
 
 import dataclasses
@@ -30,9 +32,9 @@ from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 
-# In products exp(v) * v, v is raised to at least this number, whose exponential is still 0. A lower
-# v, such as -inf or float32's lowest number in masks, could become infinite when multiplied by a
-# sum or a cotangent. exp(v) is 0 then, and 0 times infinity is NaN.
+# Lower limit of the exponents v in products such as exp(v) * v * sum. Already at this limit, exp(v)
+# is 0. If v were lower, such as -inf or the lowest float32 (which some users write into masked
+# logits), v or v * sum could be infinite, and the product 0 * inf would be NaN.
 FAR = tl.constexpr(-1e20)
 
 
@@ -61,9 +63,9 @@ class Cap:
     """How logits z = f * g(x) are computed from x; see the module docstring.
 
     Attributes:
-      scale: a, the number `logits_scale`.
+      scale: a, the number ``logits_scale``.
       softcap: the cap c; 0 for no cap.
-      factor: f, which is the cap if there is one, else the scale.
+      factor: f, which is equal to the cap if there is one, and otherwise to the scale.
     """
 
     scale: float
@@ -88,8 +90,8 @@ def launch_forward(
 ) -> list[jax.Array]:
     """Launch a forward kernel, and return its results in the order of the kernel's parameters.
 
-    `results` maps the kernel's parameter for each result to True, or to False to omit the result.
-    Each result has a number for each row.
+    `results` has the names of the kernel's parameters for results. It maps a name to False if this
+    result is omitted, else to True. Each result is an array with one float32 number per row.
     """
     layout = Layout.of(spec, schedule)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
@@ -138,7 +140,7 @@ def rows_at(tile, rows, tiling: tl.constexpr):
 
 @triton.jit
 def that_count(positions_ptr, row, exists):
-    """Return a mask of the rows that exist and that `positions` does not exclude."""
+    """Return a mask of the rows that exist and for which the mask of positions is True."""
     counts = exists
     if positions_ptr is not None:
         counts = exists & tl.load(positions_ptr + row, exists, 0)
@@ -170,10 +172,12 @@ def over_blocks(
 ):
     """Add all blocks of a tile's rows to the sums of each thread, and return the sums.
 
-    `counts` is a mask of the rows. If it is False for all of them, most blocks are not loaded.
-    ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block. `first` is the
-    number of elements between the beginning of the first block and that of this block. `is_whole`
-    is True if the block is entirely inside the row.
+    `counts` is a mask of the rows whose results are computed. If it is False for all rows, blocks
+    that are entirely inside the row are skipped.
+
+    ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block to the sums.
+    `first` is the number of elements from the start of the first block to the start of this block.
+    `is_whole` is True if the block is entirely inside the row.
     """
     block: tl.constexpr = tiling.block
     first_whole: tl.constexpr = 0 if tiling.cols % layout.vector == 0 else 1
@@ -181,7 +185,7 @@ def over_blocks(
     blocks: tl.constexpr = layout.blocks
     if first_whole > 0:
         sums = add(sums, of_rows, 0, layout, options, tiling, False)
-    # If no row of a tile counts, no block is loaded.
+    # If no row of the tile counts, this loop loads no block.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
         sums = add(sums, of_rows, first, layout, options, tiling, True)
@@ -202,7 +206,7 @@ def store_block(
     """Store the gradient of the block that this program computes in the backward pass.
 
     ``store(pointers, row, exists, nth, layout, options, tiling, is_whole)`` stores the gradient of
-    block number `nth` of the rows. `is_whole` is True if the block is inside the row.
+    block number `nth` of the rows. `is_whole` is True if the block is entirely inside the row.
     """
     row, exists = rows_at(tl.program_id(0) // layout.blocks, rows, tiling)
     nth = tl.program_id(0) % layout.blocks
@@ -219,9 +223,11 @@ def store_block(
 def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
     """Return four arrays that describe block number `nth` of the rows in the backward pass.
 
-    They are the offsets of the block's elements, a mask of the elements that exist, the elements'
-    indices in the block, and the index in the block of the row's first column. The last index is
-    negative after the first block.
+    1. The offsets of the block's elements from the start of the array.
+    2. A mask of the elements that exist.
+    3. The indices of the elements in the block, which start at 0.
+    4. The index that the row's first column has when counted in the same way. It is negative if
+       the column is in an earlier block.
     """
     begin, lead = start(row, tiling.cols, layout.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -235,8 +241,8 @@ def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_wh
 def is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
     """Return a mask of the elements of a block that are columns before `end`.
 
-    If `vector` divides `cols` and `end`, each `vector` consecutive elements of the mask are equal.
-    The block's elements can then be loaded `vector` at a time.
+    If `vector` divides `cols` and `end`, the mask is constant in each aligned group of `vector`
+    elements. Such a group can be loaded at once.
     """
     if cols % vector == 0:
         is_inside = lane + first < end
@@ -249,7 +255,8 @@ def is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: 
 def by_lanes(x, m, vector: tl.constexpr):
     """Reshape a block to `(tile_rows, n, lanes, vector)`.
 
-    A thread holds all elements along the second and the last axis.
+    The axis of `lanes` is spread over threads. Each thread holds all elements along the axes of n
+    and `vector`.
     """
     tile_rows: tl.constexpr = m.shape[0]
     lanes: tl.constexpr = m.shape[1]
@@ -303,8 +310,8 @@ def times_slope(dz, g, cap: tl.constexpr):
 def log1p(x):
     """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    Let u be 1 + x, rounded. log(u) / (u - 1) is close to log(1 + x) / x, so the result is
-    x * log(u) / (u - 1).
+    Let u be 1 + x, rounded to float32. log(u) / (u - 1) is close to log(1 + x) / x, even if u - 1
+    differs from x. So the result is x * log(u) / (u - 1).
     """
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -314,8 +321,7 @@ def log1p(x):
 def tanh(x):
     """Compute the tanh, accurate to a few units in the last place even for small x.
 
-    For small x, 1 - exp(-2 |x|) would lose digits, so a series is used wherever it is accurate
-    enough.
+    The formula with 1 - exp(-2 |x|) loses digits for small x. A series is used there instead.
     """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))

@@ -1,15 +1,16 @@
 """Schedules of the Triton kernels: a call uses the first line of its table that fits.
 
-A *piece* is one of several adjacent tiles of a row that a program holds at once. The hardware
-limits behind the tables, and how the lines of the tables use them:
+A *piece* is one of several adjacent tiles of a row that a program holds at once. The tables follow
+from these hardware limits:
 
-* A multiprocessor (SM) has 64 K registers: 64 for each of 1024 threads, the number that most lines
-  run in an SM. A float32 value of a row takes one register. A thread of a forward pass holds up to
-  32 values; a thread of a backward pass, with two arrays and their sums over rows, up to 24.
-* A row that is held in registers is split into as many pieces as it takes, so that few threads
-  have no columns. A thread has 4, 8 or 16 values of a piece. 8 values of 16 bits are one 16-byte
-  load. With 4 values, the threads that use 32-bit parameters also load them; with 8 or 16, the
-  parameters are first exchanged between threads.
+* A multiprocessor (SM) has 64 K registers. Most lines run 1024 threads in an SM, so a thread has 64
+  registers. A float32 value of a row takes one register. A thread of a forward pass holds up to 32
+  values. A thread of a backward pass holds up to 24, because it has two arrays and their sums over
+  rows.
+* A row that is held in registers is split into pieces of 4, 8 or 16 values per thread. The smaller
+  the pieces, the fewer threads have no columns in the last piece. 8 values of 16 bits are one
+  16-byte load. With 4 values, a thread loads the 32-bit parameters that it uses; with 8 or 16, the
+  parameters are exchanged between threads after the load.
 * About 64 KiB of loads in flight in each SM saturate memory bandwidth (measured on an H200). For
   short rows, several programs per SM reach this number. A persistent program has no loads in flight
   while it exchanges sums and stores, unless it prefetches the next rows into shared memory
@@ -17,16 +18,18 @@ limits behind the tables, and how the lines of the tables use them:
 * Rows that do not fit into registers are loaded twice. The second load comes from the L2 cache and
   uses no memory bandwidth. It does use L2 bandwidth, so this is the last resort.
 
-The lines were chosen from the times of 1,006 kernels: 175 passes over widths and dtypes of models,
-each with several lines. Triton 3.9 compiled the kernels of commit 9edf233 for an A100 (sm_80, 163
-KiB of shared memory). One H100 ran them; persistent programs had an A100's grid, then an H100's.
-Each pass of a model takes at most 1.03 times as long as with the lines of that commit. The comments
-beside the lines name passes that lose more than 3 % with a neighbouring line.
+The lines were chosen from the times of 1,006 kernels: 175 passes with widths and dtypes that occur
+in models, each with several lines. Triton 3.9 compiled the kernels of commit 9edf233 for an A100
+(sm_80, 163 KiB of shared memory). One H100 ran them. Persistent programs were timed twice, with an
+A100's grid and with an H100's grid. Each pass of a model takes at most 1.03 times as long as with
+the lines of that commit. The comments beside the lines name passes that take over 3 % longer with a
+neighbouring line.
 
-Not timed: softmaxes of 5120 to 6144 and of 12288 columns, the backward pass of RMSNorm of 12288
-columns, and two norms of more than 5376. The rule for cross-entropies was timed and stays: with 8
-warps for all rows, `log_prob_and_entropy` of 32000 classes and 256 rows of 128256 classes take 1.04
-and 1.05 times as long.
+These were not timed: softmaxes of 5120 to 6144 and of 12288 columns, the backward pass of RMSNorm
+of 12288 columns, and calls with two norms of more than 5376 columns. Cross-entropies follow a rule
+instead of a table, which was timed as well. If all their programs had 8 warps instead,
+`log_prob_and_entropy` would take 1.04 times as long for 32000 classes, and 1.05 times as long for
+256 rows of 128256 classes.
 """
 
 import dataclasses
@@ -136,7 +139,7 @@ class Line:
       share: if a row has fewer elements than this number, several rows share a tile of this many
         elements. 0 for tiles of a single row.
       stages: the maximum number of tiles that a persistent program has in flight. In a forward
-        pass, a line with more than 1 is only for norms of a single array of rows.
+        pass, a line with more than 1 is only for norms with a single operand of x's shape.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
       looped: True if the row is loaded piece by piece and never held as a whole.
       mean: True if the line is only for norms that subtract a mean, False if it is only for others.
@@ -238,10 +241,10 @@ SOFTMAX_BIAS_BACKWARD = (
 # The forward passes of all norms without a rotation, also with a second norm, a residual or a gate.
 NORM_FORWARD = (
     # LayerNorm has two parameters, and its threads exchange sums twice per row. So persistent
-    # programs load the parameters once, and prefetch the next rows meanwhile. The next line takes
-    # 1.10 to 1.14 times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If groups of
-    # rows have their own parameters, this line does not prefetch, and the next one takes 1.21 times
-    # as long for 1152 columns (DiT).
+    # programs load the parameters once, and prefetch rows during these exchanges. The next line
+    # takes 1.10 to 1.14 times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If
+    # groups of rows have their own parameters, this line does not prefetch, and the next one takes
+    # 1.21 times as long for 1152 columns (DiT).
     Line(1600, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
     # A thread has up to 24 values, so that 16-bit elements also keep enough bytes in flight. 8
     # warps take 1.05 times as long for 2304 columns, and 1.15 for LayerNorm of 2048.
@@ -249,14 +252,14 @@ NORM_FORWARD = (
     # The next line takes 1.09 times as long for a gate of 4096 columns, and 1.10 for two norms of
     # 3584, although these spill 28 bytes of a thread. Unaligned rows and float32 would spill more.
     Line(4096, warps=4, per_sm=8, itemsize=2, unaligned=False),
-    # The previous line spills 120 bytes between two norms of 5120 columns, and takes 1.25 times as
-    # long. The next line takes 1.13 times as long for two norms of 5376, and 1.47 for LayerNorm of
-    # 5120.
+    # With the previous line, two norms of 5120 columns spill 120 bytes of each thread, and take
+    # 1.25 times as long. The next line takes 1.13 times as long for two norms of 5376 columns, and
+    # 1.47 for LayerNorm of 5120.
     Line(6144, warps=8, per_sm=4, values=4),
     # The last line takes 1.26 times as long for LayerNorm of 12288 columns.
     Line(16384, warps=16, per_sm=2, values=4),
-    # With a residual, 16 values of a thread would spill. Without one, they would take 0.84 of the
-    # time, but no model has norms so wide.
+    # A thread has 8 values of a piece. With 16, registers would spill if there is a residual.
+    # Without a residual, 16 values would take 0.84 of the time, but no model has norms so wide.
     Line(None, warps=16, per_sm=2, looped=True),
 )
 
@@ -279,8 +282,8 @@ NORM_BACKWARD = (
     # For RMSNorm, registers hold all sums but not the scale, which is loaded from the L1 cache. No
     # width of this line was timed in the comparison.
     Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
-    # 64 to 128 bytes of a thread spill. The last line loads rows twice instead, and
-    # takes 1.33 to 1.52 times as long for 16384 columns.
+    # With this line, 64 to 128 bytes of each thread spill. The last line loads rows twice instead,
+    # and takes 1.33 to 1.52 times as long for 16384 columns.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
     # A program processes only one piece of each row, because its registers hold the sums of one
     # piece. dx depends on means of whole rows, so an earlier kernel computes these.
@@ -290,11 +293,12 @@ NORM_BACKWARD = (
 # The rows of a norm with a rotation are attention heads. They are short, so each program has
 # several.
 NORM_ROPE_FORWARD = (
-    # A thread has 16 values: 8 first columns of pairs and 8 second columns, in two 16-byte loads.
+    # A thread has 16 values in two 16-byte loads: the first columns of 8 pairs in one load, and the
+    # second columns in the other.
     # The next line takes 1.03 to 1.04 times as long for 64 and 128 columns, and 0.89 for 256.
     Line(128, warps=4, per_sm=8, share=2048, itemsize=2),
-    # 8 values of 32 bits take as many bytes. With 16 values, some registers spill if only some
-    # columns are rotated.
+    # A thread has 8 values of 32 bits, as many bytes as 16 values of 16 bits. With 16 values of 32
+    # bits, some registers spill if only some columns are rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
@@ -386,9 +390,10 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
     """Return the number of elements of a row that a thread in the kernel of a loss loads at once.
 
-    In the widest dtype, they have at most 16 bytes. If the row length is not a multiple of this
-    number, a row may start unaligned. Its first block then begins at the last aligned address
-    before its first column. Rows that are too short to contain a whole block use narrower loads.
+    In the widest dtype of the operands, these elements have at most 16 bytes. If their number does
+    not divide the row length, a row may start at an unaligned address. Its first block then begins
+    at the last aligned address before the row's first column. Rows that are too short to contain a
+    whole block use narrower loads.
     """
     widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
     most = min(_VECTOR // widest, schedule.block)

@@ -1,8 +1,8 @@
 """Backward passes of cross-entropy and of the label's log-probability with the entropy.
 
 x is a row of V logits, j the index of a column, and l the label. [j = l] is 1 if j equals l, else
-0. The forward pass saves x and the statistics m = max(x) and log(s). The probabilities are p =
-exp(x - m - log(s)). a is the label smoothing and b the factor of the z-loss.
+0. The forward pass saves x and two statistics: m = max(x), and log(s) with s = sum(exp(x - m)). The
+probabilities are p = exp(x - m - log(s)). a is the label smoothing and b the factor of the z-loss.
 
 If d is the cotangent of the loss:
 
@@ -12,12 +12,13 @@ If d is the cotangent of the log-probability, e the cotangent of the entropy, an
 
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-With a logits scale or a softcap, the logits are f g(x), as defined in the module `logits`. The
-equations then give the gradient of f g(x), and x - m stands for f (g(x) - m).
+With a logits scale or a softcap, the logits are f * g(x), as defined in the module `logits`. The
+equations then give the gradient of f * g(x), and x - m stands for f * (g(x) - m).
 
-Each element of dx depends only on the same element of x and on the row's statistics and cotangents.
-So a block needs only a part of a row, and dx may overwrite x. If the row's position is masked, the
-forward pass saves log(s) = -inf, and dx is 0. If the label is not a class, log(s) and dx are NaN.
+An element of dx depends on the same element of x, and on the label, the statistics and the
+cotangents of the row. It does not depend on other elements of x. So a block can process a part of a
+row, and dx may overwrite x. If the row's position is masked, the forward pass saves log(s) = -inf,
+and dx is 0. If the label is not a class, log(s) and dx are NaN.
 """
 
 import functools

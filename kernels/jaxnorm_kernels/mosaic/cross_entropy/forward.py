@@ -6,10 +6,11 @@ For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
     log_prob = -(D + log(s))      entropy = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
-r is x_l, or 0 if x_l is infinite. It is close to the mean of the logits, so the sum of x - r loses
-little accuracy. Both terms of the entropy are nonnegative. With a logits scale or a softcap, the
-logits are f g(x), as defined in the module `logits`: x then stands for g(x), and differences are
-multiplied by f. Padding columns, which are not classes, count as -inf.
+r is a number near the logits, so that the sum of x - r loses little accuracy: r = x_l, or 0 if x_l
+is infinite. Both terms of the entropy, log(s) and -T / s, are nonnegative, so nothing cancels.
+Columns of padding are treated as logits of -inf. With a logits scale or a softcap, the logits are
+f * g(x), as defined in the module `logits`. In the formulas, x then stands for g(x), and
+differences are multiplied by f.
 
 A row is read once, in a loop. Each thread keeps the maximum of the elements that it has read so
 far, and sums relative to this maximum. When the maximum grows to m', the sums are rescaled::
@@ -58,19 +59,20 @@ from jaxnorm_kernels.mosaic.device.threads import (
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-#: m and s, as the module's docstring defines them, of the columns read so far. If there is a third
-#: element, it is the sum of x - r (with label smoothing), or T / f (for the entropy).
+#: (m, s) or (m, s, t) of the columns read so far, as the module's docstring defines m and s. With
+#: label smoothing, t is the sum of x - r. For the entropy, t is T / f. Otherwise, there is no t.
 Sums = tuple[jax.Array, ...]
 
 
-# The bytes of a row for each warpgroup of a block. With this much to load, the time to
-# start a block and to merge its sums does not matter. Small blocks are better, because some start
-# while others load: over 32768 columns of bfloat16, one warpgroup reaches 1.01 of a copy's
-# bandwidth and two reach 0.94 (H200). The second number is for calls with few rows, where smaller
-# parts are better. The third is the maximum number of warpgroups.
+# A block has one warpgroup for each `_SHARE_BYTES` of its row, up to `_MOST_WARPGROUPS`. With this
+# many bytes to load, the time to start a block and to merge its sums does not matter. Small blocks
+# are better, because some start while others load: for rows of 32768 bfloat16 elements, one
+# warpgroup reaches 1.01 of a copy's bandwidth, and two reach 0.94 (H200). Calls with at most one
+# row per SM use `_SHARE_BYTES_OF_FEW` instead: more warpgroups per row are better there.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
-# Number of columns that a thread adds up per step. With this number, a thread needs at most 64
-# registers, so an SM runs 1024 threads. Together they have 32 KiB of loads in flight.
+# Number of columns that a thread adds up in one step of the loop over a row. With this number, a
+# thread needs at most 64 registers, so an SM runs 1024 threads. Together, these have 32 KiB of
+# loads in flight.
 _COLUMNS = 16
 
 
@@ -80,8 +82,8 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # With a third sum or with tanh, a thread needs 80 registers. Then a block of 512 threads would
-    # leave no room for a second block on the SM.
+    # With a third sum or with tanh, a thread needs 80 registers. With blocks of 512 threads, an SM
+    # would not have enough registers for two blocks.
     takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
@@ -139,7 +141,7 @@ def _row(
         read = functools.partial(load_units, ref=x, row=row)
         add = functools.partial(_add, label=label, r=r, spec=spec)
         parts = gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
-        # Without smoothing, the label's logit is needed only here, not before the row.
+        # Without smoothing, the label's logit is needed only here, not before the loop.
         sums = _merge(parts, spec)
         return _finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec)
 
@@ -213,8 +215,8 @@ def _rescaled(
 ) -> list[jax.Array]:
     """Rescale sums from an old maximum to a new one.
 
-    `depth` is the old maximum minus the new one, and `exp` is exp(f depth), where f is the factor
-    of the logits f g(x).
+    `depth` is the old maximum minus the new one, and `exp` is exp(f * depth), where f is the factor
+    of the logits f * g(x).
     """
     if spec.returns_entropy:
         t = [(t[0] + s * finite(depth)) * exp]
@@ -250,6 +252,7 @@ def _finish(
     return [loss, m, log_s]
 
 
-#: A cheap exp for arguments <= 0. Its relative error grows with the argument's magnitude, so it is
-#: used for terms of sums only: an inaccurate exp(-80) is negligible next to the largest term, 1.
+#: A cheap exp for arguments <= 0, used only for terms of sums. Its relative error grows with the
+#: argument's magnitude. In a sum this does not matter, because the largest term is 1: next to it,
+#: an inaccurate exp(-80) is negligible.
 _exp: Callable[[jax.Array], jax.Array] = numerics.exp(is_wide=False)

@@ -1,8 +1,8 @@
 """KL divergence of a teacher's and a student's distribution, forward and backward pass.
 
 The forward pass computes KL(P || Q). P is the teacher's distribution and Q the student's; if
-``reverse``, P is the student's and Q the teacher's. With logits z = f g(x) as defined in the module
-`logits`, and d = z - max(z) for each of P and Q:
+``reverse``, P is the student's and Q the teacher's. The module `logits` defines the logits, z =
+f * g(x). The *depth* of a logit z is d = z - max(z). Subscripts name the distribution:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 
@@ -20,10 +20,10 @@ the factors r are equal, so a and b are exactly 0. If u is small, e_Q - e_P is c
 cancellation, as e_P times a polynomial of u.
 
 The backward pass needs no sum over a row. p and q are the teacher's and the student's
-probabilities, and d is the cotangent of the divergence:
+probabilities, and dy is the cotangent of the divergence. The gradient of the student's logits is:
 
-    dz = d (q - p)                                         for KL(p || q)
-    dz = d q (log(q) - log(p) - KL)                        for KL(q || p), if ``reverse``
+    dz = dy (q - p)                                        for KL(p || q)
+    dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
 """
 
 import functools
@@ -60,9 +60,9 @@ from jaxnorm_kernels.mosaic.device.threads import (
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-# The bytes of both rows for each warpgroup of a block, as in `forward`, and the maximum number of
-# warpgroups. With more than two, an SM's registers would not suffice for two blocks, because each
-# thread has six sums.
+# These constants determine the number of warpgroups of a block, as in the module `forward`. A share
+# counts the bytes of both rows. With more than two warpgroups per block, an SM's registers would
+# not suffice for two blocks, because each thread has six sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
@@ -99,7 +99,7 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two logits z = f g(x), from their values of g.
+        """Return the difference of two logits z = f * g(x), from their values of g.
 
         The result is exactly 0 for equal logits with equal softcaps.
         """
@@ -202,12 +202,15 @@ def _add(
 def _terms(
     depth_p: jax.Array, depth_q: jax.Array, pair: _Pair
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the terms of s_P, s_Q, a and b: e_P, e_Q, e_P u and e_Q - e_P, elementwise."""
+    """Return the terms of the sums s_P, s_Q, a and b, elementwise.
+
+    The terms are e_P, e_Q, e_P * u and e_Q - e_P, as the module's docstring defines them.
+    """
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # A column with e_P = 0 contributes 0. The exception is an infinite u: there Q is 0, and P is
-    # nonzero although e_P has underflowed to 0, so the divergence is infinite.
+    # If e_P is 0, the term e_P * u is 0, with one exception: if u is +inf, Q is 0, and P is not 0
+    # although e_P has underflowed to 0. The divergence is then infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))

@@ -1,9 +1,9 @@
-"""Logits of a loss, z = f g(x): a scaled and optionally capped input x.
+"""Logits of a loss, z = f * g(x): a scaled and optionally capped input x.
 
 With a = logits_scale and c = logit_softcap:
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a softcap
-    g = x                f = a    dz / dx = a                without
+    g = x                f = a    dz / dx = a                without a softcap
 
 Kernels compute maxima and differences from g. They multiply by f only in exponents and results, as
 the XLA implementation does.
@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# Lower limit of the exponents t in products such as t * exp(t) * sum. exp(t) is still 0 at this
-# limit. If t is -inf, or if t * sum overflows, a factor 0 * inf would make the product NaN. With
-# the limit, it is 0.
+# Lower limit of the exponents t in products such as t * exp(t) * sum. Already at this limit, exp(t)
+# is 0. If t were lower (such as -inf), t or t * sum could be infinite, and the product 0 * inf
+# would be NaN. With the limit, the product is 0.
 _FAR = -1e20
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Compute g, the (capped) logits before the factor f, in float32.
 
-    x is an array of logits, or the scalar logit of the label. For float32 logits, tanh is accurate
-    to 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the accurate one the
-    forward pass reached only 0.47 of a copy's bandwidth (H200).
+    x is an array of logits, or the scalar logit of the label. For float32 logits, the absolute
+    error of tanh is at most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the
+    accurate one the forward pass reached only 0.47 of a copy's bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -66,7 +66,7 @@ def probability(
 
 
 def times_slope(dz: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
-    """Return the gradient of x, given the gradient `dz` of the logits z = f g(x)."""
+    """Return the gradient of x, given the gradient `dz` of the logits z = f * g(x)."""
     if spec.loss.logit_softcap is not None:
         dz = dz * ((1 - g) * (1 + g))
     return dz if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * dz

@@ -1,8 +1,8 @@
-"""The two passes over rows of logits: what the kernels of losses and of divergences share.
+"""The forward and the backward pass over rows of logits, for all losses and divergences.
 
 The forward pass reads a row once, in a loop over steps, and reduces it to a few numbers. In the
-backward pass, elements do not depend on each other: each block processes a part of a row, and may
-store the gradient over the logits.
+backward pass, an element of the gradient does not depend on other elements of the row. So each
+block processes a part of a row, and the gradient may overwrite the logits.
 """
 
 import dataclasses
@@ -37,7 +37,10 @@ _F32 = np.dtype(np.float32)
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> Units:
-    """Return the units of a row's classes; if `padded`, also of the columns after the classes."""
+    """Return the units that contain a row's classes.
+
+    If `padded`, they also contain the columns of padding, which follow the classes.
+    """
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
@@ -47,10 +50,11 @@ def units_of(spec: Spec, *, padded: bool = False) -> Units:
 
 @dataclasses.dataclass(frozen=True)
 class LossForwardSchedule:
-    """How a row is read.
+    """How the forward pass reads a row.
 
     Attributes:
-      units: the number of units that a thread loads at a time, while it adds up as many others.
+      units: the number of units in a step. The units of a step are loaded together, while those of
+        the previous step are added to the sums.
       warpgroups: the number of warpgroups in a block; they share a row.
     """
 
@@ -61,7 +65,7 @@ class LossForwardSchedule:
 class Steps(NamedTuple):
     """The units of a row that belong to one warpgroup, grouped into steps.
 
-    Warpgroups that share a row take turns: each reads every n-th unit.
+    If n warpgroups share a row, each of them reads every n-th unit.
     """
 
     units: Units
@@ -70,15 +74,15 @@ class Steps(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """The number of steps that consist of whole units."""
+        """The number of full steps, in which no unit has stale columns."""
         return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Unit]:
-        """Return the units of the step with this index, one of the whole steps."""
+        """Return the units of the step `index`, which must be less than `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Unit]:
-        """Return the units that follow the whole steps, if there are any."""
+        """Return the units that remain after the full steps; the list may be empty."""
         shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -94,14 +98,16 @@ class Steps(NamedTuple):
         sums: Sums,
         raw: Raw,
     ) -> Sums:
-        """Return each thread's sums over its units. A step is loaded while the last one is added.
+        """Return each thread's sums over its units.
+
+        The elements of a step are loaded while those of the previous step are added.
 
         Args:
-          load: returns the elements of units.
-          add: adds the elements of units to the sums; unless the last argument is None, only if it
-            is True.
-          sums: the sums over no units.
-          raw: the elements of the `first` units.
+          load: a function that returns the elements of a list of units.
+          add: ``add(sums, units, elements, mine)`` adds the elements of units to the sums. If
+            `mine` is a bool, they are added only where it is True; None stands for True.
+          sums: the initial value of the sums.
+          raw: the elements of the units that `first` returns.
         """
 
         def advance(i: Any, carry: tuple[Raw, Sums]) -> tuple[Raw, Sums]:
@@ -129,9 +135,10 @@ class Steps(NamedTuple):
 
 
 def fresh_of(units: Sequence[Unit], mine: Any) -> list[jax.Array | None]:
-    """Return True for the elements that take part, for each unit; None if all of them do.
+    """Return, for each unit, a mask of the elements that are added to the sums.
 
-    Unless `mine` is None, elements take part only if it is True.
+    A mask of None means that all elements are added. If `mine` is a bool, elements are added only
+    where it is True; None stands for True.
     """
     fresh = [unit.is_fresh() for unit in units]
     if mine is not None:
@@ -153,12 +160,12 @@ def launch_forward(
     results: int,
     sums: int,
 ) -> tuple[jax.Array, ...]:
-    """Launch a block for each row, and return `results` numbers of each row.
+    """Launch one block per row. Return `results` arrays, each with one float32 number per row.
 
     Args:
-      compute: a function of the row, the operands' refs, the results' refs, and a function that
-        gathers a row's sums from its warps.
-      sums: the number of sums that each warp contributes.
+      compute: ``compute(row, operands, results, gather)`` processes one row. `operands` and
+        `results` are refs. `gather` collects the sums of all warps that share the row.
+      sums: the number of sums of each warp.
     """
     gather = Gather(schedule.warpgroups, values=sums)
 
@@ -188,7 +195,7 @@ def store_row(
 ) -> None:
     """Store the results of a row: those of `reduce`, or `otherwise` if the position is masked.
 
-    `positions` has the mask of positions, if there is one.
+    `positions` is a list with the mask of positions, or an empty list if there is no mask.
     """
 
     def write(values: Sequence[Any]) -> None:
@@ -210,7 +217,7 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
     label = load(labels.at[row], None)
     if label.dtype.itemsize < 8:
         return label.astype(jnp.int32)
-    # Kernels are traced without 64-bit types, so compare in float32.
+    # Kernels are traced without 64-bit types, so 2^31 is no integer. Compare in float32 instead.
     fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
@@ -223,9 +230,9 @@ class LossBackwardSchedule:
     """How rows are split into blocks, which have one warpgroup each.
 
     Attributes:
-      units: the number of units per block. Over 32768 columns of bfloat16, four units reach 0.98 of
-        a copy's bandwidth and two 0.97; with a cap of the logits, 0.90 and 0.86 (H200). More units
-        per block take registers that other blocks of the SM need.
+      units: the number of units per block. For rows of 32768 bfloat16 elements, four units reach
+        0.98 of a copy's bandwidth, and two units 0.97. With a softcap, four reach 0.90, and two
+        0.86 (H200). More units per block take registers that other blocks of the SM need.
     """
 
     units: int = 4
@@ -236,7 +243,7 @@ class LossBackwardSchedule:
 
 
 class Label(NamedTuple):
-    """A row's label, and whether it is in a unit."""
+    """A row's label, and a bool: True if the label is one of the columns of a unit."""
 
     label: jax.Array
     is_in_unit: jax.Array
@@ -253,13 +260,14 @@ def launch_backward(
     """Return the gradient of x.
 
     Args:
-      logits: x, and the other arrays of its shape.
+      logits: x and, for a divergence, the teacher's logits.
       labels: a label for each row, or None.
-      numbers: arrays with a number for each row. The second one is the log(s) of x, which is -inf
-        for rows without an entry.
-      gradient: returns dx of a unit in float32, for a row that has entries. It takes the logits'
-        elements in float32, the unit, its columns (from its start on), the `Label` if there are
-        labels, and the row's numbers.
+      numbers: arrays with a number for each row. The second array is the log(s) of x, which is
+        -inf in masked rows. dx is 0 in these rows.
+      gradient: a function that returns dx of a unit in float32, for a row that is not masked. Its
+        arguments are the unit's elements of each array in `logits`, in float32; the unit; the
+        column indices of the elements, relative to the unit's first column; the `Label`, if there
+        are labels; and the row's values of `numbers`.
     """
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
@@ -281,7 +289,7 @@ def launch_backward(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # of a unit's elements, from its start on
+            columns = flat_index(shape, layout)  # indices relative to a unit's first column
             of_units: list[list[Label]] = [[] for _ in of_block]
             if label is not None:
                 of_units = [[Label(label, unit.has(label))] for unit in of_block]
