@@ -161,8 +161,9 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         assert [a["status"] for a in got[1:-1]] == ["ok", "ok"]
 
 
-# Tests of several workers of one side. The workers run this script. In a cell, the name of the
-# provider says what happens: for example, whether the cell fails.
+# In the tests below, several worker processes run the following script instead of the benchmarks'
+# own. A cell is one measurement. The name of its provider tells the worker what to do: for example,
+# to crash when the cell is measured.
 
 WORKER = """
 import os, sys, time

@@ -240,8 +240,9 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
 def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
     """If a backward kernel does not support the extra cotangent dh, it runs without dh.
 
-    dh is then added to its result. In this test, dh is not supported because its bfloat16 rows are
-    not a multiple of 16 bytes long. Rows of y and dy are float32, and are such a multiple.
+    dh is then added to the kernel's result. The kernel supports an array only if its rows have a
+    multiple of 16 bytes. In this test, the bfloat16 rows of dh do not meet this condition. The
+    float32 rows of y and dy meet it.
     """
     x, scale = (
         jax.ShapeDtypeStruct((512, 8196), "bfloat16"),

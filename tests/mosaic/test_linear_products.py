@@ -116,6 +116,6 @@ def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementa
         if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
         and _elements(kind) >= D * 50257
     ]
-    # The logits, the weight's gradient, and the gradient of the logits, computed by a kernel or a
-    # fusion.
+    # Three arrays: the logits, their gradient, and the weight's gradient. A kernel or a fusion
+    # computes the logits' gradient.
     assert len(made) == 3, made
