@@ -70,7 +70,9 @@ def raised(error):
 def spoken(side, cells, *, turn=True, threads=1):
     """Return the exit code and the output of a worker for one batch of cells.
 
-    If `turn` is True, a second request (`{}`) lets the worker measure the prepared cells.
+    A worker first prepares (compiles) all cells of the batch and then waits for a second request,
+    `{}`, before it measures them. If `turn` is False, the second request is missing, and nothing is
+    measured.
     """
     request = {"suite": "kernels", "cells": [*map(dataclasses.asdict, cells)]}
     requests = [json.dumps(request), *(["{}"] if turn else [])]

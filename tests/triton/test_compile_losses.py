@@ -65,9 +65,9 @@ def test_capped_logits_compile(op, direction, cols):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_entropies_compile(direction, cols):
-    """Entropies compile; some values may spill if rows share a tile.
+    """Entropies compile. If several rows share a tile, some of a thread's values may spill.
 
-    Each of a thread's 16 values then also needs an exponent.
+    A thread has 16 values, exp(v). For the entropy, it also needs a register for each exponent v.
     """
     gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
     for dtype in (BF16, F32):
@@ -117,7 +117,7 @@ def test_labels_compile(label_dtype):
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     """Logits are loaded and stored 16 bytes at a time, except at the ends of unaligned rows.
 
-    The forward's loads are asynchronous copies.
+    The forward loads them by asynchronous copies.
     """
     forward, backward = (
         compile_call(make_spec(direction, 8192, cols, dtype), GPUS["sm_80"])[0]
