@@ -448,8 +448,9 @@ IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels run every derivative of every function. XLA's code does so too, except that each function
-# in VARIANTS runs only half of the derivatives.
+# Kernels run every derivative of every function. XLA's code does so too, except that it runs only
+# half of the derivatives of each function in VARIANTS.
+#
 # Some kernels refuse calls with few short rows. Some refuse rotary norms with several scales; these
 # occur in per-example gradients, where each row is a group with its own scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)

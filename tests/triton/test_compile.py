@@ -125,8 +125,8 @@ def test_large_arrays_are_addressed_with_64_bits():
 def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
     """Wide rows are prefetched by asynchronous copies if shared memory has room for them.
 
-    For 16-bit types, each tested GPU has enough. For float32, the sm_89 GPU has not: a program can
-    use only 99 KiB there.
+    For 16-bit types, each tested GPU has enough shared memory. For float32, the 99 KiB of the sm_89
+    GPU are not enough.
     """
     copies = {
         (name, dtype): compile_call(make_spec("rms_norm", "bwd", 4096, 8192, dtype, dtype), gpu)[
