@@ -75,8 +75,8 @@ class Expected:
 
     Attributes:
       y, y_bound: the result and its bound.
-      gradients: a dict from each operand's name to its gradient and bound. The bound excludes the
-        final rounding to the gradient's dtype.
+      gradients: a dict from each operand's name to its gradient and bound. The bound does not
+        cover the last step, in which the gradient is rounded to its dtype.
 
     The bounds cover these roundings: of the elementwise result, of the matmul's operands, of the
     matmul's sums, of the cotangent of its result, and of y. The errors of sums add up like a random

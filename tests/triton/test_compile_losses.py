@@ -158,8 +158,8 @@ def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
     """Threads exchange values only at the end of a row.
 
-    So long rows need no more exchanges: 128256 columns take about as many as 512 columns, which one
-    warp processes in one step.
+    Therefore the number of exchanges hardly depends on the length of a row: 128256 columns take at
+    most twice as many as 512 columns, which one warp processes in one step.
     """
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)
