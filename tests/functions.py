@@ -181,10 +181,10 @@ def causal_softmax(x, bias):
 
 
 def of_groups(norm):
-    """Return `norm` as a function of x and of parameters whose first axis is the head.
+    """Return a function that calls `norm` with parameters whose first axis is the head.
 
-    `norm` normalises over positions and columns, as GroupNorm does. It takes parameters whose
-    second axis is the head, so this function moves that axis.
+    `norm` normalises over positions and columns, as GroupNorm does. It expects parameters with the
+    heads along the second axis, so the returned function moves the first axis there.
     """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
 

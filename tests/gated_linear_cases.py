@@ -75,11 +75,12 @@ class Expected:
 
     Attributes:
       y, y_bound: the result and its bound.
-      gradients: a dict from each operand's name to its gradient and bound. The bound excludes the
-        final rounding to the gradient's dtype.
+      gradients: a dict from each operand's name to its gradient and bound. The bound does not
+        cover the last step, in which the gradient is rounded to its dtype.
 
-    The bounds cover the rounding of the elementwise result, of the matmul's operands, of its sums,
-    of its cotangent, and of the results. The errors of sums add up like a random walk.
+    The bounds cover these roundings: of the elementwise result, of the matmul's operands, of the
+    matmul's sums, of the cotangent of its result, and of y. The errors of sums add up like a random
+    walk.
     """
 
     def __init__(self, arrays, d, mix, activation):

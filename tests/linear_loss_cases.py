@@ -122,7 +122,8 @@ class Linear:
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
             # The derivative of 1 - tanh(x / cap)^2 with respect to x is below 0.77 / cap. The
-            # probabilities p sum to 1, and so do the targets.
+            # loss's gradient with respect to the capped logits is at most (p + targets) *
+            # (1 + 2 * z_loss * lse).
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)
         return np.abs(exact(d))[..., None] * moved

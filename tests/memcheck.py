@@ -135,8 +135,8 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
     """Yield calls of the function `name`, each with its operands' types.
 
-    If no function has this name, the calls are cross-entropies. Two of the labels are far out of
-    range.
+    If jaxnorm has no function `name`, the calls are of softmax_cross_entropy_with_integer_labels.
+    Two of the labels are out of range.
     """
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in OF_LOSSES:

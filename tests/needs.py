@@ -125,7 +125,8 @@ class Need:
         )
 
 
-# If several requirements of a case are not met, the case counts only for the first of them.
+# A test case is skipped if a requirement is not met. If several are not met, the case is counted
+# only under the first of them.
 NEEDS = (
     Need(hopper, marks=["gpu"]),
     Need(second_gpu, marks=["multigpu"]),

@@ -1,4 +1,7 @@
-"""rms_norm_linear in float64 NumPy, with bounds on the rounding error; combinations of dtypes."""
+"""Reference of rms_norm_linear in float64 NumPy, with bounds on a call's rounding errors.
+
+The module also defines the combinations of dtypes that are tested.
+"""
 
 import dataclasses
 import functools

@@ -100,7 +100,10 @@ class GatedNorm:
         return *rows, dscale
 
     def _of_cotangent(self, error: np.ndarray) -> np.ndarray:
-        """Return the error of dx, if the cotangent of the norm's result has the error `error`."""
+        """Return a bound on the error of dx that `error` causes.
+
+        `error` is the error of the cotangent of the norm's result.
+        """
         norm, error = self.norm, error * np.abs(self.gain)
         c2 = np.mean(error * np.abs(norm.xh), -1, keepdims=True)
         return norm.r * (error + np.abs(norm.xh) * c2) * (1 + SAFETY * self.u)

@@ -98,8 +98,8 @@ def softmax_gradient_bound(
     """Return a bound on the error of dx, where d is the cotangent of y.
 
     It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
-    dx. The backward divides a 16-bit y by the sum of its row. So if a constant is added to all d of
-    a row, it cancels.
+    dx. If y has 16 bits, the backward divides it by the sum of its row, so each row sums to 1.
+    Then a constant that is added to a whole row of d does not change dx.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -228,8 +228,8 @@ class Norm:
         """Return the error that x_hat has in the forward, due to errors of the mean and of r."""
         biggest = np.max(np.abs(self.x), -1, keepdims=True) if self.subtract_mean else 0.0
         mean_error = self._walk * biggest
-        # An error of the mean adds its square to the variance. This is the variance's relative
-        # error, so the square is divided by the variance.
+        # If the mean has an error e, the variance has an error of e^2. `variance_error` is
+        # relative, so e^2 is divided by the variance.
         variance_error = self._walk + (mean_error * self.r) ** 2
         return mean_error * self.r + np.abs(self.xh) * variance_error
 

@@ -92,7 +92,7 @@ def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
 def as_default(module: StandIn) -> Iterator[StandIn]:
     """Register `module` as ``"stand_in"`` and make it the default implementation.
 
-    Both are undone at the end of the context.
+    On leaving the ``with`` block, the registration and the default are undone.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)

@@ -1,4 +1,4 @@
-"""An operation is an entry in a table and formulas: everything else is derived from them.
+"""Adding an operation takes formulas and one entry in a table. Everything else is derived.
 
 `added_operation` defines an operation. These tests add it to the tables, as CONTRIBUTING.md
 describes, and run the tests of every operation on it.
@@ -83,7 +83,8 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Maps a name to a function that runs one of the suite's common tests for the added operation.
+# Each value runs a test on the operation that `added_operation` defines. The suite runs the same
+# tests on every other operation. The keys are ids of the tests.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),

@@ -36,7 +36,10 @@ PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
 
 
 def test_flops_and_bytes():
-    """A matmul of (M, K) and (K, N) has 2 * M * K * N FLOPs. Each pass counts each array once."""
+    """A matmul of (M, K) and (K, N) has 2 * M * K * N FLOPs.
+
+    In each pass, the bytes of each array are counted once.
+    """
     x, weight, y = 10 * 20 * 2, 20 * 30 * 2, 10 * 30 * 2
     forward = LinearWorkload("product", "fwd", "10x20x30", "bfloat16")
     assert forward.flops == 2 * 10 * 20 * 30

@@ -44,7 +44,8 @@ def test_bytes(dtype, size):
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes
     assert both == 2 * forward + 10 * 30 * size
-    # log_prob_and_entropy has one more result per position, which has a cotangent.
+    # log_prob_and_entropy has a second result per position. The forward stores it, and the backward
+    # loads its cotangent.
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2

@@ -1,4 +1,7 @@
-"""The models of the training benchmarks, without a GPU: all variants compute one function."""
+"""The models of the training benchmarks, without a GPU.
+
+All variants of a model compute the same function.
+"""
 
 import dataclasses
 import functools
@@ -61,9 +64,10 @@ def loss_and_gradients(kind, variant=models.PLAIN, remat="none", layers="scan", 
 def bound(size, dtype):
     """Return a bound on the relative error of the loss, and on ||error|| / ||gradient||.
 
-    In both passes together, a layer has some 20 operations. An operation rounds its result, or it
-    is a sum. A sum has at most as many terms as there are hidden features, tokens or classes. All
-    errors are independent and add up as a random walk.
+    In both passes together, a layer has some 20 operations. Each operation either rounds its result
+    once or is a sum. The number of terms of a sum is at most the largest of three numbers: the
+    hidden features, the tokens and the classes. Errors are assumed to be independent, so they add
+    up as a random walk.
     """
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
     # For bfloat16, sums are computed in float32 and rounded once.

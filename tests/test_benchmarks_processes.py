@@ -70,7 +70,9 @@ def raised(error):
 def spoken(side, cells, *, turn=True, threads=1):
     """Return the exit code and the output of a worker for one batch of cells.
 
-    If `turn` is True, a second request (`{}`) lets the worker measure the prepared cells.
+    A worker first prepares (compiles) all cells of the batch and then waits for a second request,
+    `{}`, before it measures them. If `turn` is False, the second request is missing, and nothing is
+    measured.
     """
     request = {"suite": "kernels", "cells": [*map(dataclasses.asdict, cells)]}
     requests = [json.dumps(request), *(["{}"] if turn else [])]
@@ -161,8 +163,9 @@ def test_cells_are_prepared_in_as_many_threads_as_the_side_can():
         assert [a["status"] for a in got[1:-1]] == ["ok", "ok"]
 
 
-# Tests of several workers of one side. The workers run this script. In a cell, the name of the
-# provider says what happens: for example, whether the cell fails.
+# In the tests below, several worker processes run the following script instead of the benchmarks'
+# own. A cell is one measurement. The name of its provider tells the worker what to do: for example,
+# to crash when the cell is measured.
 
 WORKER = """
 import os, sys, time

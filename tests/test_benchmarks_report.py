@@ -76,7 +76,10 @@ def test_the_main_table(found):
 
 
 def written(folder, rows):
-    """Return a folder whose kernels.csv has these rows (provider, us or a failure's status)."""
+    """Return a folder whose kernels.csv has these rows.
+
+    Each row is (provider, time in microseconds) or (provider, status of the failure).
+    """
     table = Table(folder, SUITES["kernels"])
     for provider, us in rows:
         ok = isinstance(us, float)
@@ -139,7 +142,9 @@ def test_a_report_of_another_folder(tmp_path):
 
 def test_a_report_of_blocks(tmp_path):
     table = Table(tmp_path, SUITES["blocks"])
-    # Shape, provider, us, extra passes. A copy of the array takes 4 us.
+    # Each row has a shape, a provider, its time in microseconds or why it failed, and the number of
+    # extra copies of whole arrays (`extra_passes`). Copying the minimal bytes would take 4
+    # microseconds.
     for shape, provider, us, extra_passes in [
         ("8192x4096", "jaxnorm", 5.0, 0),
         ("8192x4096", "jnp", 6.0, 1),

@@ -230,7 +230,11 @@ def test_training_steps_on_a_mesh():
 
 
 def test_steps_that_bars_compare():
-    """`--bars` selects both steps of each comparison, each step once."""
+    """`--bars` selects the two training steps that each bar compares.
+
+    A bar is a limit on the ratio of a jaxnorm step's figure to a plain JAX step's. A step that
+    occurs in several bars is selected once.
+    """
     every = asked("--bars")
     assert len({*every}) == len(every)
     assert {cell for bar in BARS for cell in bar.cells} == {*every} <= {*asked()}

@@ -61,8 +61,8 @@ OTHERS = {
         x, x, scale.astype("bfloat16"), x.astype("float32"), **o
     )[0],
 }
-# Shapes for each kind of kernel: rows in parts of a warp, in a warp, in a warpgroup, and in a
-# cluster, and rows of odd length.
+# Shapes for each kind of kernel. In the first four shapes, a row is processed by a part of a warp,
+# a warp, a warpgroup and a cluster, respectively. In the last shape, rows have an odd length.
 SHAPES = [(65536, 64), (8192, 1024), (1024, 8192), (256, 65536), (2048, 4095)]
 WIDTHS = [(shape, dtype) for shape, dtype in zip(SHAPES, itertools.cycle(["bfloat16", "float32"]))]
 

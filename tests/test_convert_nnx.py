@@ -279,9 +279,10 @@ def test_what_is_left_and_what_keeps_its_input_are_one_line(caplog):
 
 
 def test_a_norm_that_keeps_its_input_has_every_gradient():
-    """A conversion saves the input of a norm whose scale is 0 next to a bias, so its scale trains.
+    """If a norm has a bias and a scale of 0, the converted norm saves its input.
 
-    With the saved output, the gradient of this scale would be 0.
+    The gradient of the scale is then correct. If the norm saved its output, the gradient would be
+    0, and the scale could not be trained.
     """
     x, d = normal((6, 16)), normal((6, 16), 1)
 

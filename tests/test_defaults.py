@@ -86,9 +86,10 @@ def test_no_call_as_in_training_is_slower_than_plain_jax():
 
 
 def test_a_call_that_is_left_has_a_reason(support):
-    """Each reason for not using kernels by default applies to a call whose kernels were slower.
+    """Every reason for not using kernels by default is confirmed by a measurement.
 
-    One reason is left out, because other tests check it: that XLA can fuse a call with others.
+    That is, the reason applies to a measured call, and this call's kernels were slower than XLA.
+    The reason that XLA can fuse a call with other operations is left out: other tests check it.
     """
     name, support = support
     left = [

@@ -62,7 +62,7 @@ def test_short_run(options, main, tmp_path, monkeypatch, capsys):
         "and activation_linear",
     ]
     saved = [float(row[4]) for row in cells]
-    assert sorted(saved, reverse=True) == saved  # each row saves fewer bytes than the row before
+    assert sorted(saved, reverse=True) == saved  # each row has fewer saved bytes than the row above
     assert cells[0][5:] == ["-", "-"]
     assert all(float(row[6]) > 0 for row in cells[1:])
 

@@ -55,9 +55,10 @@ def test_linear_layers(loss, temperature):
 
 @pytest.mark.parametrize("loss", [kl, reverse_kl])
 def test_other_logits(loss):
-    """For 16-bit logits that no matmul computed, the advice is `kl_divergence`.
+    """For 16-bit logits that no matmul computed, the advice is to call `kl_divergence`.
 
-    In plain JAX they are cast to float32, and the exponentials of student and teacher are saved.
+    Plain JAX casts these logits to float32 and saves two arrays: the exponentials of the student's
+    and of the teacher's logits.
     """
 
     def logits_of(x, weight, teacher_x, teacher_weight):
@@ -75,7 +76,10 @@ def test_other_logits(loss):
 
 
 def test_what_is_no_divergence():
-    """Advice does not fuse the matmul if both models are trained or the logits are used twice."""
+    """In two cases, the report does not advise to fuse the matmul with the loss.
+
+    In one case, teacher and student are both trained. In the other, the logits are used twice.
+    """
 
     def both_trained(x, weight, teacher_x, teacher_weight):
         log_q, log_p = jax.nn.log_softmax(x @ weight), jax.nn.log_softmax(x @ (2 * weight))

@@ -262,7 +262,8 @@ OF_POSITIONS = [
     ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
 ]
 
-# Maps a function to its arguments, and to the error message for each change of an argument.
+# Maps a function to a pair: valid arguments, and a list of (changed arguments, error message). Each
+# change makes the arguments invalid.
 ARGUMENTS = {
     **dict.fromkeys(SOFTMAXES, ({"x": T((2, 3))}, OF_SOFTMAX)),
     **dict.fromkeys(("layer_norm", "rms_norm"), ({"x": T((2, 3, 4))}, OF_NORM)),

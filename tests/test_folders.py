@@ -12,7 +12,10 @@ FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
 
 
 def imported(file: Path) -> set[str]:
-    """Return all names that a file imports, also inside functions and for type checkers only."""
+    """Return all names that a file imports.
+
+    Imports inside functions and under `if TYPE_CHECKING` count too.
+    """
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -429,7 +429,8 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# Functions whose differentiation rules differ from those of another function in only one formula.
+# The differentiation rules of each of these functions equal those of another function, except for
+# one formula.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
@@ -447,10 +448,11 @@ IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels run every derivative of every function. XLA's code also does, but for each of VARIANTS it
-# runs only half of the derivatives. Some kernels refuse calls with few short rows. Some refuse
-# rotary norms with several scales; these occur in per-example gradients, where each row is a group
-# with its own scale.
+# Kernels run every derivative of every function. XLA's code does so too, except that it runs only
+# half of the derivatives of each function in VARIANTS.
+#
+# Some kernels refuse calls with few short rows. Some refuse rotary norms with several scales; these
+# occur in per-example gradients, where each row is a group with its own scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),

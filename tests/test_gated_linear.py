@@ -179,10 +179,11 @@ def test_experts():
 
 
 def test_a_product_of_a_tree():
-    """A user's matmul may take a tree of weights.
+    """The matmul that a user passes as `product` may take a tree of weights.
 
-    It gets the tree's integers unchanged, and its floats cast to the matmul's dtype. In this test,
-    the activation contains dropout with a traced key.
+    It gets the tree's integers unchanged, and the tree's floats cast to the dtype of the matmul. In
+    this test, it also applies dropout. The key of the dropout is a traced array from an enclosing
+    function.
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 8)), BF16)

@@ -29,8 +29,8 @@ random_init = {
     "bias_init": nn.initializers.normal(1.0),
 }
 
-# Fields of the modules that are tested. Each of Flax's fields is in at least one entry. num_groups
-# is 4 unless an entry has it.
+# Each entry sets some fields of the tested modules. Every field of Flax's module is set in at least
+# one entry. If an entry does not set num_groups, num_groups is 4.
 FIELDS = [
     {},
     {"num_groups": 1},
@@ -185,7 +185,7 @@ def test_what_linen_leaves_to_flax(fields):
     ids=str,
 )
 def test_groups_that_flax_refuses(pair, fields):
-    """If Flax refuses the fields of groups, our modules raise Flax's own error."""
+    """If Flax refuses `num_groups` or `group_size`, our modules raise Flax's own error."""
     with pytest.raises(ValueError, match=r"^(Number of groups|Either `num_groups`)"):
         pair(fields)
 

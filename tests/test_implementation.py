@@ -198,8 +198,8 @@ def test_gradients_under_vmap(stub, save):
 
         return jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, scale)
 
-    # With a saved output, the stand-in's constant changes the gradient. So only shapes are
-    # compared.
+    # The stand-in adds a constant to its output. If the backward starts from the saved output, the
+    # constant changes the gradient. So only shapes are compared.
     expected = analyse(lambda: grads("xla"))
     for ours, theirs in zip(grads("stub"), expected):
         assert ours.shape == theirs.value.shape

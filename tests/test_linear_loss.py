@@ -322,9 +322,10 @@ def test_shapes(of):
 
 
 def test_logits_are_never_rounded():
-    """Logits are not rounded: results of 16-bit operands are within the bounds of float32.
+    """Logits of 16-bit operands are not rounded to 16 bits.
 
-    Rounded logits would exceed these bounds.
+    So the results are within the bounds for float32 logits. Results of rounded logits would exceed
+    these bounds.
     """
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
     weight = 4 * weight  # so that logits are as large as a trained model's

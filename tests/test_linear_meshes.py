@@ -232,7 +232,8 @@ LOSS = {
     "rows": Layout(P("data", "model"), P(), SUMS),
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
-    # A device could gather 96 rows of x or 64 columns of the weight. It gathers the smaller number.
+    # A device could gather all 96 rows of x or all 64 columns of the weight. It gathers the weight,
+    # because rows of x and columns of the weight have the same length.
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
     # Here a device gathers 24 rows of x.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
@@ -257,7 +258,8 @@ LAYOUTS |= {"several": LOSS, "divergence": LOSS}
 def test_layouts(name, layout, kind):
     """Values are correct, gradients are sharded like their operands, and few arrays are exchanged.
 
-    Arrays with rows are exchanged only if a requested sharding requires it.
+    Arrays with the rows of x (not parameters or sums) are exchanged only if a requested sharding
+    requires it.
     """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)
@@ -585,7 +587,7 @@ def test_a_weight_is_kept_in_its_shards():
 
 
 def test_a_function_on_a_mesh():
-    """A user's matmul determines the sharding of the result."""
+    """A function given as `product` can set the sharding of gated_linear's result."""
     mesh, *sharded = gated_operands("f")
 
     def loss(product, gate, up, weight, bias):

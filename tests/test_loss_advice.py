@@ -142,9 +142,10 @@ def test_log_probabilities(is_product, is_wide, dtype):
 
 
 def test_a_tied_embedding_in_float32():
-    """A tied embedding, which is also the weight of the logits, gets the advice.
+    """The report advises to fuse the matmul with the loss, even if the embedding is tied.
 
-    There may be casts, a transpose and a bias between the embedding table and the loss.
+    A tied embedding table is also the weight that computes the logits. In this test, there are
+    casts, a transpose and a bias between the table and the loss.
     """
 
     def hidden(x, embedding, labels):
@@ -349,7 +350,7 @@ def without_a_label(logits):
 
 
 def with_weights(logits):
-    """Return a focal loss, which weights the losses."""
+    """Return a focal loss: each row's cross-entropy is multiplied by a weight, (1 - p)^2."""
     p = jax.nn.softmax(logits)[jnp.arange(TOKENS), FIRST]
     return -jnp.mean((1 - p) ** 2 * jnp.log(p))
 

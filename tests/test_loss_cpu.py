@@ -60,8 +60,9 @@ def test_lane_sizes():
 def test_a_certain_label_in_every_column(dtype, masked):
     """A loss of about 1e-7 is accurate, in whatever column the label is.
 
-    For this, the sum of the other exponentials must not include the label's exponential, which is
-    1: the others would be lost by rounding.
+    The loss is about the sum of the exponentials of all classes but the label, and these are tiny.
+    The label's exponential is 1, because its logit is the largest. If it were added to this sum,
+    rounding would lose the tiny exponentials.
     """
     cols = 256
     assert lane_size(cols) == 8

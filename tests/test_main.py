@@ -212,7 +212,7 @@ def kernels(monkeypatch):
     monkeypatch.setitem(backends.MODULES, "kernels", module.__name__)
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("kernels",)})
     few_cases(monkeypatch)
-    monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # processes would not have this module
+    monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # other processes cannot import it
     small = wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
     monkeypatch.setattr(wall_time, "CALLS", (small,))
     jax.clear_caches()

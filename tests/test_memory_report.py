@@ -100,7 +100,10 @@ def softmax_of_16_bits(logits):
 
 
 def of_jax(capsys, f, *args):
-    """Return the bytes that `jax.ad_checkpoint.print_saved_residuals` lists, without arguments."""
+    """Return the bytes of the arrays that `jax.ad_checkpoint.print_saved_residuals` lists.
+
+    Arguments of `f` and constants are not counted.
+    """
     jax.ad_checkpoint.print_saved_residuals(f, *args)
     sizes = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "f64": 8, "u32": 4}
     total = 0
@@ -258,7 +261,10 @@ def test_what_a_scan_keeps_twice(one):
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_modules(library):
-    """Source lines are the user's, not Flax's, and models may have leaves that are not arrays."""
+    """The report names source lines of the user's code, not of Flax's.
+
+    Models may have leaves that are not arrays.
+    """
     if library == "linen":
 
         class Model(flax.linen.Module):
@@ -477,9 +483,10 @@ def mlp(w, x, *, followed=False):
 
 @pytest.mark.parametrize("trained", ["all", "gate and up", "input", "input, closed over"])
 def test_frozen_weights(trained):
-    """If some weights are frozen, advice counts only arrays that the other gradients need.
+    """If some weights are frozen, advice counts only arrays that the remaining gradients need.
 
-    For example, with an adapter on gate and up, the down projection's input is not saved.
+    For example, if only gate and up are trained, down is frozen. The input of the down projection
+    is then not saved, because only the gradient of down needs it.
     """
     w = {n: jnp.ones(SHAPES[n], "bfloat16") for n in ("gate", "up", "down")}
     x = jnp.ones(X.shape, X.dtype)
@@ -605,7 +612,10 @@ def test_errors(argnums, error, message):
 
 
 def test_errors_of_calls():
-    """A result in place of a function raises an error, and so does a call without arguments."""
+    """Two wrong calls raise errors.
+
+    The first passes a function's result instead of the function. The second passes no arguments.
+    """
     with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):

@@ -80,5 +80,5 @@ def test_shardings_inside():
 
     whole = memory_report(one(plain), *arguments())
     report = memory_report(loss, *arguments())
-    constrained = X[0] * X[1] * 4  # The constrained x is a separate array.
+    constrained = X[0] * X[1] * 4  # counted because, unlike x, it is no argument
     assert report.total == pytest.approx((whole.total + constrained) / 4, rel=0.01)

@@ -1,7 +1,7 @@
 """memory_report's advice on Hugging Face's models: following it saves what the report says.
 
-The tests follow advice without changing a model's code: they replace its functions, and calls of
-its modules, while the model is traced.
+The tests follow the advice without changing the model's code. While the model is traced, they
+replace functions that it calls and results of its modules.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ pytestmark = [
 ]
 __all__ = ["transformers"]  # a fixture
 
-# Enough tokens that activations are larger than parameters, which are also cast.
+# There are so many tokens that an activation is larger than a parameter. Saved casts of parameters
+# are then small compared with saved activations.
 BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 16, 64, 256, 64, 256
 OF_GPT2 = {"n_embd": WIDTH, "n_positions": LENGTH, "n_inner": HIDDEN}
 OF_OTHERS = {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
@@ -114,9 +115,10 @@ def parameter(module, name):
 
 
 def by_activation_linear(module, x, *_):
-    """Return the result of a module of GPT-2's or BERT's MLP, computed by activation_linear.
+    """Return the result of `module`, computed with activation_linear, or None.
 
-    The activation is fused into the second linear layer. Return None for all other modules.
+    `activation_linear` replaces the activation and the second linear layer in the MLPs of GPT-2 and
+    BERT. Return None if the module is not a part of such an MLP.
     """
     name = type(module).__name__
     if name == "FlaxGPT2MLP":

@@ -1,7 +1,8 @@
 """All functions of rows on meshes: values, gradients, shardings, and exchanged arrays.
 
-The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel that
-XLA's partitioner cannot split. Linear layers and their losses are in `test_linear_meshes`.
+The mesh has eight virtual CPU devices. A shard runs XLA's code or a stand-in for a kernel. XLA's
+partitioner cannot split the stand-in, just as it cannot split a kernel. Linear layers and their
+losses are in `test_linear_meshes`.
 """
 
 import contextlib
@@ -146,7 +147,8 @@ def is_its_own(name, layout, kind, runs):
 
 
 CASES = [
-    # The stand-in does not support parameters of rows that are not consecutive.
+    # In the functions of SCATTERED, rows with equal parameters are not consecutive. The stand-in
+    # does not support this, so these functions run XLA's code.
     (*case[:3], "xla" if case[0] in SCATTERED else case[3])
     for case in CASES
     if not is_its_own(*case)
@@ -155,10 +157,10 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
 def test_rows_on_a_mesh(name, layout, kind, runs):
-    """Values are correct, x is not exchanged, and kernels run on the complete rows of a shard.
+    """Values are correct, kernels run on complete rows of a shard, and few arrays are exchanged.
 
-    Devices exchange only gradients of parameters and, if columns are split, sums over rows. In some
-    cases they also exchange x, because it must be resharded to match a parameter.
+    Devices exchange gradients of parameters. If columns are split, they also exchange sums over
+    each row. x is exchanged only if it must be resharded to match a parameter.
     """
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:

@@ -133,8 +133,9 @@ def test_losses(name, kind, has_entropy):
     ]
     compiled = jax.jit(step).lower(*placed).compile()
     for ours, theirs in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected)):
-        # Matmuls run in TF32, which has float16's unit roundoff. Their terms have both signs, so
-        # errors are compared with the largest element.
+        # Matmuls run in TF32, which has float16's unit roundoff. The terms of their sums have both
+        # signs and may cancel, so an element can be much smaller than its error. The bound is
+        # therefore relative to the largest element.
         theirs = exact(theirs)
         assert_within(ours, theirs, SAFETY * unit_roundoff("float16") * np.abs(theirs).max())
     if specs[1] == P("data"):

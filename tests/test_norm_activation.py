@@ -95,9 +95,10 @@ def test_norms_of_all_sizes(activation, implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero_beside_a_bias(dtype):
-    """Gradients of scales at or near 0 next to a bias are as accurate as others.
+    """If there is a bias, gradients of scales at or near 0 are as accurate as other gradients.
 
-    With an activation, the input is saved, so there is no floor and no rounded bias.
+    With an activation, the norm saves its input, so the backward does not recover x_hat from y.
+    Therefore it divides by no scale, and the rounding of the bias has no effect.
     """
     x = normal((70, 64), dtype, 0)
     scale = normal((64,), "float32", 1, 0.3, 1.0).at[6].set(0).at[9].set(1e-6)

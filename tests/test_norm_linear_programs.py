@@ -156,8 +156,9 @@ def test_what_is_not_used_is_not_made():
         return {name: found.count(name) for name in found}
 
     # In the forward, the block has one norm, one matmul and one activation. The backward of
-    # rms_norm_linear has two matmuls, for one of which it recomputes the norm, and it computes the
-    # derivative of the activation. `jax.checkpoint` recomputes all other operations counted here.
+    # rms_norm_linear has two matmuls and the derivative of the activation. One of these matmuls
+    # needs the normalised array, so the norm is recomputed. `jax.checkpoint` also runs the forward
+    # a second time; this adds the remaining operations.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -224,7 +225,8 @@ def test_a_batch_of_x_is_more_rows():
     x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
     jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
     norm, product, rule = jaxpr.eqns
-    # The custom JVP returns its first operand, so it only defines the derivative of the matmul.
+    # The function with the custom JVP returns its first operand unchanged. It exists only to define
+    # the derivative of the matmul.
     assert not rule.params["call_jaxpr"].eqns
     assert product.primitive.name == "dot_general"
     assert norm.outvars[0].aval.shape == (3, 4, 8)

@@ -97,7 +97,7 @@ def windows(x, scale):
 def layers(x, scales, unroll=1):
     """Apply one norm per layer.
 
-    The scales of all layers are a single slice, which starts at element 1 of `scales`.
+    Layer i uses row i of a stack of scales. The stack is `scales` without its first element.
     """
     stack = scales[1:].reshape(-1, 1024)
     return jax.lax.scan(lambda x, scale: (x + rms_norm(x, scale), None), x, stack, unroll=unroll)[0]

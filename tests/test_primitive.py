@@ -64,7 +64,7 @@ def kernel_shapes(function, *operands):
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
 def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
-    """Under `jax.vmap`, a batch of rows runs the kernels of one large array.
+    """Under `jax.vmap`, the same kernels run as for one array with the rows of the whole batch.
 
     The gradient is taken outside of `jax.vmap`.
     """

@@ -1,7 +1,7 @@
 """Rematerialisation with both of JAX's implementations: the present and the next (``jax_remat3``).
 
-What a policy saves is counted as `jax.ad_checkpoint.print_saved_residuals` lists it, without
-arguments. What is recomputed is counted in jaxprs and in compiled programs.
+Saved residuals are counted in the list of `jax.ad_checkpoint.print_saved_residuals`. The function's
+arguments are not counted. Recomputed operations are counted in jaxprs and in compiled programs.
 """
 
 import functools
@@ -398,8 +398,9 @@ DERIVATIVES = {
 def test_derivatives(name, derivative):
     """First and second derivatives do not depend on whether residuals have names.
 
-    An element of a first derivative is a sum of at most n = rows * cols^2 terms. An element of a
-    second derivative is a sum of at most n^2 terms.
+    Bounds on the rounding errors depend on the number of terms of a sum. An element of a first
+    derivative is a sum of at most n = rows * cols^2 terms. An element of a second derivative is a
+    sum of at most n^2 terms.
     """
     with jax.enable_x64(True):
         arrays = operands("float64")

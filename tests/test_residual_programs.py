@@ -119,8 +119,8 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
     }
     norms = dict.fromkeys(programs, 0)
     if name == "rms_norm_add_rms_norm":
-        # rms_norm_add_rms_norm computes the norm of x even if only h is used. Its gradient needs
-        # saved statistics, which come from the full call with both norms.
+        # h = r + norm(x), so the program needs one norm even if only h is used. The gradient of
+        # this norm needs saved statistics. Only the call that computes both norms returns them.
         norms = {**dict.fromkeys(programs, 1), "gradient": 2}
     for key, program in programs.items():
         text = jax.jit(program).lower(x, r, scale).as_text()
@@ -186,9 +186,9 @@ def additions_of(jaxpr, shape):
 @pytest.mark.parametrize("layers", [unrolled, scanned])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
-    """In models with x + branch(norm(x)), the norm's backward adds the residual's gradient.
+    """If a model computes x + branch(norm(x)), the norm's backward returns the whole gradient of x.
 
-    So the jaxpr has no addition of gradients.
+    It adds the gradient of the residual x to dx, so the jaxpr has no addition of gradients.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (4, 8))
@@ -240,8 +240,9 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
 def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
     """If a backward kernel does not support the extra cotangent dh, it runs without dh.
 
-    dh is then added to its result. In this test, dh is not supported because its bfloat16 rows are
-    not a multiple of 16 bytes long. Rows of y and dy are float32, and are such a multiple.
+    dh is then added to the kernel's result. The kernel supports an array only if its rows have a
+    multiple of 16 bytes. In this test, the bfloat16 rows of dh do not meet this condition. The
+    float32 rows of y and dy meet it.
     """
     x, scale = (
         jax.ShapeDtypeStruct((512, 8196), "bfloat16"),

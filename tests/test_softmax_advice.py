@@ -184,7 +184,7 @@ def test_a_reshape_of_the_softmax_s_own_axis():
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_of_jax(is_causal):
-    """There is advice on the mask that `jax.nn.dot_product_attention` saves.
+    """The report has advice for the mask that `jax.nn.dot_product_attention` saves.
 
     In each layer, the mask is as large as the logits.
     """

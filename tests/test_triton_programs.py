@@ -62,7 +62,7 @@ def about(folder, **changes):
 
 
 def test_kernels_come_from_the_folder(tmp_path):
-    """Without Triton, a launch runs the compiled code in the folder.
+    """Without Triton, a launch runs code that was compiled before and saved in a folder.
 
     It raises an error if the folder has no code for this launch.
     """

@@ -118,8 +118,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            # Where a tiny floor replaces a scale of 0, y is floor * x_hat + bias. With a nonzero
-            # bias, the rounding of y would lose floor * x_hat.
+            # The bias is 0 wherever the scale was 0 and is now the floor. There, y is
+            # floor * x_hat + bias, and rounding y would lose floor * x_hat if the bias were not 0.
             bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(

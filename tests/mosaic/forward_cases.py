@@ -290,9 +290,10 @@ def of_rows(param: np.ndarray | None, rows: int) -> np.ndarray | None:
 def reference(
     spec: Spec, *operands: Any, outputs: Sequence[np.ndarray] = ()
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the outputs in float64, and the errors that a kernel may make.
+    """Return the results in float64, and bounds on the errors of a kernel's results.
 
-    `outputs` are the kernel's own results; the reference of a norm with a residual needs its h.
+    `outputs` are the kernel's results. Only norms with a residual need them: their reference starts
+    from the kernel's rounded h.
     """
     if spec.norm.residual_dtype is not None:
         return residual_reference(spec, outputs, *operands)

@@ -247,9 +247,9 @@ def test_variants(family: str, change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
-    """With 64-bit types, kernels count in 32 bits and compute in float32.
+    """If 64-bit types are enabled, kernels still use 32-bit indices and float32 arithmetic.
 
-    Python numbers such as `1.0` are traced as float64 in this mode.
+    This needs a test because Python numbers such as `1.0` are traced as float64 in this mode.
     """
     with jax.enable_x64(True):
         check_both(family, **given)

@@ -352,7 +352,10 @@ def test_no_races(op: str, case: Case) -> None:
 
 
 def test_deterministic() -> None:
-    """Two runs give the same bits, even if two warpgroups store the same columns in any order."""
+    """Two runs give the same bits, although the order of the stores is undefined.
+
+    In this test, two warpgroups store the same values to the same columns.
+    """
     case = BY_NAME["split_row_tail"]
     spec = make_spec("softmax", case.rows, case.cols, F32, F32)
     (x,) = make_operands(spec)

@@ -1,9 +1,10 @@
 """The size of kernels' modules, which determines how long a first call takes.
 
-Lowering runs in Python and takes time for each operation. Compiling each operation takes more time.
-So a kernel must not emit separate operations for each row, or for each vector of a thread. It must
-use a loop, or a single Mosaic operation for all of them. For example, one operation copies several
-rows, and an array gets its layout where it is created, not by a later conversion.
+Each operation of a kernel costs time, first when Python lowers it and again when it is compiled. So
+a kernel must not emit a separate operation for each row, or for each vector of a thread. Instead,
+it must use a loop, or a single Mosaic operation for all rows or all vectors. For example, one
+operation copies several rows. An array gets its layout when it is created, because a later
+conversion would be an additional operation.
 """
 
 import dataclasses
@@ -140,8 +141,9 @@ FUNCTIONS = {
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
-# A call for each rule of the schedules, and calls whose rows or vectors once took many operations:
-# rows narrower than a warp's vectors, unaligned rows, and fragments above a causal diagonal.
+# A call for each rule of the schedules, and calls whose kernels used to have an operation per row
+# or per vector. The latter have rows shorter than the vectors that a warp loads together, unaligned
+# rows, or fragments above a causal diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),

@@ -46,9 +46,10 @@ def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
 
 
 def test_unrolled_layers_keep_as_much_as_from_their_output(compiler: Compiler):
-    """Unrolled layers with rms_norm_linear save no more than with norms that save their output.
+    """Unrolled layers with rms_norm_linear need no more memory than layers with norm and matmul.
 
-    XLA recomputes the normalised array in the backward.
+    The separate norm saves its output, which is the matmul's input. With rms_norm_linear, XLA
+    recomputes the normalised array in the backward.
     """
 
     def of_a_layer(block):

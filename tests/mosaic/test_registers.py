@@ -102,7 +102,7 @@ def test_registers_of_logits(cols, kind, dtype, compiler):
 def test_a_program_holds_two_kernels_and_nothing_else(kind, compiler):
     """A softmax with a mask, a bias or `causal` is one kernel per pass, and nothing else.
 
-    The backward also computes the bias's gradient, without another array of its size.
+    The backward kernel also computes the bias's gradient. No other operation is needed.
     """
     case = KINDS[kind]
 

@@ -46,7 +46,8 @@ def test_temp_memory(bar, temp_bytes):
 def test_loss_without_logits(model, temp_bytes):
     """A loss computed in chunks needs no more memory than a loss that computes all logits at once.
 
-    The peak could be higher, because the chunked loss computes its gradients in the forward pass.
+    This is not obvious: the chunked loss computes its gradients already in the forward pass, which
+    could raise the peak.
     """
     ours = cell(model, "none", "scan", VARIANT)
     whole = dataclasses.replace(ours, provider="jaxnorm-whole-logits")

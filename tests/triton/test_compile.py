@@ -125,7 +125,8 @@ def test_large_arrays_are_addressed_with_64_bits():
 def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
     """Wide rows are prefetched by asynchronous copies if shared memory has room for them.
 
-    All GPUs have room for 16-bit types; for float32, 99 KiB are not enough.
+    For 16-bit types, each tested GPU has enough shared memory. For float32, the 99 KiB of the sm_89
+    GPU are not enough.
     """
     copies = {
         (name, dtype): compile_call(make_spec("rms_norm", "bwd", 4096, 8192, dtype, dtype), gpu)[
@@ -175,7 +176,8 @@ def test_calls_lower_for_cuda(cols, backward):
 def test_a_dead_call_is_dropped():
     """A call whose result is unused is dropped from the program.
 
-    If JAX cannot call jax-triton's rule for unused operations, its own rule applies.
+    jax-triton registers a rule for unused operations. If JAX cannot call this rule, JAX's default
+    rule drops the call.
     """
     x = jax.ShapeDtypeStruct((6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")

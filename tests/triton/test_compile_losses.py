@@ -65,9 +65,9 @@ def test_capped_logits_compile(op, direction, cols):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_entropies_compile(direction, cols):
-    """Entropies compile; some values may spill if rows share a tile.
+    """Entropies compile. If several rows share a tile, some of a thread's values may spill.
 
-    Each of a thread's 16 values then also needs an exponent.
+    A thread has 16 values, exp(v). For the entropy, it also needs a register for each exponent v.
     """
     gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
     for dtype in (BF16, F32):
@@ -117,7 +117,7 @@ def test_labels_compile(label_dtype):
 def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     """Logits are loaded and stored 16 bytes at a time, except at the ends of unaligned rows.
 
-    The forward's loads are asynchronous copies.
+    The forward loads them by asynchronous copies.
     """
     forward, backward = (
         compile_call(make_spec(direction, 8192, cols, dtype), GPUS["sm_80"])[0]
@@ -158,8 +158,8 @@ def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
     """Threads exchange values only at the end of a row.
 
-    So long rows need no more exchanges: 128256 columns take about as many as 512 columns, which one
-    warp processes in one step.
+    Therefore the number of exchanges hardly depends on the length of a row: 128256 columns take at
+    most twice as many as 512 columns, which one warp processes in one step.
     """
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)

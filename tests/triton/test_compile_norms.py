@@ -83,7 +83,7 @@ FAMILIES = {
         [{}, {"scale_dtype": None}, {"bias_dtype": BF16}, {"scale_groups": 8, "bias_groups": 8}],
         second=False,
         given={"kind": "layer_norm", "saved": "input", "activation": "silu"},
-        columns=8192,  # wider rows spill without an activation, too
+        columns=8192,  # wider rows spill even without an activation
     ),
     "scaled sum": Family(
         "scaled_add_norm",
@@ -341,8 +341,8 @@ def test_heads_are_read_and_written_8_or_16_bytes_at_a_time(direction, interleav
     # In the backward pass, a thread has 4 columns of each half of a head, in 16 bits 8 bytes.
     size = 8 if direction == "bwd" and dtype == BF16 and not interleaved else 16
     written = re.findall(r"st\.global[\w.:]*", kernel.ptx)
-    # Statistics (one number per row) and sums of dscale (one per program) may be stored in other
-    # widths.
+    # Arrays of rows are stored `size` bytes at a time. Statistics (one number per row) and partial
+    # sums of dscale (one per program) may be stored in other widths.
     assert any(f".v{size // 4}.b32" in kind for kind in written)
     read = re.findall(r"ld\.global\.(?!L1)[\w.:]*", kernel.ptx)
     assert all(kind.endswith(".v4.b32") for kind in read)

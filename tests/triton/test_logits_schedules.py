@@ -14,7 +14,8 @@ from test_softmax import FUNCTIONS, data
 
 pytestmark = pytest.mark.triton
 
-# Each way in which rows share a row of a mask or a bias, and biases that many rows share.
+# Masks and biases that are broadcast over the rows of x, each along other axes. Some of the biases
+# are broadcast over many rows.
 CASES = [
     Case((2, 3, 5, 100), mask=(2, 1, 1, 100), bias=(3, 5, 100), causal=True),
     Case((2, 3, 5, 100), mask=(5, 1), bias=(2, 1, 1, 100)),

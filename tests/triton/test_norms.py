@@ -424,8 +424,9 @@ def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
     dscale = exact(check_rotated(rotate, spec, arrays)["scale"])
-    # The cotangent of a column before the rotation is at most the sum of both cotangents of its
-    # pair, times the factor by which the tables are multiplied.
+    # The rotation combines two columns, a pair. Let d1 and d2 be the cotangents of the rotated
+    # pair. Each column of the pair before the rotation then has a cotangent of at most
+    # (|d1| + |d2|) * 1.2, because no entry of the tables cos and sin exceeds 1.2.
     d = np.abs(exact(arrays["dy"]))
     most = 1.2 * (d + np.roll(d, 8, 1)).sum(0) * math.sqrt(spec.cols)
     assert np.all(np.abs(dscale) <= most)

@@ -38,9 +38,9 @@ def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def options_read(kernel: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a compile-time parameter and an attribute.
+    """Yield (parameter, attribute) for each attribute that the kernel reads from a parameter.
 
-    The kernel reads the attribute of the parameter.
+    Only compile-time parameters count.
     """
     parameters = {
         a.arg
