@@ -244,7 +244,7 @@ def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> li
 
 
 def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
-    """Return the result with its error increased by the rounding of the equation itself.
+    """Return the result of a jaxpr equation, with the rounding of the result added to its error.
 
     This rounding error is `rounding` (a number for each element) times the dtype's unit roundoff.
     """
@@ -284,8 +284,8 @@ def _quotient(a: Value, b: Value) -> Value:
 def _elementwise(function: Callable) -> Callable:
     """Return the rule of an elementwise function of x.
 
-    The rule evaluates the function at both ends of the interval [x - error, x + error]. One of
-    these values must be the farthest from the function's value at x.
+    The rule evaluates the function at both ends of the interval [x - error, x + error]. It may only
+    be used for functions whose largest change in this interval is at one of the ends.
     """
 
     def rule(operands, **params):

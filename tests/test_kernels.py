@@ -370,7 +370,8 @@ def check_accesses(kernels, name, dtype):
             memcheck.lowered(*case)
         return
     checker = shutil.which("compute-sanitizer")
-    # Give each array a separate buffer: in a pool, a neighbouring array would count as in bounds.
+    # Allocate each array separately. In a pool, an access beyond the end of an array could hit the
+    # next array, and the checker would not report it.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     # Check only this program, and not the compilers that it starts, which crash the checker.
     command = [

@@ -238,7 +238,8 @@ LOSS = {
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # x is replicated. Only the mesh axis that splits d can split the rows.
+    # x is replicated. So its rows can be split only over the mesh axis that splits d, the first
+    # axis of the weight.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True

@@ -21,7 +21,9 @@ SHAPE = (4, 32, 32)
 LOWER = np.tril(np.ones(SHAPE[1:], bool))
 MASK = np.random.default_rng(0).random(SHAPE) < 0.6
 MASK[:, 3], MASK[:, :, 0] = False, True  # row 3 has one unmasked entry
-# The broken entry of each row is unmasked in every mask. AT is its index.
+
+# Row 5 of each matrix has one broken entry (NaN or infinite). No mask masks this entry. BROKEN is
+# the index of these rows, and AT is the index of the entries.
 BROKEN, AT = (slice(None), 5), (slice(None), 5, 0)
 BIAS = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
 

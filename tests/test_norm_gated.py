@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """Results are correct for arrays with few axes or rows. They are too small for a kernel."""
+    """Results are correct for arrays with few axes or rows, which are too small for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 

@@ -199,7 +199,8 @@ def test_it_is_the_norm_and_its_rotation(interleaved):
     pair = (n[..., 4] + 1j * n[..., 5]) if interleaved else (n[..., 2] + 1j * n[..., 34])
     turned = pair * np.asarray(cos[..., 2] + 1j * sin[..., 2])
     at = [4, 5] if interleaved else [2, 34]
-    # Both compared values are rounded: y, and the result of rms_norm that is rotated here.
+    # The bound is doubled because both compared values are rounded: y, and the result of rms_norm,
+    # which this test then rotates itself.
     error = 2 * analyse(ours, x, scale, cos, sin).error[..., at]
     assert_within(y[..., jnp.array(at)], np.stack([turned.real, turned.imag], -1), error)
     few = jaxnorm.rms_norm_rope(x, scale, cos[..., :8], sin[..., :8], interleaved=interleaved)
@@ -235,7 +236,9 @@ def test_a_pair_whose_tables_are_zero(dtype):
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # This bound is NaN, because c2 is a sum over all columns, also of the pair.
+    # The bound of dx contains c2, a sum over all columns. It is NaN, because x_hat is unknown in
+    # the two columns of `pair`.
+    del dx_bound
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])
@@ -279,10 +282,11 @@ def test_the_law(ratio, dtype, interleaved):
 def test_check_params_predicts_the_error(rotated, dtype):
     """check_params predicts each column's error up to a factor of about sqrt(2).
 
-    It predicts the error at an angle of 45 degrees. There, the squared error is proportional to
-    g_i^2 / 2 + g_j^2 / 2, where g_i and g_j are the scales of the column and of its partner. In the
-    mean over all angles, the weights are 3/4 and 1/4 instead of 1/2 (`test_the_law`). The bounds of
-    this test also allow the sampling error of some 1000 rows.
+    It assumes that the column and its partner are rotated by 45 degrees. The squared error is then
+    proportional to g_i^2 / 2 + g_j^2 / 2, where g_i and g_j are the scales of the two columns. On
+    average over all angles, it is proportional to 3/4 g_i^2 + 1/4 g_j^2 (`test_the_law`). The two
+    differ by at most a factor of about 2, so the errors differ by at most about sqrt(2). The bounds
+    of this test also allow the sampling error of some 1000 rows.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -334,7 +338,8 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 def test_both_of_a_pair_zero(dtype):
     """If both scales of a pair are 0, gradients are correct.
 
-    The forward replaces the scales by 2^-60, so x_hat can be recovered.
+    The forward computes y with 2^-60 instead of these scales, so y is not 0 and x_hat can be
+    recovered from it.
     """
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))

@@ -48,9 +48,9 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Multiply attention weights by values. A group of query heads shares a head of values.
+    """Multiply attention weights by values, where each value head serves a group of query heads.
 
-    This is the code of Tunix's Gemma and Qwen.
+    Tunix's Gemma and Qwen multiply them so.
     """
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])

@@ -450,7 +450,8 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-#: Groups of one channel; strips overlap, and some are shared by a cluster.
+#: Sizes with one channel per group. A strip is a range of neighbouring channels that one block
+#: processes. The last strip overlaps its neighbour. In some sizes, a cluster shares a strip.
 SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
 
 
