@@ -172,7 +172,7 @@ def _given(operands, index, offset, rows, floor=None):
 
 
 def assert_expected(reference, found, operands, index, rows):
-    """Assert that results and gradients are within the bounds of their expected values."""
+    """Assert that errors of results and gradients are at most the bounds of the reference."""
     for name, (value, bound) in reference.rows.items():
         result = found.get(name if name in ("y", "h") else f"d{name}")
         if result is not None:

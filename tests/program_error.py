@@ -263,9 +263,9 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
     return Value(value, np.where(np.isfinite(value), error, 0))
 
 
-# Each rule below returns two things. The first is the result, with the error that is due to errors
-# of the operands. The second is a number per element. The rounding of the equation itself adds an
-# error of this number times the unit roundoff.
+# Each rule below computes one kind of jaxpr equation and returns two things. The first is the
+# result, with the error that comes from the errors of the operands. The second is the error that
+# the equation's own rounding adds, as a number per element in units of the unit roundoff.
 
 
 def _product(a: Value, b: Value) -> Value:

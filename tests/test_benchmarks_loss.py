@@ -39,7 +39,7 @@ def of(cell, provider):
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_bytes(dtype, size):
-    """Bytes count the logits in both passes, and their gradient in the backward."""
+    """Both passes count the bytes of the logits; the backward also those of their gradient."""
     forward = 10 * 30 * size + 10 * (4 + 4)  # also labels and losses
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes
@@ -177,8 +177,8 @@ def test_the_providers_compute_the_loss(name, cell):
     results, gradients = len(cell.workload.results), len(cell.workload.gradients)
     assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
     # The two implementations round logits, or their gradients, to the cell's dtype at different
-    # points. The rounded numbers are terms of sums. The number of terms is at most the largest size
-    # of an operand's last axis.
+    # points. A result is a sum of N of the rounded numbers, where N is at most the largest last
+    # axis of an operand. So the difference of two results grows with sqrt(N).
     walk = 2 * SAFETY * unit_roundoff(cell.dtype) * np.sqrt(max(a.shape[-1] for a in inputs[0]))
     for a, e in zip(actual, expected):
         assert_within(a, exact(e), walk * np.abs(exact(e)).max())

@@ -270,7 +270,10 @@ def test_norms_that_params_lack_are_named(caplog):
 
 @pytest.fixture
 def nothing_before(monkeypatch):
-    """Reset the record of classes that log messages of this process have named."""
+    """Forget which modules were called in earlier tests.
+
+    The log messages of `converted` depend on these modules.
+    """
     monkeypatch.setattr(linen_calls, "_seen_before", {})
 
 

@@ -215,7 +215,10 @@ def plain_norm_linear(x, s, b):
 
 
 def masked(function):
-    """Mask every third entry, also in the result, where a logarithm would be infinite."""
+    """Return `function` with every third entry masked.
+
+    These entries of the result are set to 0, because the result of a logarithm is -inf there.
+    """
 
     def call(x, s, b):
         kept = jnp.arange(x.size).reshape(x.shape) % 3 > 0

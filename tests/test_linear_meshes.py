@@ -406,9 +406,9 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kind):
 
 @pytest.fixture
 def product_kernel(monkeypatch):
-    """Replace Mosaic's kernel by rms_norm and a matmul.
+    """Replace Mosaic's kernel by plain JAX, which computes rms_norm and then a matmul.
 
-    Return a list. Each call appends the shapes of its operands to it.
+    Return a list. Each call of the replacement appends the shapes of x and of the weight to it.
     """
     shapes = []
 

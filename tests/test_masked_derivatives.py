@@ -49,9 +49,9 @@ softmaxes = pytest.mark.parametrize(
 
 
 def with_bias(name, kind, **more):
-    """Return three things: a function, its operands, and the mask of the unmasked entries.
+    """Return three things: a function, its operands, and an array of booleans.
 
-    The operands are x and, if this kind of mask has one, a bias.
+    The booleans are True for unmasked entries. The operands are x and, if this kind of mask has one, a bias.
     """
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
@@ -64,9 +64,10 @@ def with_bias(name, kind, **more):
 
 
 def assert_masked(values, clean, kept):
-    """Assert that masked entries are 0, and that the broken entry did not affect other rows.
+    """Assert that masked entries are 0, and that a broken entry affected no other row.
 
-    `clean` has the values that are computed if no entry is broken (NaN or infinite).
+    `values` was computed from an array with one broken entry (NaN or infinite) in some rows.
+    `clean` was computed from the same array without broken entries.
     """
     values, clean = np.asarray(values), np.asarray(clean)
     np.testing.assert_array_equal(values[~kept], 0)

@@ -28,7 +28,7 @@ MIXES = [
 ]
 # Shapes of x, and the number of rotated columns.
 SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
-# Axes of the tables before their columns, for an x of shape (2, 8, 4, 64).
+# For an x of shape (2, 8, 4, 64): the shapes of the tables cos and sin, without their last axis.
 BROADCAST = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
 
 each_save = pytest.mark.parametrize("save", ["output", "input"])
@@ -230,8 +230,9 @@ def test_a_pair_whose_tables_are_zero(dtype):
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # In the pair's columns, the cotangent of the norm is 0, so dscale is 0, too. dx has a second
-    # term, x_hat * c2. It is missing in these columns, because x_hat cannot be recovered from y.
+    # In the pair's columns, the cotangent of the norm's result is 0, so dscale is 0. The exact dx
+    # is not 0 there, because it has a second term, x_hat * c2. But y is 0, so x_hat cannot be
+    # recovered from it, and the backward computes a dx of 0.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -250,13 +251,14 @@ def test_a_pair_whose_tables_are_zero(dtype):
     ("dtype", "ratio"), [("bfloat16", 8.0), ("float16", 32.0), ("float32", 2.0**10)]
 )
 def test_the_law(ratio, dtype, interleaved):
-    """The relative error of a column of dscale depends on the ratio of the pair's scales.
+    """The relative error of a column of dscale depends on the ratio of two scales.
 
-    A pair has the columns i and j with the scales g_i and g_j. Rounding y causes a relative error
-    of u in each column, where u is 0.83 times half the unit roundoff. The backward rotates y back
-    to n, which mixes both errors: the mean square error of n_i is
-    ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin. Its mean over all angles
-    is ``u^2 * (3 * g_i^2 + g_j^2) / 4``.
+    rms_norm_rope computes n = x_hat * scale and then y, which is n after the rotation. The rotation
+    mixes pairs of columns, i and j, whose scales are g_i and g_j. Rounding y causes a relative
+    error of u in each column, where u is 0.83 times half the unit roundoff. The backward rotates y
+    back to n. This mixes the errors of the two columns: the mean square error of n_i is
+    ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin of the angle. The mean of
+    this over all angles is ``u^2 * (3 * g_i^2 + g_j^2) / 4``.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns

@@ -168,7 +168,10 @@ def test_the_law(dtype, case):
 
 
 def test_recovered_x_hat_keeps_its_bound():
-    """A recovered x_hat is clipped to its maximum sqrt(N), which rounding errors could exceed."""
+    """An x_hat that is recovered from y is clipped to sqrt(N), the largest possible |x_hat|.
+
+    Without the clip, it could be larger, because y is rounded.
+    """
     scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
 
     def one_hot_row(scale):

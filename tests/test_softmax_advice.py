@@ -171,8 +171,8 @@ def test_a_mask_that_something_else_uses():
 def test_a_reshape_of_the_softmax_s_own_axis():
     """There is no advice if the softmax's own axis is reshaped afterwards.
 
-    The advice would be to reshape the logits before the softmax. The softmax would then normalise
-    over other elements.
+    The advice would be to call jaxnorm's softmax on logits that are reshaped first. This softmax
+    would normalise over other elements.
     """
 
     def attend(logits, v, padding):

@@ -133,7 +133,8 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
-# The functions alternate over the schedules, so each kind of schedule runs several of them.
+# Successive schedules are tested with different functions, so each kind of schedule is tested with
+# several functions.
 @pytest.mark.parametrize(
     ("op", "case"),
     [*zip(itertools.cycle(["layer_norm", "add_layer_norm", "rms_norm_add_rms_norm"]), CASES)],
