@@ -382,9 +382,9 @@ def check_accesses(kernels, name, dtype):
     ]
     command += [sys.executable, str(Path(__file__).with_name("memcheck.py")), kernels, name, dtype]
     command += map(str, triton_programs.replayed())
-    # If the checker crashes, the program that it checks keeps running. It would keep a pipe to
-    # its output open, so reading from this pipe would not end. Therefore the output goes to a file, and the whole group
-    # of processes is killed.
+    # If the checker crashes, the program that it checks keeps running and would keep an output pipe
+    # open. Reading from the pipe would then not end. So the output goes to a file, and the whole
+    # group of processes is killed.
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(

@@ -51,7 +51,8 @@ softmaxes = pytest.mark.parametrize(
 def with_bias(name, kind, **more):
     """Return three things: a function, its operands, and an array of booleans.
 
-    The booleans are True for unmasked entries. The operands are x and, if this kind of mask has one, a bias.
+    The booleans are True for unmasked entries. The operands are x and, if this kind of mask has
+    one, a bias.
     """
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
