@@ -226,7 +226,8 @@ def compiled(call: Any, operands: Any) -> Any:
 def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]]:
     """Return the calls of the case `name`, each with the types of its operands.
 
-    `name` is the name of a function, possibly after a kind of operand, as in "strided layer_norm".
+    `name` is the name of a function, or "loss" or "linear loss", or "logits of " before the name of
+    a softmax.
     """
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}

@@ -155,7 +155,7 @@ def test_activation(pair, activation):
 def test_what_is_left_to_flax(pair):
     """Calls with a mask or a dtype that is not floating-point have exactly Flax's results.
 
-    If a module with `scale_offset` is called so, it raises an error.
+    If the module also has a `scale_offset`, such a call raises an error.
     """
     (parameters, ours), (_, theirs) = pair({})
     for x, options in ((X, {"mask": X > 0}), (X.astype("complex64"), {})):

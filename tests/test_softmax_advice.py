@@ -50,7 +50,7 @@ def out(p, v):
 def grouped(p, v):
     """Multiply attention weights by values, where each value head serves a group of query heads.
 
-    Tunix's Gemma and Qwen multiply them so.
+    This is the code of Tunix's Gemma and Qwen.
     """
     p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])

@@ -62,10 +62,9 @@ READ = [
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in READ}))
 def test_kernels_read_options_that_there_are(name: str) -> None:
-    """Every attribute that a kernel reads from an object in its parameters exists.
+    """Every attribute that a kernel reads from one of its parameters exists.
 
-    The name of the parameter gives the class of the object: the parameter `norm` has the class
-    `Norm`.
+    The name of a parameter gives its class: the parameter `norm` is an object of the class `Norm`.
     """
     for kernel, parameter, attribute in [rest for module, *rest in READ if module == name]:
         assert attribute in CLASSES[parameter.capitalize()], (kernel, parameter, attribute)
