@@ -96,7 +96,8 @@ COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 def mixed():
     """Yield combinations of a width, a kind of case and dtypes.
 
-    Each width is combined with every second kind. The combinations of dtypes alternate.
+    Each width is combined with half of the kinds: with those at even indices and those at odd
+    indices in turn. The combinations of dtypes alternate, too.
     """
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):

@@ -143,8 +143,8 @@ class CrossEntropy:
         dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(*d), self._of_x(*d)))
         bound, few = self._of_x_bound(*d), SAFETY * self.u
         if self.logit_softcap is not None:
-            # `wrong` is the error of the softcap's derivative, 1 - t^2. It is due to t = tanh(...),
-            # whose error is x_error / cap.
+            # The softcap's derivative is 1 - t^2, where t = tanh(x / cap). `wrong` is the error of
+            # this derivative. It comes from the error of t, which is x_error / cap.
             wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
             bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
         elif self.logits_scale != 1:

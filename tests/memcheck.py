@@ -37,7 +37,9 @@ SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384)
 SHAPES += [(3, 131072)]
 # Rows and columns of calls with two large operands: x and a residual or a gate.
 WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
-LONGEST_ODD = 8191  # the largest odd width of a norm
+#: The largest odd width of a norm.
+LONGEST_ODD = 8191
+
 # Shapes whose middle axis is normalised: with overlapping strips, and with strips shared by a
 # cluster.
 STRIDED = [(5, 40, 72), (2, 1000, 784), (3, 3008, 144)]
@@ -222,7 +224,11 @@ def compiled(call: Any, operands: Any) -> Any:
 
 
 def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]]:
-    """Return the calls that the name stands for, each with the types of its operands."""
+    """Return the calls of the case `name`, each with the types of its operands.
+
+    `name` is the name of a function, or "loss" or "linear loss", or "logits of " before the name of
+    a softmax.
+    """
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
     of_names |= {

@@ -84,8 +84,8 @@ def specs_of(mesh_axes, axes):
 def in_shards(arrays, mesh, specs):
     """Shard arrays over a mesh.
 
-    They are converted to NumPy arrays first. To shard a JAX array, JAX would run a program on the
-    device that has it.
+    The arrays are converted to NumPy arrays first, because JAX would shard a JAX array by running a
+    program on its device.
     """
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 

@@ -7,8 +7,8 @@
 The 60 mutants are drawn with a fixed seed from the formulas and rules of XLA's code, the
 primitives, Mosaic and Triton. A mutant is killed if a test fails, and survives if all pass. Each
 run stops at the first failure. Without ``--tests``, `COVERING` names the tests of the mutated file.
-Kernels run in interpreters here. To run Triton's kernels, pass ``--python``: the Python of an
-environment in which Triton is installed.
+Kernels run in interpreters here. Triton's kernels need Triton: pass the path of a Python that can
+import it in ``--python``.
 """
 
 import argparse

@@ -162,7 +162,7 @@ class NormLinear:
 
 
 # Each entry has four items: the dtypes of x, residual, weight, scale and bias; the dtype of the
-# matmul; the dtype of y; True if the call requests these two dtypes.
+# matmul; the dtype of y; and a boolean. If it is True, the call passes the dtype of y as `dtype`.
 MIXES = [
     *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
     (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),

@@ -64,7 +64,7 @@ class GatedNorm:
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return bounds on the errors of y, dx, dgate and dscale.
 
-        The bound of dscale excludes its final rounding.
+        The bound of dscale does not include the rounding to the scale's dtype.
         """
         norm, u, few = self.norm, self.u, 8 * self.u
         n, dt, dscale = norm.y_bound(), *norm.gradient_bounds()[:2]
@@ -79,8 +79,8 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # `t` is the error of the norm's input, x * a. The relative error of r that it causes is
-            # the mean of |xh| * r * t over the row.
+            # The norm's input is x * a, and its error is `t`. This error changes r = rstd by a
+            # relative error of at most the mean of |xh| * r * t over the row, where xh is x_hat.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -256,7 +256,8 @@ class RotatedNorm(Norm):
     def gradient_bounds(self):
         """Return bounds on the errors of dx and dscale.
 
-        The cotangent of n is ``R.T @ dy``. It is rounded to float32 before the norm's backward.
+        Let n be the norm's result and R the matrix of the rotation, so y = R @ n. The cotangent of
+        n, ``R.T @ dy``, is rounded to float32 before the norm's backward pass uses it.
         """
         dx, dscale, _ = super().gradient_bounds()
         error = 4 * self.u * self._of_pairs(self.dy)

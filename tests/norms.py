@@ -59,8 +59,9 @@ def _numbers(shape):
 def _spread(shape, of_x, axes):
     """Return, for each element of x, the index of the parameter's element that belongs to it.
 
-    The result has the shape (rows, cols): x's normalised axes, whose indices are `axes`, become the
-    columns. The parameter broadcasts to x's axes, ordered with the normalised axes last.
+    The result has the shape (rows, cols). Its columns are x's normalised axes, whose indices are
+    `axes`, flattened. To broadcast the parameter, x's axes are reordered such that the normalised
+    axes are last.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -171,7 +172,7 @@ def _given(operands, index, offset, rows, floor=None):
 
 
 def assert_expected(reference, found, operands, index, rows):
-    """Assert that results and gradients are within the bounds of their expected values."""
+    """Assert that errors of results and gradients are at most the bounds of the reference."""
     for name, (value, bound) in reference.rows.items():
         result = found.get(name if name in ("y", "h") else f"d{name}")
         if result is not None:
@@ -353,10 +354,11 @@ def check_forward(call, spec, arrays=None):
 
 
 def backward_operands(spec, arrays=None, made=None):
-    """Return three things: a dict of arrays, a dict of the forward's results, and a list.
+    """Return three things: the arrays, the forward's results, and the backward's operands.
 
-    The list has the operands of the backward that `spec` describes. If `made` is None, XLA's code
-    computes the forward. Otherwise, `made` has the results and the statistics of the forward.
+    The first two are dicts, and the operands are a list for the backward that `spec` describes. If
+    `made` is given, the results and the statistics of the forward are taken from it. Otherwise,
+    XLA's code computes them.
     """
     arrays = make_operands(spec) if arrays is None else arrays
     forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)

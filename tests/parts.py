@@ -47,9 +47,10 @@ def _stored(a: jax.Array) -> jax.Array:
 
 
 def read(whole: jax.Array) -> jax.Array:
-    """Return a result without the element before it, as a flat array.
+    """Remove the first element from a flat array, and return the rest, which is a result.
 
-    `whole` is an array that a function from `of_parts` returned.
+    `whole` is the return value of a function from `of_parts`, which puts one element before its
+    result.
     """
     return whole[1:]
 

@@ -244,7 +244,7 @@ def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> li
 
 
 def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
-    """Return the result with its error increased by the rounding of the equation itself.
+    """Return the result of a jaxpr equation, with the rounding of the result added to its error.
 
     This rounding error is `rounding` (a number for each element) times the dtype's unit roundoff.
     """
@@ -263,9 +263,9 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
     return Value(value, np.where(np.isfinite(value), error, 0))
 
 
-# Each rule below returns two things. The first is the result, with the error that is due to errors
-# of the operands. The second is a number per element. The rounding of the equation itself adds an
-# error of this number times the unit roundoff.
+# Each rule below computes one kind of jaxpr equation and returns two things. The first is the
+# result, with the error that comes from the errors of the operands. The second is the error that
+# the equation's own rounding adds, as a number per element in units of the unit roundoff.
 
 
 def _product(a: Value, b: Value) -> Value:
@@ -284,8 +284,8 @@ def _quotient(a: Value, b: Value) -> Value:
 def _elementwise(function: Callable) -> Callable:
     """Return the rule of an elementwise function of x.
 
-    The rule evaluates the function at both ends of the interval [x - error, x + error]. One of
-    these values must be the farthest from the function's value at x.
+    The rule evaluates the function at both ends of the interval [x - error, x + error]. It may only
+    be used for functions whose largest change in this interval is at one of the ends.
     """
 
     def rule(operands, **params):

@@ -27,7 +27,10 @@ def primitives(jaxpr: Any) -> list[str]:
 
 
 def names(jaxpr: Any) -> list[str]:
-    """Return the names that `checkpoint_name` sets; with `jax_remat3` each is a primitive."""
+    """Return the names that `checkpoint_name` gives to arrays in a jaxpr.
+
+    With `jax_remat3`, each of these names is a primitive of the jaxpr.
+    """
     found = []
     for equation in equations(jaxpr):
         if equation.primitive.name == "name":

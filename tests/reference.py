@@ -234,7 +234,7 @@ class Norm:
         return mean_error * self.r + np.abs(self.xh) * variance_error
 
     def _normal_error(self) -> np.ndarray:
-        """Return the error of the norm before the activation and before rounding."""
+        """Return the error of the activation's argument: the norm's result before it is rounded."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
         floor = 2.0**-60  # A kernel may replace a gain near 0 by a number of at most this size.

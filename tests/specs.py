@@ -59,9 +59,9 @@ def build_spec(
 
 
 def changed(spec: Spec, **changes: Any) -> Spec:
-    """Return a copy of a `Spec`, in which the fields in `changes` are changed.
+    """Return a copy of a `Spec` with new values for some of its fields.
 
-    Flags of `build_spec` are accepted, too.
+    `changes` maps names of fields, or of the flags of `build_spec`, to new values.
     """
     backward = spec.direction == "bwd"
     unused = [name for name in spec.operation.results if name not in spec.outputs]

@@ -45,9 +45,10 @@ def told(report, name):
 
 
 def is_true(before, after, name):
-    """Return True if following the advice saves as many bytes as the advice states, within 10 %.
+    """Return True if the advice is correct.
 
-    The report of the changed function must not have this advice any more.
+    Then following it saves as many bytes as it states, within 10 %, and the report of the changed
+    function does not contain it.
     """
     saves = sum(row.saves for row in told(before, name))
     return (

@@ -295,7 +295,8 @@ def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
 def biases():
     """Return a dict from names to float32 biases.
 
-    The smallest values of the biases are above, equal to, or below the value of masked logits.
+    Masked logits have the lowest finite float32 value. The smallest element of the bias "lowest"
+    equals this value. That of "-inf" is below it, and those of the other biases are above it.
     """
     lowest = float(np.finfo(np.float32).min)
     first = np.arange(5) < 3

@@ -14,9 +14,10 @@ OF_ROWS = {kind for kind in SHAPES if len(SHAPES[kind](Sizes())) == 3} - {"cos",
 
 
 def layouts(kinds):
-    """Yield tuples with the batch axis of each operand, or None for an operand without one.
+    """Yield tuples that have, for each operand, the index of its batch axis or None.
 
-    In each tuple, one operand, all operands or some operands have a batch axis.
+    None means that the operand has no batch axis. In some tuples only one operand has a batch axis,
+    in one tuple all operands have it, and in the others several have it.
     """
     for i, kind in enumerate(kinds):
         axis = (i + 1) % (len(SHAPES[kind](Sizes())) + 1)

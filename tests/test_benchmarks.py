@@ -57,8 +57,8 @@ def test_bytes(direction, dtypes, arrays):
         # residual, y, h. Backward: y, dy, dh, and one gradient for both x and the residual.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # The same arrays as above, but the residual, h and dh are float32. So x and the residual
-        # have separate gradients.
+        # The arrays of the previous case, but the residual, h and dh are float32. dx and the
+        # gradient of the residual have different dtypes, so both are stored.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
         # Forward: x, residual, y. Backward: x, dy, dx; the residual's gradient is dy itself.
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),
@@ -79,7 +79,7 @@ def test_bytes_of_blocks(op, dtype, forward, backward):
 
 def test_a_block_with_parameters_of_each_sample():
     workload = BlockWorkload("ada_layer_norm", "fwd+bwd", "2x5x30", "bfloat16")
-    assert workload.bytes == 300 * (2 + 3) * 2  # forward: x, y; backward: y, dy, dx
+    assert workload.bytes == 300 * (2 + 3) * 2  # x, y in the forward; y, dy, dx in the backward
     assert workload.parameter_shapes == ((2, 1, 30), (2, 1, 30))
     assert workload.row_operands == (((2, 5, 30), "bfloat16"),)
 

@@ -39,7 +39,7 @@ def of(cell, provider):
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_bytes(dtype, size):
-    """Bytes count the logits in both passes, and their gradient in the backward."""
+    """Both passes count the bytes of the logits; the backward also those of their gradient."""
     forward = 10 * 30 * size + 10 * (4 + 4)  # also labels and losses
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes

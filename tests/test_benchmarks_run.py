@@ -224,7 +224,10 @@ def test_training_steps_are_selected():
 
 
 def test_training_steps_on_a_mesh():
-    """On a mesh, the batch is larger by the number of devices, and the cell names the mesh."""
+    """On a mesh, the batch size is multiplied by the number of devices.
+
+    The benchmark's cell (one row of its results) has the name of the mesh.
+    """
     found = asked("--ops", "llama-1b", "--quick", "--variants", "jnp", "--devices", "1", "2")
     assert [(c.batch, c.mesh, c.devices) for c in found] == [(4, "", 1), (8, "fsdp=2", 2)]
 

@@ -1,4 +1,7 @@
-"""The two sides of the benchmark harness, JAX and torch: compiled programs and held memory."""
+"""Tests of `jax_side` and `torch_side`, which run one benchmark in JAX and in torch.
+
+The tests check how each of them compiles programs, and whether it frees memory afterwards.
+"""
 
 import dataclasses
 import functools

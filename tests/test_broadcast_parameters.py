@@ -114,7 +114,10 @@ def test_check_params():
 
 
 def test_implementations_without_strided_views_refuse_groups(monkeypatch):
-    """An implementation without strided kernels refuses parameters of interleaved groups."""
+    """An implementation without strided kernels refuses groups of rows that are not consecutive.
+
+    Rows of a group use the same parameters. Here, the groups alternate from row to row.
+    """
     from jaxnorm_kernels import mosaic
 
     without = mosaic.IMPLEMENTATION._replace(takes_inner=takes_no_inner)

@@ -92,7 +92,8 @@ def kernels_of(lowered):
 def with_gradient(name, shape):
     """Return the number of kernels in a program that computes a function and its gradient.
 
-    It is 1 for a norm of unaligned rows, which has no backward kernel, and 2 otherwise.
+    The number is 2: a forward kernel and a backward kernel. It is 1 for a norm of unaligned rows,
+    because there is no backward kernel for unaligned rows.
     """
     return 1 if "norm" in name and shape[1] % 8 else 2
 

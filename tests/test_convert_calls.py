@@ -79,7 +79,10 @@ class EqxSubclass(EqxNorm):
 
 
 class EqxBlock(eqx.Module):
-    """A module that contains a norm. Tests pass this class, not the norm's class, in `calls`."""
+    """A module that contains a norm.
+
+    In the argument `calls`, tests name this class instead of the norm's class.
+    """
 
     norm: EqxNorm
 

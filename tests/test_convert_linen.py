@@ -168,10 +168,10 @@ def test_a_norm_with_a_named_axis_is_left(caplog):
 
 
 def lost(variables, *path):
-    """Return variables in which one norm has scales of 0, or scales far below the bias.
+    """Return variables in which one norm has two columns whose scales are 0 or far below the bias.
 
-    In the two columns with such scales, the norm's input cannot be recovered from its output.
-    `path` has the keys that lead to the norm's parameters.
+    In these columns, the norm's input cannot be recovered from its output. `path` has the keys that
+    lead to the norm's parameters.
     """
     if not path:
         return with_lost_columns(variables)
@@ -270,7 +270,10 @@ def test_norms_that_params_lack_are_named(caplog):
 
 @pytest.fixture
 def nothing_before(monkeypatch):
-    """Reset the record of classes that log messages of this process have named."""
+    """Forget which modules were called in earlier tests.
+
+    The log messages of `converted` depend on these modules.
+    """
     monkeypatch.setattr(linen_calls, "_seen_before", {})
 
 

@@ -226,7 +226,10 @@ def test_a_model_without_such_norms_is_told(caplog):
 
 
 def lost(norm):
-    """Return the norm with two columns in which x cannot be recovered from its output."""
+    """Change two columns of the norm's parameters in place, and return the norm.
+
+    In these columns, x cannot be recovered from the norm's output.
+    """
     for name, value in with_lost_columns({"scale": norm.scale[...]}).items():
         if getattr(norm, name, None) is not None:
             getattr(norm, name)[...] = value
@@ -347,7 +350,8 @@ def test_errors_of_convert(model, options, error, message):
 def test_kernels_of_a_converted_nnx_model():
     """A converted model runs kernels.
 
-    The model has only shapes and no values, so it can be large enough for kernels.
+    The model is traced with abstract arrays, which take no memory. So it can be large enough for
+    kernels to be the default.
     """
 
     class Wide(nnx.Module):

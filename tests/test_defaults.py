@@ -18,7 +18,10 @@ NOISE = 1.02
 
 @pytest.fixture(params=["mosaic", "triton"])
 def support(request, monkeypatch):
-    """Return the support module of an implementation; Triton's is loaded without Triton."""
+    """Return the name of an implementation and its module `support`.
+
+    Triton's module is imported without Triton's package, so Triton need not be installed.
+    """
     if request.param == "mosaic":
         return request.param, mosaic
     support = load_alone("triton", "support")

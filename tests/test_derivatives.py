@@ -1,5 +1,6 @@
-"""Second derivatives where y does not determine x, or where a value is rounded.
+"""Second derivatives in two special cases.
 
+In the first, x cannot be recovered from y. In the second, a value is rounded in the forward pass.
 `test_forward_mode` tests all other second derivatives.
 """
 
@@ -36,8 +37,9 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
     ours, theirs = (lambda w, save=save: jax.grad(loss)(w, save) for save in ("output", "input"))
     others = np.arange(6) != 2
     assert_computes(ours(w)[others], lambda w: theirs(w)[others], w, like=lambda w: ours(w)[others])
-    # The gradient of this scale is the sum of 3 * y^2 * x_hat over four rows, where
-    # |x_hat| <= sqrt(6) and y = 2^-60 * x_hat.
+    # The scale of 0 is replaced by 2^-60, so y = 2^-60 * x_hat in this column. The loss is the sum
+    # of y^3, so the gradient of this scale is the sum of 3 * y^2 * x_hat over four rows. Because
+    # |x_hat| <= sqrt(6), the gradient is at most the following tiny number.
     assert np.abs(ours(w)[2]) <= 3 * 4 * 6**1.5 * 2.0**-120
     penalty = jax.grad(lambda w, save: jnp.sum(jax.grad(loss)(w, save) ** 2))
     np.testing.assert_array_equal(np.isnan(penalty(w, "output")), np.arange(6) == 2)

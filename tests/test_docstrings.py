@@ -15,7 +15,8 @@ import jaxnorm.nnx
 MODULES: list[ModuleType] = [jaxnorm, jaxnorm.linen, jaxnorm.nnx]
 if importlib.util.find_spec("equinox"):
     MODULES.append(importlib.import_module("jaxnorm.equinox"))
-# Classes of results, which users do not construct.
+# Classes whose objects are returned by functions of the library. Users do not construct them, so
+# their docstrings have no example.
 RESULTS = {
     *("jaxnorm.Choice", "jaxnorm.MemoryReport", "jaxnorm.NormReport", "jaxnorm.ParamReport"),
     "jaxnorm.Plan",

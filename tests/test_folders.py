@@ -60,7 +60,7 @@ def test_no_file_is_in_a_circle_of_imports():
     }
 
     def module(name: str) -> str:
-        """Return the longest prefix of an imported name that is a file."""
+        """Return the module of an imported name: its longest prefix that is the name of a file."""
         while name and name not in files:
             name = name.rpartition(".")[0]
         return name

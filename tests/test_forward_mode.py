@@ -215,7 +215,10 @@ def plain_norm_linear(x, s, b):
 
 
 def masked(function):
-    """Mask every third entry, also in the result, where a logarithm would be infinite."""
+    """Return `function` with every third entry masked.
+
+    These entries of the result are set to 0, because the result of a logarithm is -inf there.
+    """
 
     def call(x, s, b):
         kept = jnp.arange(x.size).reshape(x.shape) % 3 > 0
@@ -581,8 +584,8 @@ def jaxprs(jaxpr):
 def test_x_is_not_kept(name, around):
     """The derivative does not save x, under any transformation.
 
-    x = 3 * u is computed inside the transformed function. If x were an argument, it would not count
-    as saved. The derivative of the product 3 * u saves no array itself.
+    Arguments of the transformed function do not count as saved. So the function computes x = 3 * u
+    from its argument u. The derivative of this product saves no array.
     """
     u, scale, bias = operands("float32", 4, 16)
     block = TRANSFORMATIONS[around](lambda u, s, b: FUNCTIONS[name][1](3 * u, s, b))

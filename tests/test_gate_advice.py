@@ -61,11 +61,11 @@ def report_of(sum_and_norm, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("own", [plain_norm, norm])
 def test_a_gated_sum(own, dtype):
-    """Following the advice saves as many bytes as it says.
+    """Following the advice saves as many bytes as the advice states.
 
-    There is advice only if the changed function saves less for its backward pass. With a float32
-    residual stream it does: plain JAX saves each branch cast to float32, and with `gate=` this cast
-    is not saved.
+    There is advice only if the changed function saves fewer bytes for its backward pass. This is so
+    for a float32 residual stream: plain JAX saves a float32 copy of each branch, and the function
+    with `gate=` does not.
     """
     before = report_of(functools.partial(gated_sum, own), dtype)
     after = report_of(ours, dtype)

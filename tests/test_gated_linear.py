@@ -1,4 +1,8 @@
-"""gated_linear and activation_linear: values and gradients against float64 NumPy; errors."""
+"""Tests of gated_linear and activation_linear.
+
+The tests compare values and gradients with float64 NumPy, and check that wrong arguments raise
+errors.
+"""
 
 import functools
 

@@ -145,8 +145,9 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
     of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
     activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
-    # Sizes relative to an activation: x has a quarter. Each of at most three weights has an eighth,
-    # and XLA may copy it once.
+    # Besides the saved activations, a layer may store x, and one copy of each weight by XLA. The
+    # size of x is a quarter of an activation. There are at most three weights, and the size of each
+    # is an eighth of an activation.
     assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
 
 

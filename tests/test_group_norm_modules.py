@@ -153,9 +153,9 @@ def test_activation(pair, activation):
 
 @each
 def test_what_is_left_to_flax(pair):
-    """Calls with masks or with dtypes that are not floats have Flax's results, bit by bit.
+    """Calls with a mask or a dtype that is not floating-point have exactly Flax's results.
 
-    `scale_offset` raises an error in such a call.
+    If the module also has a `scale_offset`, such a call raises an error.
     """
     (parameters, ours), (_, theirs) = pair({})
     for x, options in ((X, {"mask": X > 0}), (X.astype("complex64"), {})):

@@ -185,9 +185,9 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """To prevent the recomputation of cuDNN's attention, names must be inside of its derivative.
+    """Names inside the derivative rule of cuDNN's attention prevent its recomputation.
 
-    A `checkpoint_name` of the attention's output does not prevent it.
+    If `checkpoint_name` is applied only to the attention's output, the attention is recomputed.
     """
 
     def counts(attention):

@@ -371,7 +371,8 @@ def check_accesses(kernels, name, dtype):
             memcheck.lowered(*case)
         return
     checker = shutil.which("compute-sanitizer")
-    # Give each array a separate buffer: in a pool, a neighbouring array would count as in bounds.
+    # Allocate each array separately. In a pool, an access beyond the end of an array could hit the
+    # next array, and the checker would not report it.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     # Check only this program, and not the compilers that it starts, which crash the checker.
     command = [
@@ -382,8 +383,9 @@ def check_accesses(kernels, name, dtype):
     ]
     command += [sys.executable, str(Path(__file__).with_name("memcheck.py")), kernels, name, dtype]
     command += map(str, triton_programs.replayed())
-    # If the checker crashes, the program keeps running. So read from a file instead of a pipe, and
-    # kill the whole group of processes.
+    # If the checker crashes, the program that it checks keeps running and would keep an output pipe
+    # open. Reading from the pipe would then not end. So the output goes to a file, and the whole
+    # group of processes is killed.
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(

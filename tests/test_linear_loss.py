@@ -32,7 +32,7 @@ OPTIONS = [{}, SMOOTHED, {**SMOOTHED, "logits_scale": 1.5, "logit_softcap": 2.0}
 
 
 class Of(NamedTuple):
-    """A function of linear logits.
+    """A function of logits ``x @ weight`` that the function computes itself.
 
     Attributes:
       function: the public function.

@@ -137,9 +137,9 @@ each_kept = pytest.mark.parametrize(
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
-    """The derivative saves only gradients, with and without `jax.jit`.
+    """The forward pass of a derivative computes the gradients and saves only them.
 
-    Gradients of float16 operands are saved in float32.
+    This holds with and without `jax.jit`. Gradients of float16 operands are saved in float32.
     """
     x, weight, bias, labels = operands(6, 4, 9, dtype)
 

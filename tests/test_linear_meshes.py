@@ -239,7 +239,8 @@ LOSS = {
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # x is replicated. Only the mesh axis that splits d can split the rows.
+    # x is replicated. So its rows can be split only over the mesh axis that splits d, the first
+    # axis of the weight.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
@@ -407,9 +408,9 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kind):
 
 @pytest.fixture
 def product_kernel(monkeypatch):
-    """Replace Mosaic's kernel by rms_norm and a matmul.
+    """Replace Mosaic's kernel by plain JAX, which computes rms_norm and then a matmul.
 
-    Return a list. Each call appends the shapes of its operands to it.
+    Return a list. Each call of the replacement appends the shapes of x and of the weight to it.
     """
     shapes = []
 

@@ -171,9 +171,9 @@ def waves(logits):
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
 def test_logits_that_are_no_product(loss):
-    """For logits that no matmul computed, the advice is jaxnorm's loss of logits.
+    """If no matmul computed the logits, the advice is to use a jaxnorm loss that takes logits.
 
-    This loss takes 16-bit logits and does not save a float32 cast of them.
+    This loss accepts 16-bit logits, so no float32 copy of them is saved.
     """
 
     def before(x, weight, labels):

@@ -47,9 +47,10 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The size of a lane is the divisor of the number of columns that is nearest to cols^0.3.
+    """The columns are split into lanes of equal size, at least 32 of them.
 
-    There must be at least 32 lanes. If there is no such divisor, the size is None.
+    The size of a lane divides the number of columns. Of the divisors within certain limits, the one
+    nearest to cols^0.3 is used. If there is none, the size is None.
     """
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
     assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]

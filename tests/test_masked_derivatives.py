@@ -21,7 +21,9 @@ SHAPE = (4, 32, 32)
 LOWER = np.tril(np.ones(SHAPE[1:], bool))
 MASK = np.random.default_rng(0).random(SHAPE) < 0.6
 MASK[:, 3], MASK[:, :, 0] = False, True  # row 3 has one unmasked entry
-# The broken entry of each row is unmasked in every mask. AT is its index.
+
+# Row 5 of each matrix has one broken entry (NaN or infinite). No mask masks this entry. BROKEN is
+# the index of these rows, and AT is the index of the entries.
 BROKEN, AT = (slice(None), 5), (slice(None), 5, 0)
 BIAS = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
 
@@ -47,9 +49,10 @@ softmaxes = pytest.mark.parametrize(
 
 
 def with_bias(name, kind, **more):
-    """Return three things: a function, its operands, and the mask of the unmasked entries.
+    """Return three things: a function, its operands, and an array of booleans.
 
-    The operands are x and, if this kind of mask has one, a bias.
+    The booleans are True for unmasked entries. The operands are x and, if this kind of mask has
+    one, a bias.
     """
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
@@ -62,9 +65,10 @@ def with_bias(name, kind, **more):
 
 
 def assert_masked(values, clean, kept):
-    """Assert that masked entries are 0, and that the broken entry did not affect other rows.
+    """Assert that masked entries are 0, and that a broken entry affected no other row.
 
-    `clean` has the values that are computed if no entry is broken (NaN or infinite).
+    `values` was computed from an array with one broken entry (NaN or infinite) in some rows.
+    `clean` was computed from the same array without broken entries.
     """
     values, clean = np.asarray(values), np.asarray(clean)
     np.testing.assert_array_equal(values[~kept], 0)

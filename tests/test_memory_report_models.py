@@ -78,7 +78,10 @@ def check(before, after, function):
 
 
 def test_all_advice_is_of_these_functions(before):
-    """All advice names functions that the other tests use, and lines of the model or the loss."""
+    """The report advises only functions that other tests use.
+
+    Each advice belongs to a line of the model or of the loss.
+    """
     told = [row for row in before if row.advice]
     functions = {row.advice.partition(":")[0] for row in told}
     linear = {"gated_linear", "activation_linear", "linear_softmax_cross_entropy"}

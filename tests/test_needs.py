@@ -33,10 +33,11 @@ class Item:
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Define three requirements, a, b and c.
+    """Replace the requirements of the tests by three: "a", "b" and "c".
 
-    Return a dict that maps a requirement to what is missing, or to None if it is met. Tests with
-    the mark a or b, or with the fixture c, have the requirement of this name.
+    A test has requirement "a" or "b" if it has a mark of this name, and requirement "c" if it uses
+    a fixture of this name. Return a dict that maps a requirement to what is missing, or to None if
+    it is met.
     """
     found = {"a": "needs a", "b": None, "c": "needs c"}
 

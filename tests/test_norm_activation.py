@@ -79,7 +79,7 @@ def test_one_rounding():
     x = normal((64, 256), "bfloat16", 0)
     plain = np.ones(256), np.zeros(256), exact(x), True, 1e-6, "input", "float32", "float32"
     ref = Norm(exact(x), *plain, activation="silu")
-    u = 2.0**-8  # bfloat16's; errors of float32 are negligible
+    u = 2.0**-8  # unit roundoff of bfloat16; that of float32 is negligible
     y = exact(jaxnorm.layer_norm(x, activation="silu"))
     assert np.abs(y / ref.y - 1).max() < u * (1 + u)
     assert np.abs(exact(jax.nn.silu(jaxnorm.layer_norm(x))) / ref.y - 1).max() > 1.5 * u

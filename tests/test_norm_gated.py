@@ -90,7 +90,7 @@ def test_scales_of_groups(lead, before, implementation):
 @each_order
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
 def test_few_axes_and_rows(shape, before):
-    """Results are correct for arrays with few axes or rows. They are too small for a kernel."""
+    """Results are correct for arrays with few axes or rows, which are too small for a kernel."""
     checked(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
 
 
@@ -134,7 +134,7 @@ def test_one_rounding():
         y = exact(jaxnorm.rms_norm_gated(x, gate, scale, **given))
         gain, types = exact(scale), ("bfloat16",) * 3
         expected = GatedNorm(exact(x), exact(gate), gain, exact(x), before, "silu", types).y
-        u = 2.0**-8  # bfloat16's; errors of float32 are negligible
+        u = 2.0**-8  # unit roundoff of bfloat16; that of float32 is negligible
         assert np.abs(y / expected - 1).max() < u * (1 + u)
         thrice = exact(jaxnorm.rms_norm(x, scale) * jax.nn.silu(gate))
         assert not before or np.abs(thrice / expected - 1).max() > 1.5 * u

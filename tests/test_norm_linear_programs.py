@@ -1,4 +1,8 @@
-"""Programs of rms_norm_linear: saved arrays, in jaxprs and in compiled code, and matmuls."""
+"""The programs of rms_norm_linear.
+
+The tests check which arrays a program saves, in its jaxpr and after compilation, and how many
+matmuls it has.
+"""
 
 import functools
 

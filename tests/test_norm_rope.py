@@ -28,7 +28,7 @@ MIXES = [
 ]
 # Shapes of x, and the number of rotated columns.
 SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
-# Axes of the tables before their columns, for an x of shape (2, 8, 4, 64).
+# For an x of shape (2, 8, 4, 64): the shapes of the tables cos and sin, without their last axis.
 BROADCAST = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
 
 each_save = pytest.mark.parametrize("save", ["output", "input"])
@@ -199,7 +199,8 @@ def test_it_is_the_norm_and_its_rotation(interleaved):
     pair = (n[..., 4] + 1j * n[..., 5]) if interleaved else (n[..., 2] + 1j * n[..., 34])
     turned = pair * np.asarray(cos[..., 2] + 1j * sin[..., 2])
     at = [4, 5] if interleaved else [2, 34]
-    # Both compared values are rounded: y, and the result of rms_norm that is rotated here.
+    # The bound is doubled because both compared values are rounded: y, and the result of rms_norm,
+    # which this test then rotates itself.
     error = 2 * analyse(ours, x, scale, cos, sin).error[..., at]
     assert_within(y[..., jnp.array(at)], np.stack([turned.real, turned.imag], -1), error)
     few = jaxnorm.rms_norm_rope(x, scale, cos[..., :8], sin[..., :8], interleaved=interleaved)
@@ -229,13 +230,16 @@ def test_a_pair_whose_tables_are_zero(dtype):
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # In the pair's columns, the cotangent of the norm is 0, so dscale is 0, too. dx has a second
-    # term, x_hat * c2. It is missing in these columns, because x_hat cannot be recovered from y.
+    # In the pair's columns, the cotangent of the norm's result is 0, so dscale is 0. The exact dx
+    # is not 0 there, because it has a second term, x_hat * c2. But y is 0, so x_hat cannot be
+    # recovered from it, and the backward computes a dx of 0.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    del dx_bound  # This bound is NaN, because c2 is a sum over all columns, also of the pair.
+    # The bound of dx contains c2, a sum over all columns. It is NaN, because x_hat is unknown in
+    # the two columns of `pair`.
+    del dx_bound
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
     error = np.linalg.norm(exact(dx).reshape(-1, 64)[:, others] - ref.dx[:, others])
@@ -247,13 +251,14 @@ def test_a_pair_whose_tables_are_zero(dtype):
     ("dtype", "ratio"), [("bfloat16", 8.0), ("float16", 32.0), ("float32", 2.0**10)]
 )
 def test_the_law(ratio, dtype, interleaved):
-    """The relative error of a column of dscale depends on the ratio of the pair's scales.
+    """The relative error of a column of dscale depends on the ratio of two scales.
 
-    A pair has the columns i and j with the scales g_i and g_j. Rounding y causes a relative error
-    of u in each column, where u is 0.83 times half the unit roundoff. The backward rotates y back
-    to n, which mixes both errors: the mean square error of n_i is
-    ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin. Its mean over all angles
-    is ``u^2 * (3 * g_i^2 + g_j^2) / 4``.
+    rms_norm_rope computes n = x_hat * scale and then y, which is n after the rotation. The rotation
+    mixes pairs of columns, i and j, whose scales are g_i and g_j. Rounding y causes a relative
+    error of u in each column, where u is 0.83 times half the unit roundoff. The backward rotates y
+    back to n. This mixes the errors of the two columns: the mean square error of n_i is
+    ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin of the angle. The mean of
+    this over all angles is ``u^2 * (3 * g_i^2 + g_j^2) / 4``.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns
@@ -279,10 +284,11 @@ def test_the_law(ratio, dtype, interleaved):
 def test_check_params_predicts_the_error(rotated, dtype):
     """check_params predicts each column's error up to a factor of about sqrt(2).
 
-    It predicts the error at an angle of 45 degrees. There, the squared error is proportional to
-    g_i^2 / 2 + g_j^2 / 2, where g_i and g_j are the scales of the column and of its partner. In the
-    mean over all angles, the weights are 3/4 and 1/4 instead of 1/2 (`test_the_law`). The bounds of
-    this test also allow the sampling error of some 1000 rows.
+    It assumes that the column and its partner are rotated by 45 degrees. The squared error is then
+    proportional to g_i^2 / 2 + g_j^2 / 2, where g_i and g_j are the scales of the two columns. On
+    average over all angles, it is proportional to 3/4 g_i^2 + 1/4 g_j^2 (`test_the_law`). The two
+    differ by at most a factor of about 2, so the errors differ by at most about sqrt(2). The bounds
+    of this test also allow the sampling error of some 1000 rows.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -334,7 +340,8 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 def test_both_of_a_pair_zero(dtype):
     """If both scales of a pair are 0, gradients are correct.
 
-    The forward replaces the scales by 2^-60, so x_hat can be recovered.
+    The forward computes y with 2^-60 instead of these scales, so y is not 0 and x_hat can be
+    recovered from it.
     """
     scale = (
         parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))

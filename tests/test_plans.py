@@ -1,4 +1,8 @@
-"""`jaxnorm.implementation_for`: the implementation of each function for models' sizes, and why."""
+"""Tests of `jaxnorm.implementation_for`.
+
+For arrays of the sizes of real models, they check which implementation it returns for each
+function, and with which reason.
+"""
 
 import functools
 

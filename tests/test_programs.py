@@ -179,7 +179,8 @@ OF_ROWS = [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}]
 def test_export_with_symbolic_rows(name, dtype):
     """An exported program with symbolic rows runs XLA's code for any number of rows.
 
-    This holds for both passes. Kernels need sizes that are numbers.
+    This holds for the forward and the backward. They run no kernels, because a kernel needs a known
+    number of rows.
     """
     operands, function = operands_of(name, dtype), FUNCTIONS[name].ours
     if "implementation" in options_of(name.split()[0]):

@@ -31,7 +31,7 @@ def is_here(name: str) -> bool:
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the code of the blocks of a page that can run on this machine."""
+    """Return the code of each code block of `page` that this machine can run."""
     found = []
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
         if block["why"] is None or (block["why"] == "needs" and is_here(block["what"])):

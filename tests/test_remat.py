@@ -221,7 +221,10 @@ def block(name):
 
 
 def loss(f):
-    """Return a function that computes one number, with a different cotangent for each element."""
+    """Return a function that calls `f` and reduces its result to one number.
+
+    Its derivative passes a different cotangent to each element of the result of `f`.
+    """
 
     def summed(*arrays):
         y = f(*arrays)
@@ -241,7 +244,8 @@ def test_what_is_saved(name, policy, saved):
     assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
 
 
-# Each function runs with two of the four policies, alternating.
+# Each function runs with two of the four policies: every second function with the first and
+# third policy, the others with the second and fourth policy.
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

@@ -97,7 +97,7 @@ def exact_derivatives(name):
 @each_save
 @each_mix
 def test_two_norms(mix, save):
-    """Values and gradients have at most the error of one rounding of each array."""
+    """Errors are at most as large as if each result and each gradient is rounded once."""
     x, residual, scale, next_scale = operands(mix)
     given = {"residual": residual, "scale": scale, "next_scale": next_scale}
     check("rms_norm_add_rms_norm", x, **given, save=save, y_dtype=mix[2])

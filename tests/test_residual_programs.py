@@ -133,7 +133,10 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
 
 @pytest.mark.usefixtures("quick_to_compile")
 def test_derivatives_of_a_program_whose_unused_sum_is_gone():
-    """A scan that does not use h has correct derivatives; its backward may start from h."""
+    """Derivatives are correct for a scan that does not use the sum h = x + residual.
+
+    With save="input", the backward pass still reads h.
+    """
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 
     @functools.partial(jax.jit, static_argnames="save")

@@ -34,7 +34,9 @@ def operands(name, dtype):
     unit = jnp.finfo(dtype).eps
     h = 1 + rng.integers(0, 16, SHAPE) / 16
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
-    h = h * (1 + (addend < 0) * (h == 1) / 16)  # Avoid sums below 1, which have a finer spacing.
+    # h + addend must be rounded to h. The addend is less than half the distance of neighbouring
+    # floats above 1. Below 1, this distance is smaller, so sums below 1 are avoided.
+    h = h * (1 + (addend < 0) * (h == 1) / 16)
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
     # x consists of ones, so its norm without the scale is 1. The scale is what is added to the

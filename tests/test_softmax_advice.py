@@ -48,7 +48,7 @@ def out(p, v):
 
 
 def grouped(p, v):
-    """Multiply attention weights by values. A group of query heads shares a head of values.
+    """Multiply attention weights by values, where each value head serves a group of query heads.
 
     This is the code of Tunix's Gemma and Qwen.
     """
@@ -171,8 +171,8 @@ def test_a_mask_that_something_else_uses():
 def test_a_reshape_of_the_softmax_s_own_axis():
     """There is no advice if the softmax's own axis is reshaped afterwards.
 
-    The advice would be to reshape the logits before the softmax. The softmax would then normalise
-    over other elements.
+    The advice would be to call jaxnorm's softmax on logits that are reshaped first. This softmax
+    would normalise over other elements.
     """
 
     def attend(logits, v, padding):

@@ -203,9 +203,11 @@ def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """Return y in float64, and the error that a kernel may make."""
     x = exact(x)
     shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
-    # The relative error of exp(t), where t = x - max(x). It has three parts: the rounding of t, the
-    # rounding of t * log2(e) for 16-bit outputs, and 4 u for the function itself. The parts of a
-    # row have separate maxima, which doubles the error of t.
+    # The relative error of exp(t), where t = x - max(x). It is the sum of three terms: the rounding
+    # of t, the rounding of t * log2(e) for 16-bit outputs, and 4 u for exp itself, where u is the
+    # unit roundoff. A row may be split among threads. Each of them first subtracts the maximum of
+    # its own elements, and its sum is rescaled later. So t is rounded twice, and the first two
+    # terms double.
     exp_error = (4 * np.abs(shifted) + 4) * _U
     total_error = (p * exp_error).sum(axis=1, keepdims=True) + (_TERMS + 8) * _U
     if spec.op == "softmax":
@@ -235,8 +237,9 @@ def norm_reference(
     norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
-    # An error of the mean adds its square to the variance. The variance itself is a sum of squares.
-    # Squares are not negative, so the rounding error of the sum is relative to the variance.
+    # If the mean has an error of d, the variance is larger by d^2. The variance is computed as a
+    # sum of squares. None of them is negative, so the sum's rounding error is small relative to the
+    # variance.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
     error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)

@@ -189,8 +189,10 @@ def test_dtypes_of_dh(
     check(spec, case.schedule_for(x, y), *make_operands(spec))
 
 
-#: Schedule, groups, and rows per group. In some cases the blocks, or the rows of a step, do not
-#: divide the rows of a group. In others a group is exactly one step.
+#: Each entry has three items: the name of a schedule, the number of groups, and the number of rows
+#: per group. In some entries, the number of rows per group is not a multiple of the number of
+#: blocks, or of the rows that a block processes at once. In others, a block processes exactly one
+#: group at once.
 GROUPED = [
     ("ring", 3, 5),
     ("ring_two_stages", 2, 3),

@@ -216,7 +216,7 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
 
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
-    """Return a function that runs a loss's forward and backward, and its operands' shapes."""
+    """Return a function that runs a loss's forward and backward, and a list of operand types."""
     of_backward = changed(spec, direction="bwd", want_stats=False)
 
     def both(x: Any, labels: Any, *cotangents: Any) -> Any:

@@ -51,9 +51,10 @@ ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COL
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 IMAGES, CHANNEL = ((32, 1024, 32, 8), "bfloat16"), ((32, 1, 8), "float32")
 
-# Values: the function, its operands, the indices of its distinct gradients, and the number of
-# fusions over arrays of x's size that XLA may add. "unchanged code" has one such fusion, for its
-# own addition before the norm.
+# Each value has four items: the function, its operands, the indices of the gradients that the
+# program computes (without those that equal another one), and a number of fusions. XLA may add at
+# most this number of fusions over arrays of x's size. "unchanged code" has one, because it adds the
+# residual before the norm in plain JAX.
 BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, [ROW, ROW, COLUMN], [0, 2], 0),
     "add_layer_norm": (jaxnorm.add_layer_norm, [ROW, ROW, COLUMN, COLUMN], [0, 2, 3], 0),
@@ -114,7 +115,7 @@ def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
 def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:
     """XLA's implementation computes a norm in two fusions, each of which rounds the sum.
 
-    The choice of the implementation by platform leaves no conditional in the program.
+    The program contains no conditional that selects the platform: JAX resolves this when it lowers.
     """
     x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=compiler.sharding)
     function: Any = functools.partial(getattr(jaxnorm, name), implementation="xla")

@@ -90,8 +90,8 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
 def test_values(cols, dtype, teacher_dtype, schedule, reverse):
     """Values and gradients are within their bounds.
 
-    Unaligned rows may start at up to 8 offsets within a 16-byte word. If the number of columns is
-    odd, the test has nine rows. Together, these rows start at all offsets.
+    A row of an odd number of columns can start at up to 8 different offsets within a 16-byte word.
+    For such rows, the test has nine of them, so every offset occurs.
     """
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
     d = jnp.linspace(-1, 2, len(x))

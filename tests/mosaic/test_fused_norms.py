@@ -179,8 +179,8 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # `cases` has two successive schedules of each kind. Both run with different values of the
-        # first option.
+        # `cases` has two successive schedules of each kind. The two run with different values of
+        # the first option.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)
@@ -212,8 +212,8 @@ RINGS = (
 def check_both(family: str, **given: Any) -> None:
     """Check the forward and the backward, each with several schedules.
 
-    For a scaled sum, the forward runs twice: it loads parameters before or after x. The backward
-    runs both kinds of loop over rows.
+    For a scaled sum, two schedules of the forward run: one loads parameters before x, the other
+    loads x before parameters. The backward runs with both kinds of loop over rows.
     """
     if "fwd" in FAMILIES[family].directions and "adds_dh" not in given:
         for row_tile in ROW_TILES if family == "scaled sum" else ROW_TILES[:1]:

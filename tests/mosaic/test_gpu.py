@@ -25,8 +25,8 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 pytestmark = pytest.mark.gpu
 
-# At least 64 MiB in bfloat16. Only under this load can an asynchronous copy overwrite data in
-# shared memory before it is read, if a wait is missing.
+# Arrays of at least 64 MiB in bfloat16. If a kernel misses a wait, an asynchronous copy can
+# overwrite data in shared memory before they are read. This happens only under such a load.
 LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 5120), (8192, 8192)]
 LARGE += [(8192, 12288), (4096, 16384), (2048, 32768), (1024, 65536), (512, 131072)]
 UNALIGNED = [(8192, 4095), (1024, 50257), (4096, 9001)]
@@ -129,8 +129,9 @@ def test_large_blocks(workload):
 def test_no_copy_overtakes_a_read():
     """An asynchronous copy overwrites a row in shared memory only after all threads have read it.
 
-    This needs a fence. With a barrier in its place, 145 to 191 rows were wrong in each of 15 calls
-    on an H200. The test uses data in the L2 cache, from which such a copy is fastest.
+    This needs a fence. With a barrier instead of the fence, 145 to 191 rows were wrong in each of
+    15 calls on an H200. The data of this test are in the L2 cache. Copies from this cache are the
+    fastest, so they would overtake reads most often.
     """
     workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
     schedule = dataclasses.replace(choose(workload.spec), slots=1, tiles=2, rereads=False)

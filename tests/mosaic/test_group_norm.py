@@ -70,14 +70,14 @@ def make_spec(
 
 
 def strided(array: Any, spec: Spec) -> Any:
-    """Return an array ``(rows, cols)`` in the order ``(outer, cols, inner)``."""
+    """Rearrange an array ``(rows, cols)`` to the shape ``(outer, cols, inner)`` of `spec`."""
     outer, cols, inner = spec.strided
     parts = array.reshape(outer, inner // spec.inner_cols, cols, spec.inner_cols)
     return np.ascontiguousarray(np.moveaxis(parts, 2, 1).reshape(outer, cols, inner))
 
 
 def in_rows(array: Any, spec: Spec) -> Any:
-    """Return an array ``(outer, cols, inner)`` as rows: the inverse of `strided`."""
+    """Rearrange an array ``(outer, cols, inner)`` to ``(rows, cols)``: the inverse of `strided`."""
     outer, cols, inner = spec.strided
     parts = array.reshape(outer, cols, inner // spec.inner_cols, spec.inner_cols)
     return np.ascontiguousarray(np.moveaxis(parts, 1, 2).reshape(spec.rows, spec.cols))
@@ -153,9 +153,12 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
             within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
 
 
-#: The cases have strips that overlap in columns or in inner elements, strips that a block processes
-#: in a loop, and strips that several warpgroups share. A thread loads a vector of inner elements. A
-#: group of inner elements is a part of a vector, one vector, or the vectors of several threads.
+#: A strip is the part of the array that one block processes: all columns, and a range of inner
+#: elements. Some cases have these properties:
+#: - Strips overlap in inner elements, or parts of a strip overlap in columns.
+#: - A block processes its columns in a loop, or several warpgroups share them.
+#: - Neighbouring inner elements that are normalised together (a group) are a part of the vector
+#:   that a thread loads, one vector, or the vectors of several threads.
 STRIPS = {
     "a_vector": Strips(1, 37, 32, 4, 8, group=4),
     "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
@@ -450,7 +453,8 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-#: Groups of one channel; strips overlap, and some are shared by a cluster.
+#: Sizes with one channel per group. A strip is a range of neighbouring channels that one block
+#: processes. The last strip overlaps its neighbour. In some sizes, a cluster shares a strip.
 SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
 
 

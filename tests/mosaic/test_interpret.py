@@ -79,9 +79,9 @@ RESIDUAL_CALLS = [
 def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case]]:
     """Return pairs of a call and a case, such that each kind of schedule runs every call.
 
-    Successive cases in `CASES` have schedules of the same kind. One of the two runs the calls with
-    even indices, and the other runs the calls with odd indices. From pair to pair, the two change
-    roles.
+    `CASES` has two successive cases for each kind of schedule. One of them runs the calls with even
+    indices, and the other runs the calls with odd indices. The first case of a kind runs the even
+    calls for every second kind, and the odd calls for the other kinds.
     """
     found = [
         (call, case)
@@ -133,7 +133,8 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
-# The functions alternate over the schedules, so each kind of schedule runs several of them.
+# Successive schedules are tested with different functions, so each kind of schedule is tested with
+# several functions.
 @pytest.mark.parametrize(
     ("op", "case"),
     [*zip(itertools.cycle(["layer_norm", "add_layer_norm", "rms_norm_add_rms_norm"]), CASES)],
@@ -343,7 +344,8 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
 )
 @pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
-    # The number of rows is a multiple of a block's rows, so that blocks do not overlap.
+    # The number of rows is a multiple of the rows per block. Otherwise, the last block would be
+    # moved back and would process some rows a second time.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
     spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)

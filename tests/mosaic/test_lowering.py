@@ -253,9 +253,10 @@ def test_shard_map_with_explicit_axes() -> None:
 def test_logits_give_way_to_their_gradient_on_explicit_axes(
     rows: tuple[str, ...], function: str
 ) -> None:
-    """The gradient of a linear loss can overwrite the logits unless they vary over mesh axes.
+    """A linear loss lowers on a mesh, with sharded rows and without.
 
-    Pallas cannot write to an array that varies over mesh axes. Both cases lower.
+    If rows are not sharded, the gradient overwrites the logits. If they are sharded, the logits
+    vary over a mesh axis, and Pallas cannot write to such an array.
     """
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 

@@ -23,9 +23,9 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
-# The cases cover each kind of tile, and each way to broadcast a mask or a bias to a tile. The mask
-# or bias has one row per tile or one row per row of x. It has all columns or a single column. In
-# some cases, the number of rows is not a multiple of the tile's rows.
+# The cases cover each kind of tile, and each way to broadcast a mask or a bias. Either all rows of
+# a tile share one row of the mask, or each row of x has its own. The mask has all columns of x, or
+# a single column. In some cases, the number of rows is not a multiple of the rows per tile.
 VALUES = [
     Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
     Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),

@@ -33,8 +33,8 @@ def compiled(compiler: Compiler, function, *operands) -> str:
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=compiler.sharding), operands
     )
-    # Wrap `function`: for the same function, JAX would reuse a trace that was made before a test
-    # replaced `own_buffer`.
+    # Wrap `function` in a new function each time, so that JAX traces it again. Otherwise, after a
+    # test has replaced `own_buffer`, JAX would reuse a trace with the original `own_buffer`.
     return jax.jit(lambda *a: function(*a)).lower(*shapes).compile().as_text()
 
 
@@ -117,7 +117,7 @@ def test_residuals_in_a_loop_s_stacks_are_read_and_written_in_place(compiler: Co
 
 # ----------------------------------------------------------------------- what barriers cost
 
-#: Programs whose kernels use no slices.
+#: Programs in which no operand and no result of a kernel is a slice of a larger array.
 WHOLE = {
     "norm": (lambda x, g: norm(x * 2, g) @ x.T, (shape(512, 1024), shape(1024, dtype=F32))),
     "residual": (

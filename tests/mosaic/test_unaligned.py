@@ -1,6 +1,7 @@
-"""Rows that are not a multiple of 16 bytes long: values in the interpreter and on a GPU, registers.
+"""Kernels for rows whose length is not a multiple of 16 bytes.
 
-Threads load and store such rows element by element.
+Threads load and store such rows element by element. The tests check values, in the interpreter and
+on a GPU, and the number of registers of the kernels.
 """
 
 from typing import Any

@@ -45,11 +45,12 @@ class Family(NamedTuple):
     """The calls with which one operation is tested.
 
     Attributes:
-      options: values of options. Every pair of values is compiled together for some GPU.
+      options: maps options to the values that are tested. For any two options, every combination of
+      their values is compiled for some GPU.
       mixes: combinations of dtypes that are compiled for one GPU, each also with `changes`.
       second: True if the operation has a second array of rows.
-      columns: the spills of rows up to this width are limited to half of a thread's values. If it
-        is None, they are limited for all rows that are held in registers.
+      columns: the widest rows for which spills are limited: a thread may spill at most half of the
+      values that it can hold. If None, the limit applies to all rows that are held in registers.
     """
 
     op: Any
@@ -133,9 +134,10 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 
 
 def in_turn():
-    """Yield cases with different GPUs, widths, dtypes, directions and options.
+    """Yield cases for all families of calls.
 
-    For any two of these parameters, the cases cover every pair of values.
+    A case has a GPU, a width, a dtype, a direction and a value of each option. For any two of
+    these, every combination of their values occurs in some case.
     """
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]

@@ -44,7 +44,8 @@ class Family(NamedTuple):
     Attributes:
       options: the values of each option. For any two options, or an option and the schedule, every
         pair of values is tested.
-      changes: dicts of further options that are changed in the default call.
+      changes: further tests. Each dict has the options with which a test differs from the default
+      call. These may be options that are not in `options`.
       backward: True if its backward kernels differ from those of a norm without fused operations.
     """
 
@@ -127,7 +128,7 @@ FAMILIES = {
 def call(monkeypatch):
     """Return ``call(spec, *operands, schedule=None)``, which runs a pass.
 
-    None is the schedule that the tables choose.
+    If `schedule` is None, the pass uses the schedule that the tables choose.
     """
     from jaxnorm_kernels import triton
 

@@ -62,7 +62,10 @@ READ = [
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in READ}))
 def test_kernels_read_options_that_there_are(name: str) -> None:
-    """Every attribute that a kernel reads exists. A parameter is named after its class."""
+    """Every attribute that a kernel reads from one of its parameters exists.
+
+    The name of a parameter gives its class: the parameter `norm` is an object of the class `Norm`.
+    """
     for kernel, parameter, attribute in [rest for module, *rest in READ if module == name]:
         assert attribute in CLASSES[parameter.capitalize()], (kernel, parameter, attribute)
 
