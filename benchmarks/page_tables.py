@@ -25,8 +25,8 @@ def who(measured: Figures) -> str:
             "mosaic" in answers and "jaxnorm" not in answers for answers in measured.values()
         )
         return f"Measured: {labels}. `jaxnorm` is the implementation that runs by default" + (
-            ", except for the forward pass of norms of up to 4 MiB: the default runs XLA's "
-            "code, but the kernel was timed."
+            ". The forward pass of norms of up to 4 MiB is an exception: the default runs XLA's "
+            "code, but the kernel's time is shown."
             if by_name
             else "."
         )
@@ -82,11 +82,15 @@ def where_ahead(found: Iterable[Ahead]) -> str:
         if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
             by_cell[each.question] = max(each.ratio, by_cell.get(each.question, 1.0))
     large = [ratio for cell, ratio in by_cell.items() if figures.bytes_of(cell) >= LARGE]
-    most = f", by {100 * (max(large) - 1):.0f} % at most" if large else ""
+    most = (
+        f"; there, other kernels are ahead by at most {100 * (max(large) - 1):.0f} %"
+        if large
+        else ""
+    )
     return (
-        f"Kernels of other libraries are ahead in {len(by_cell)} cells: in "
-        f"{len(by_cell) - len(large)} that move less than {LARGE / 1e6:.0f} MB, part of which "
-        f"stays in the GPU's cache, and in {len(large)} others{most}."
+        f"Kernels of other libraries are ahead in {len(by_cell)} cells. "
+        f"{len(by_cell) - len(large)} of these cells move less than {LARGE / 1e6:.0f} MB, so a "
+        f"part of their data stays in the GPU's cache. {len(large)} cells move more{most}."
     )
 
 

@@ -115,14 +115,15 @@ def page_section(found: Results) -> str:
         _image(found, "kernels", PAGE),
         paragraph(
             _ROOF,
-            "Values above 1 occur because a backward pass loads twice as much as it stores, which "
-            "is a little faster than a copy.",
+            "Values above 1 occur because a backward pass loads twice as much as it stores, and "
+            "loading is a little faster than storing.",
         ),
         page_tables.kernels(found.kernels),
         paragraph(
-            "The next table compares jaxnorm with the others. `speed` is the other's time divided "
-            "by jaxnorm's, as median (least to greatest): above 1, jaxnorm is faster. `ahead` is "
-            "the number of cells in which the other is more than 2 % faster. In `kernels`, forward "
+            "The next table compares jaxnorm with the others. `speed` is the other library's time "
+            "divided by jaxnorm's, as median (least to greatest): above 1, jaxnorm is faster. "
+            "`ahead` is the number of cells in which the other library is more than 2 % faster "
+            "than jaxnorm. In `kernels`, forward "
             "and backward are timed separately. In `calls`, they are timed in one call, through "
             "the library's own API and compiler."
         ),
@@ -176,15 +177,17 @@ def full_report(found: Results) -> str:
 
 
 _ROOF = (
-    "The dashed line is the bandwidth of a copy of as many bytes (the median of all copies). Each "
-    "cell of the table has two ratios: the copy's time divided by the time of jaxnorm's kernel "
-    "and, in brackets, the time of jaxnorm's plain JAX code divided by the kernel's."
+    "The dashed line is the median bandwidth of copies that transfer the same number of bytes as "
+    "the kernels. Each cell of the table has two ratios. The first is the copy's time divided by "
+    "the time of jaxnorm's kernel. The second, in brackets, is the time of jaxnorm's plain JAX "
+    "code divided by the time of jaxnorm's kernel."
 )
 _CAPTIONS = {
     "blocks": "Blocks are norms and softmaxes with the elementwise operations of a model before or "
-    "after them, forward and backward in one call. `of a copy` is the time of copying the bytes "
-    "that have to be loaded and stored at least, divided by jaxnorm's time; `against` is the "
-    "other's time divided by jaxnorm's. Both are medians over the shapes.",
+    "after them, forward and backward in one call. `of a copy` is t_copy / t_jaxnorm, where "
+    "t_copy is the time of a copy that transfers the smallest number of bytes that the function "
+    "has to load and store. `against` is the other library's time divided by jaxnorm's. Both are "
+    "medians over the shapes.",
     "linear": "A norm and the matmul after it, in TFLOP/s. In brackets: the time of XLA's matmul "
     "without a norm, divided by the time of norm and matmul.",
     "training": "Training steps of models (benchmarks/language_models.py) with AdamW, float32 "
@@ -226,10 +229,11 @@ _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # used in docs/results.m
     "training": lambda found: report_tables.training(found.rows["training"]),
 }
 _FOOTNOTES = {
-    "blocks": "`of a copy` is the time of copying the bytes that have to be loaded and stored at "
-    "least, divided by jaxnorm's time; in the other columns, the other's time is divided by "
-    "jaxnorm's. *: the program also copies, converts or transposes whole "
-    "arrays (`extra_passes`); its time does not include copies that are not kernels.",
+    "blocks": "`of a copy` is t_copy / t_jaxnorm, where t_copy is the time of a copy that "
+    "transfers the smallest number of bytes that the function has to load and store. The other "
+    "columns have the other library's time divided by jaxnorm's. *: the program also copies, "
+    "converts or transposes whole arrays (`extra_passes`); its time does not include copies that "
+    "are not kernels.",
     "cpu": "jaxnorm's plain JAX code and each other library, timed alternately in one process. "
     "`ratio` is the median over the turns of jaxnorm's time divided by the other's. jnp's "
     "softmaxes are those of jax.nn. Flax's LayerNorm computes the variance as E[x^2] - E[x]^2, "

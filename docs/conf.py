@@ -50,7 +50,7 @@ napoleon_use_rtype = False
 
 
 def link_files(app: Sphinx, name: str, source: list[str]) -> None:
-    """Turn links to Markdown files outside `docs`, which are not pages, into links to files."""
+    """Let links to Markdown files outside `docs` point to the files, which are not pages."""
     source[0] = re.sub(r"\]\((\.\./[^)]*\.md)\)", r"](path:\1)", source[0])
 
 
