@@ -173,8 +173,8 @@ def check_params(
         - a leaf named ``weight`` without a ``bias``, if it has one axis, or if its module is named
             like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of
             its module's class has ``Norm`` in it;
-          - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
-            if any, as in norm classes that models define (for example Tunix).
+        - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
+          if any, as in norm classes that models define (for example Tunix).
 
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the norm functions.
