@@ -28,7 +28,6 @@ from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import scale_of, times
 from jaxnorm_kernels.xla.reductions import (
     on_cpu,
-    row_any,
     row_max,
     row_sum,
     row_sums,
@@ -38,13 +37,13 @@ from jaxnorm_kernels.xla.reductions import (
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """Return the softmax y in ``spec.y_dtype``. Masked entries are 0."""
-    kept, has_entry, z = _logits(operands, spec)
-    e = jnp.exp(z - _largest(z, has_entry, spec))
+    kept, z = _logits(operands, spec)
+    e = jnp.exp(z - row_max(z, spec))
     total = row_sum(e, spec)
+    y = (e / total).astype(spec.y_dtype)
     if kept is None or not spec.drops_masked:
-        return Results((e / total).astype(spec.y_dtype))
-    y = jnp.where(kept, e / _nonempty(total, has_entry), 0)
-    return Results(y.astype(spec.y_dtype))
+        return Results(y)
+    return Results(_without_masked_nan(y, operands.mask, spec))
 
 
 def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
@@ -73,16 +72,15 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """Return the log_softmax y in ``spec.y_dtype``. Masked entries are -inf."""
-    kept, has_entry, z = _logits(operands, spec)
-    m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
+    kept, z = _logits(operands, spec)
+    m = on_cpu(lax.optimization_barrier, row_max(z, spec))
     total = sum_apart(jnp.exp(z - m), spec)
     # On a CPU, computing z - m twice is faster than storing it.
     x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
     shifted = _logits(operands._replace(x=x), spec)[-1] - m
-    if kept is None:
-        y = shifted - jnp.log(total)
-    else:
-        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, has_entry)), -jnp.inf)
+    y = shifted - jnp.log(total)
+    if kept is not None:
+        y = jnp.where(kept, y, -jnp.inf)  # y may be NaN there; see `_without_masked_nan`
     return Results(y.astype(spec.y_dtype))
 
 
@@ -145,32 +143,18 @@ def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
     return Operands(dx, logits_bias=dbias)
 
 
-def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """Return a mask of unmasked entries, a mask of rows with an unmasked entry, and the logits z.
+def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array]:
+    """Return a mask of unmasked entries, and the logits z.
 
-    If all entries are unmasked, the first mask is None. If every row has an unmasked entry, the
-    second mask is None. Masked entries of z are `SoftmaxOptions.masked_logit`.
+    If all entries are unmasked, the mask is None. Masked entries of z are
+    `SoftmaxOptions.masked_logit`.
     """
-    x, mask, bias = operands.x, operands.mask, operands.logits_bias
-    kept = _kept(mask, x.shape, spec)
+    x, bias = operands.x, operands.logits_bias
+    kept = _kept(operands.mask, x.shape, spec)
     z = times(x.astype(spec.compute_dtype), scale_of(operands.logits_scale, spec))
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
-    if kept is None:
-        return None, None, z
-    # If only a causal mask exists, the first entry of every row is unmasked.
-    has_entry = None if mask is None else row_any(kept, z, spec)
-    return kept, has_entry, jnp.where(kept, z, spec.softmax.masked_logit)
-
-
-def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array:
-    """Return each row's maximum of z over its unmasked entries."""
-    m = row_max(z, spec)
-    if has_entry is None or not spec.drops_masked:
-        return m
-    # A row whose entries are all masked would give -inf - -inf = NaN, so its maximum is replaced. A
-    # row whose unmasked entries are all -inf remains NaN.
-    return jnp.where(has_entry, m, 0)
+    return kept, z if kept is None else jnp.where(kept, z, spec.softmax.masked_logit)
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
@@ -195,9 +179,24 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
     return reached if mask is None else mask & reached
 
 
-def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
-    """Return `total`, the sums of rows. For a row without an unmasked entry, return 1 instead."""
-    return total if has_entry is None else jnp.where(has_entry, total, 1)
+def _without_masked_nan(y: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    """Set the masked entries of the softmax y to 0.
+
+    They are 0 already, unless all of the row is NaN because its sum is. The sum is NaN if an
+    unmasked entry is NaN. It is also NaN if all entries are masked, because the maximum m is then
+    -inf, and so z - m is NaN. Such rows are rare. A CPU looks for them by their first entries, and
+    skips the pass over y if it finds none.
+    """
+
+    def masked(y: jax.Array) -> jax.Array:
+        return jnp.where(_kept(mask, y.shape, spec), y, 0)
+
+    def masked_if_nan(y: jax.Array) -> jax.Array:
+        axes = [axis % y.ndim for axis in spec.axes]
+        first = y[tuple(slice(1) if axis in axes else slice(None) for axis in range(y.ndim))]
+        return lax.cond(jnp.any(jnp.isnan(first)), masked, lambda y: y, y)
+
+    return lax.platform_dependent(y, cpu=masked_if_nan, default=masked)
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
