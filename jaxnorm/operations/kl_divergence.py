@@ -57,9 +57,9 @@ def kl_divergence(
 
         - A boolean mask of positions. It has as many axes as the result, and broadcasts to the
           result's shape. Where it is False, divergence and gradient are 0 for any logits.
-        - Float weights of positions, with the same shapes as such a mask. The divergences are
-          multiplied by the weights. Where a weight is 0, divergence and gradient are 0 for any
-          logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. The
+          divergences are multiplied by the weights. Where a weight is 0, divergence and gradient
+          are 0 for any logits.
         - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
           Classes where it is False are excluded from both distributions. If all classes of a
           position are excluded, its divergence is 0.

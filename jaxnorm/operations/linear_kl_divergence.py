@@ -67,9 +67,9 @@ def linear_kl_divergence(
         times its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does: the logits of a chunk
-        take at most 1 GiB, unless they have fewer than 512 rows. Here, these are the float32 logits
-        of the student and the teacher together.
+        None lets jaxnorm choose, with the same limits as in :func:`linear_softmax_cross_entropy`.
+        Its limit of 1 GiB applies here to the float32 logits of the student and the teacher
+        together.
       logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits after the bias is
         added, as in :func:`kl_divergence`. logits_scale may be an array.
       dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For

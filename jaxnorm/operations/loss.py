@@ -68,9 +68,10 @@ def softmax_cross_entropy_with_integer_labels(
         - A boolean mask of positions, such as ``labels != -100``. It has as many axes as labels,
           and broadcasts to their shape. Where it is False, loss and gradient are 0 for any labels
           and logits.
-        - Float weights of positions, with the same shapes as such a mask. The losses are multiplied
-          by the weights. Weights may be negative, are cast to the loss's dtype, and have no
-          gradient. Where a weight is 0, loss and gradient are 0 for any labels and logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. The
+          losses are multiplied by the weights. Weights may be negative, are cast to the loss's
+          dtype, and have no gradient. Where a weight is 0, loss and gradient are 0 for any labels
+          and logits.
         - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
           Classes where it is False are excluded from the sum in L. The logit of the label is used
           even if its class is masked. If all classes of a position are masked, its loss and
@@ -371,9 +372,9 @@ def log_prob_and_entropy(
         - A boolean mask of positions, such as ``labels != -100``. It has as many axes as the
           entropy, and broadcasts to its shape. Where it is False, both results and the gradients
           are 0 for any labels and logits.
-        - Float weights of positions, with the same shapes as such a mask. Both results are
-          multiplied by the weights. Where a weight is 0, both results and the gradients are 0 for
-          any labels and logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. Both
+          results are multiplied by the weights. Where a weight is 0, both results and the gradients
+          are 0 for any labels and logits.
         - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
           Classes where it is False are excluded from the sums over classes. The logit of a label is
           used even if its class is masked. If all classes of a position are masked, both results
