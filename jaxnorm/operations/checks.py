@@ -64,8 +64,8 @@ def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
         is_integer = isinstance(value, int)
         if not (is_integer or isinstance(error, OverflowError)):
             raise _no_array(function, name, value) from error
-        # JAX's own message has every digit of the integer. If the integer has thousands of digits,
-        # Python even refuses to convert it to text.
+        # Do not show JAX's own message for an integer, because it has every digit of the integer.
+        # If there are thousands of digits, Python even refuses to convert them to text.
         given = _shown(value) if is_integer else error
         raise ValueError(
             f"{function}: {name} has an integer that JAX's integers do not hold: {given}; "
@@ -141,7 +141,7 @@ def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
     """Convert the argument ``axis`` to a sorted tuple of non-negative axes; None means all axes.
 
-    The axes are axes of an array: `shape` is the shape of this array, and `of` is its name in
+    `shape` is the shape of the array whose axes these are. `of` is the name of this array in
     errors.
     """
     return tuple(sorted(axes_in_order(function, axis, shape, of)))
@@ -327,7 +327,7 @@ def not_one_hot(
 ) -> None:
     """Raise ValueError if labels have the shape of the logits, as one-hot labels do.
 
-    `logits` is the shape of the logits. `axes` are the axes of the logits that count the classes.
+    `logits` is the shape of the logits. `axes` are the axes of the logits that index the classes.
     """
     shape = getattr(labels, "shape", None)
     if shape != logits:

@@ -60,8 +60,8 @@ def linear_kl_divergence(
       teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
       bias, teacher_bias: arrays (V,), any of these dtypes; or None.
       where: None, or a boolean mask of positions, or float weights of positions (which have no
-        gradient). It has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is
-        False or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
+        gradient). The array has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it
+        is False or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * divergence) / sum(where)``, or 0 if the denominator is 0;
         ``"sum"``: ``sum(where * divergence)``; or ``"none"``: the divergence of each position,
         times its weight.

@@ -148,8 +148,8 @@ def of_rows(
     """Check the arguments of a loss that takes logits and labels, and compute its results.
 
     Return a pair: a list of the results, and the mask or the weights of positions (or None). The
-    results are not multiplied by the weights. The caller multiplies them with `weighted`. `options`
-    are further arguments of `loss_call`.
+    results are not multiplied by the weights yet. The caller does this by the function `weighted`.
+    `options` are further arguments of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -306,8 +306,8 @@ def masks(
 
     If `where` has as many axes as the logits, it is a mask of classes, and the second element of
     the pair is None. Otherwise, it is a boolean mask of positions or float weights of positions,
-    and the first element is None. `of` is a text for errors, such as "labels'". It says whose shape
-    an array of positions must broadcast to.
+    and the first element is None. `of` is a text for errors, such as "labels'". It says to whose
+    shape a mask or weights of positions must broadcast.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):
@@ -343,10 +343,10 @@ def log_prob_and_entropy(
       \log p_{\mathrm{label}}, \quad - \sum_j p_j \log p_j
       \qquad p = \mathrm{softmax}(z)
 
-    Here, z = logits. With ``logits_scale`` or ``logit_softcap``, z is computed from them as in
-    :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO are computed
-    from log-probabilities and entropies (`Losses <losses.html>`_). A position is an index into the
-    axes of logits other than ``axis``.
+    Here, z = logits. If ``logits_scale`` or ``logit_softcap`` is given, z is computed from the
+    logits as in :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO
+    are computed from log-probabilities and entropies (`Losses <losses.html>`_). A position is an
+    index into the axes of logits other than ``axis``.
 
     The forward pass reads the logits once and writes no array of their size. The residuals are the
     logits and three numbers for each position. The backward pass reads the logits once and writes

@@ -38,8 +38,8 @@ def norm_call(
     Args:
       function: name of the public function.
       x: the array that is normalised, or its shape and dtype.
-      given: a dict from names in the table of operations to arrays: the residual and the
-        parameters, as far as the user has passed them.
+      given: a dict from names in the table of operations to arrays. It has the residual and the
+        parameters that the user has passed.
       axis, epsilon, scale_offset, dtype, save, implementation: the public function's arguments.
       activation: name of an activation, or None. rms_norm_gated applies it to the gate, and other
         norms to their result.

@@ -212,7 +212,7 @@ def _call_of(
 ) -> tuple[Call, _Linear]:
     """Check the options; return the norm's call, and the description of the linear layer.
 
-    `others` is a dict of the other operands: weight and, as far as the user has passed them, scale,
+    `others` is a dict from names to arrays. It has weight and, if the user has passed them, scale,
     bias and residual.
     """
     shape, weight = x.shape, others["weight"]
@@ -325,7 +325,7 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
     return n
 
 
-# ------------------------------------------------------------------------- the kernel, by name
+# --------------------------------------------------------------------------- the Mosaic kernel
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

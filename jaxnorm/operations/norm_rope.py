@@ -46,9 +46,9 @@ def rms_norm_rope(
       scale: array (d,); any of these dtypes. None for no scale (``scale_offset`` is then unused).
       cos, sin: the two tables, arrays of the same shape; any of these dtypes. The last axis has
         size r / 2, for an even r <= d. The first r columns of x are rotated; the others are only
-        normalised. The shape broadcasts to ``x.shape[:-1] + (r / 2,)``. For x (batch, length,
-        heads, d), it is typically (length, 1, r / 2). The broadcast arrays are never stored. The
-        rotation is computed in float32.
+        normalised. The tables broadcast to shape ``x.shape[:-1] + (r / 2,)``, but the broadcast
+        arrays are never stored. For x (batch, length, heads, d), the tables typically have shape
+        (length, 1, r / 2). The rotation is computed in float32.
 
         Two mistakes raise no error if the wrong shape happens to be valid:
 

@@ -174,7 +174,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
             *arrays, dweight = operands
             return options(f(*arrays), dweight, options.dtype)
 
-        # The barrier prevents XLA from saving the forward pass's h and using it here.
+        # Without the barrier, XLA could save the forward pass's h and use it here.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
