@@ -1,7 +1,8 @@
 """Checks of the public functions' arguments. Most checks also convert the argument.
 
-Each error names the function and the argument, what was given, what was expected, and how to fix
-it. In all checks, `function` is the public function's name and `name` the argument's.
+Each error says which function and which argument is wrong, what was given, what was expected, and
+how to fix it. Two arguments of the checks are texts for these errors: `function` is the name of the
+public function, and `name` is the name of the argument.
 """
 
 import math
@@ -24,7 +25,8 @@ class StandsForArray(Protocol):
     def __jax_array__(self) -> Any: ...
 
 
-# These are `type` statements, because signatures and help() then show the alias's name.
+# With `type` statements, signatures and help() show the short names of these aliases. With plain
+# assignments, they would show the long types behind the names.
 type ArrayLike = jax.typing.ArrayLike | StandsForArray
 type Axis = int | Sequence[int] | None
 type DTypeLike = jax.typing.DTypeLike
@@ -53,8 +55,8 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
 def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
     """Convert `value`, such as a list, to an array.
 
-    `expected` is a text that describes valid values. The error message for an integer that is too
-    large for JAX includes it.
+    Raise TypeError if JAX cannot convert it, and ValueError if it has an integer that is too large
+    for JAX. The text of the ValueError includes `expected`, a description of valid values.
     """
     try:
         return jnp.asarray(value)
@@ -62,8 +64,8 @@ def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
         is_integer = isinstance(value, int)
         if not (is_integer or isinstance(error, OverflowError)):
             raise _no_array(function, name, value) from error
-        # JAX's own message would print every digit, or fail because Python refuses to convert the
-        # integer to text.
+        # Do not show JAX's own message for an integer, because it has every digit of the integer.
+        # If there are thousands of digits, Python even refuses to convert them to text.
         given = _shown(value) if is_integer else error
         raise ValueError(
             f"{function}: {name} has an integer that JAX's integers do not hold: {given}; "
@@ -85,14 +87,17 @@ def _no_array(function: str, name: str, value: object) -> TypeError:
 
 
 def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> np.dtype:
-    """Check the argument ``dtype`` and return the output's dtype: `default` if `given` is None."""
+    """Check the argument ``dtype``, and return the output's dtype.
+
+    `given` is the value of the argument. If it is None, the output's dtype is `default`.
+    """
     return default if given is None else dtype(function, "dtype", given)
 
 
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
     """Convert `given` to a NumPy dtype; raise TypeError unless it is a supported float dtype."""
     try:
-        # The string "None" raises an error here. NumPy would convert the object None to float64.
+        # np.dtype(None) would be float64. np.dtype("None") raises TypeError, so None is refused.
         resolved = np.dtype(given if given is not None else "None")
     except TypeError as error:
         raise TypeError(
@@ -117,23 +122,27 @@ def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
 
 
 def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
-    """Return the dtype to which the dtypes of a matmul's operands promote.
+    """Return the dtype to which `x` and `weight`, the dtypes of a matmul's operands, promote.
 
-    This is JAX's standard promotion, even if the user has disabled implicit promotion.
+    The promotion follows JAX's standard rules, even if the user has disabled implicit promotion.
     """
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(x, weight))
 
 
 def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
-    """Return the dtype of the arithmetic: float64 if one of the dtypes is float64, else float32."""
+    """Return the dtype in which a function of arrays with these dtypes computes.
+
+    It is float64 if one of the dtypes is float64. Otherwise it is float32.
+    """
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
 
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
     """Convert the argument ``axis`` to a sorted tuple of non-negative axes; None means all axes.
 
-    `shape` is the shape of the array that has the axes, and `of` its name in errors.
+    `shape` is the shape of the array whose axes these are. `of` is the name of this array in
+    errors.
     """
     return tuple(sorted(axes_in_order(function, axis, shape, of)))
 
@@ -141,7 +150,10 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 def axes_in_order(
     function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
 ) -> tuple[int, ...]:
-    """Convert the argument ``axis`` like `axes`, but keep the user's order of the axes."""
+    """Convert the argument ``axis`` to a tuple of non-negative axes, in the order given.
+
+    None means all axes. `shape` and `of` are the same as for `axes`.
+    """
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -181,8 +193,9 @@ def axes_in_order(
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
     """Raise ValueError unless a parameter's shape fits x.
 
-    `expected` is the shape of x after its normalised axes are moved to the end. The parameter must
-    broadcast to this shape, and must have at least the normalised axes.
+    The parameter must have at least as many axes as x has normalised axes. It must broadcast to the
+    shape that x has after its normalised axes are moved to the end. `shape` is the parameter's
+    shape, and `view` describes x.
     """
     expected = [view.shape[axis] for axis in view.others + view.axes]
     covered = tuple(expected[len(expected) - len(shape) :])
@@ -202,7 +215,7 @@ def same_shape(
 ) -> None:
     """Raise ValueError unless an array has the shape `expected`.
 
-    `of` is the name of the other array that has this shape. The error mentions it.
+    `expected` is the shape of another array, and `of` is the name of that array in the error.
     """
     if shape != expected:
         raise ValueError(
@@ -214,7 +227,8 @@ def same_shape(
 def features(function: str, name: str, shape: tuple[int, ...], size: str) -> None:
     """Raise ValueError if the first operand of a matmul has no axes.
 
-    `size` is the symbol for the size of its last axis in the error, such as "d".
+    `shape` is the shape of this operand. `size` is a symbol, such as "d", which stands for the size
+    of the operand's last axis in the error.
     """
     if not shape:
         raise ValueError(
@@ -228,8 +242,8 @@ def weight(
 ) -> None:
     """Raise ValueError unless a weight's shape fits the first operand of the matmul.
 
-    `of` is the name of the first operand in the error. `also` is text that is appended to the
-    error: a second way to fix it.
+    `shape` is the weight's shape. `x_shape` is the shape of the first operand, and `of` is its name
+    in the error. `also` is a text that is appended to the error: a second way to fix it.
     """
     if len(shape) != 2 or shape[0] != x_shape[-1]:
         raise ValueError(
@@ -244,7 +258,8 @@ def vector(
 ) -> None:
     """Raise ValueError unless an array has the shape `expected`.
 
-    `of` completes the words "a number for each ..." in the error, for example with "class".
+    `of` is the noun, such as "class", that completes the words "a number for each ..." in the
+    error.
     """
     if shape != expected:
         raise ValueError(
@@ -254,9 +269,9 @@ def vector(
 
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """Convert the mask `where` to a boolean array with as many axes as `shape`, the shape of x.
+    """Convert the mask `where` to a boolean array with as many axes as x.
 
-    ValueError is raised unless it broadcasts to x's shape.
+    `shape` is x's shape. Raise ValueError if the mask does not broadcast to it.
     """
     also = ", or add an additive mask to x with bias="
     return broadcastable(function, "where", boolean(function, "where", where, also), shape)
@@ -265,7 +280,7 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
     """Convert `value` to an array; raise TypeError unless it is boolean.
 
-    `also` is text that is appended to the error: a second way to fix it.
+    `also` is a text that is appended to the error: a second way to fix it.
     """
     array = _array(function, name, value, "booleans (True keeps an entry)")
     if array.dtype != jnp.bool_:
@@ -277,9 +292,10 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
 
 
 def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
-    """Convert `value` to an array of booleans or float weights; other dtypes raise TypeError.
+    """Convert `value` to an array: a boolean mask, or float weights.
 
-    Weights are cast to `dtype`, and their gradient is stopped.
+    Float weights are cast to `dtype`, and their gradient is 0. Raise TypeError for other dtypes,
+    such as integers.
     """
     array = _array(function, name, value, "booleans or float weights")
     if array.dtype == jnp.bool_:
@@ -311,7 +327,7 @@ def not_one_hot(
 ) -> None:
     """Raise ValueError if labels have the shape of the logits, as one-hot labels do.
 
-    `logits` is the shape of the logits, and `axes` are the axes of the classes.
+    `logits` is the shape of the logits. `axes` are the axes of the logits that index the classes.
     """
     shape = getattr(labels, "shape", None)
     if shape != logits:
@@ -330,7 +346,8 @@ def not_one_hot(
 def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> None:
     """Raise ValueError if a position has as many labels as there are classes, or more.
 
-    `labels` is the shape of the labels; the last axis has the labels of a position.
+    Such labels are probably one-hot labels. `labels` is the shape of the labels. The size of its
+    last axis is the number of labels of each position.
     """
     if labels[-1] >= classes:
         raise ValueError(
@@ -343,7 +360,8 @@ def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> 
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
     """Clip 64-bit labels to the range from -1 to the largest 32-bit integer.
 
-    If 64-bit types are disabled, JAX would wrap larger integers around, possibly to a valid label.
+    If 64-bit types are disabled, JAX converts labels to 32 bits. Without the clip, an integer that
+    is too large for 32 bits would wrap around, and could become a valid label.
     """
     if value.dtype.name not in ("int64", "uint64"):
         return value
@@ -355,8 +373,8 @@ def broadcastable(
 ) -> jax.Array:
     """Prepend axes of size 1 to `array`, so that it has as many axes as `shape`.
 
-    ValueError is raised unless the array broadcasts to `shape`. `of` is the text, such as "x's",
-    that says in the error message whose shape this is.
+    Raise ValueError if the array does not broadcast to `shape`. `of` is a text, such as "x's", that
+    says in the error whose shape `shape` is.
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):
@@ -368,14 +386,19 @@ def broadcastable(
 
 
 def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Return True if `shape` has as many axes as `into`, each of the same size or of size 1."""
+    """Return True if an array of shape `shape` broadcasts to the shape `into` without new axes.
+
+    The two shapes then have the same number of axes, and each axis in `shape` has the same size as
+    in `into`, or size 1.
+    """
     return len(shape) == len(into) and all(own in (1, n) for own, n in zip(shape, into))
 
 
 def matrix(function: str, name: str, view: RowView) -> None:
     """Raise ValueError unless x has at least two axes and only the last one is normalised.
 
-    `name` is the option that requires this: ``causal``, which needs rows and columns.
+    `name` is the name of the option that needs such an x. This is "causal": a causal mask needs an
+    axis of rows and an axis of columns.
     """
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
@@ -398,7 +421,7 @@ def number(
     try:
         if _is_boolean(value):
             raise TypeError("a boolean is no number")
-        given = math.ldexp(value, 0)  # Unlike float(), this raises an error for strings.
+        given = math.ldexp(value, 0)  # float() would accept strings; ldexp raises TypeError.
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"
@@ -428,9 +451,11 @@ def finite_in(
     *,
     above_zero: bool = False,
 ) -> None:
-    """Raise ValueError unless all numbers are finite after a cast to the arithmetic dtype.
+    """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    If `above_zero` is True, they must not underflow to 0 either. Entries that are None are ignored.
+    If `above_zero` is True, raise it also for numbers that are 0 after the cast. `dtype` is the
+    dtype of the arithmetic. `numbers` maps the names of options to their values. Values of None are
+    ignored.
     """
     for name, value in numbers.items():
         if value is None:
@@ -449,7 +474,7 @@ def finite_in(
 def integer(function: str, name: str, value: int, unit: str) -> int:
     """Convert `value` to a Python integer; raise an error unless it is at least 1.
 
-    `unit` says in errors what the integer counts, such as "rows".
+    `unit` is the noun, such as "rows", that says in errors what the integer counts.
     """
     _refuse_traced(function, name, value, "integer")
     try:
@@ -485,7 +510,10 @@ def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
 
 
 def _index(value: int) -> int:
-    """Convert `value` to an integer; raise TypeError for a boolean, which Python would accept."""
+    """Convert `value` to a Python integer; raise TypeError unless it is an integer.
+
+    A boolean also raises TypeError, although Python accepts booleans as indices.
+    """
     if _is_boolean(value):
         raise TypeError("a boolean is no index")
     return operator.index(value)
@@ -496,7 +524,10 @@ def _is_boolean(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return the `repr` of a value for an error. A huge integer is replaced by its size in bits."""
+    """Return the `repr` of a value, for an error.
+
+    For an integer of more than 64 bits, return a text with its number of bits instead.
+    """
     if isinstance(value, int) and value.bit_length() > 64:
         return f"(an integer of {value.bit_length()} bits)"
     return repr(value)
@@ -504,7 +535,8 @@ def _shown(value: object) -> str:
 
 def one_of(function: str, name: str, value: str | None, valid: Sequence[str | None]) -> None:
     """Raise ValueError unless `value` is an element of `valid`."""
-    # Check the type first, because `in` compares an array with a string element by element.
+    # Check the type first: if `value` were an array, `in` would compare each of its elements with
+    # the strings.
     if not isinstance(value, str | None) or value not in valid:
         raise ValueError(
             f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
@@ -512,7 +544,10 @@ def one_of(function: str, name: str, value: str | None, valid: Sequence[str | No
 
 
 def implementation(function: str, name: str | None) -> None:
-    """Raise ValueError unless `name` is None, or an implementation that can be imported."""
+    """Raise ValueError unless `name` is None or the name of an implementation.
+
+    Raise it also if the implementation cannot be imported.
+    """
     if name is None:
         return
     one_of(function, "implementation", name, (*backends.MODULES,))

@@ -2,11 +2,14 @@
 
 They compute an elementwise function and the linear layer after it::
 
-    h = activation(gate) * up       one fused pass, rounded once   saves `gate` and `up`
-    y = h @ weight + bias           `products.dot`                 saves `weight`
+    step                        computed by                     saved for the backward pass
+    h = activation(gate) * up   one fused pass, rounded once    gate and up
+    y = h @ weight + bias       `products.dot`                  weight
+
+In activation_linear, the first step is ``h = activation(x)``, and x is saved.
 
 `recomputation.recomputed` treats both steps as one function, so h is not saved. The backward pass
-recomputes h in the same pass over memory that computes the gradients of `gate` and `up`.
+recomputes h in the same pass over memory that computes the gradients of gate and up.
 """
 
 import functools
@@ -23,7 +26,8 @@ from jaxnorm.operations import checks, products
 from jaxnorm.primitives import eager, recomputation
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
-# These are `type` statements, because signatures and help() then show the alias's name.
+# With `type` statements, signatures and help() show the short names of these aliases. With plain
+# assignments, they would show the long types behind the names.
 type Elementwise = Activation
 type ElementwiseFunction = Elementwise | Callable[[jax.Array], jax.Array]
 type Product = Callable[[jax.Array, Any], jax.Array]
@@ -31,7 +35,7 @@ type Sharding = NamedSharding | PartitionSpec
 
 Function = Literal["gated_linear", "activation_linear"]
 
-# For each function, the names of the arrays that its elementwise step takes.
+# Maps each function to the names of the arrays that its elementwise step takes.
 _OPERANDS: dict[Function, tuple[str, ...]] = {
     "gated_linear": ("gate", "up"),
     "activation_linear": ("x",),
@@ -56,37 +60,39 @@ def gated_linear(
     .. math::
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
 
-    Only ``gate``, ``up`` and ``weight`` are saved for the backward pass. The hidden activations, h
-    = ``activation(gate) * up``, are recomputed in the pass that computes the gradients of ``gate``
-    and ``up``. The residuals of the activation's derivative are recomputed there as well. No matmul
-    runs twice.
+    Only ``gate``, ``up`` and ``weight`` are saved for the backward pass. The hidden activations
+    ``h = activation(gate) * up`` are not saved. The backward pass recomputes them in the pass that
+    computes the gradients of ``gate`` and ``up``. It also recomputes the arrays that the derivative
+    of the activation needs. No matmul runs twice.
 
-    Elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64). Its result h is
-    rounded once, to the dtype to which ``gate`` and ``up`` promote. The operands of the matmul are
-    rounded to the dtype to which h and ``weight`` promote. If ``dtype`` has fewer bits, they are
-    rounded to ``dtype`` instead; if it has more bits, only y has this dtype. The matmul's sums are
-    float32 (float64 if the matmul or the output is float64). bias is added to the sums before they
-    are rounded. The backward pass of a 16-bit matmul uses 16-bit matmuls.
+    The elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64). h is rounded
+    once, to the promoted dtype of ``gate`` and ``up``. The matmul casts h and ``weight`` to their
+    promoted dtype, or to ``dtype`` if ``dtype`` has fewer bits. If ``dtype`` has more bits, it is
+    only the dtype of y. The sums of the matmul are float32 (float64 if the matmul or the output is
+    float64). ``bias`` is added before the sums are rounded. The backward pass of a 16-bit matmul
+    uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
       up: array of gate's shape; any of these dtypes.
       weight: array (f, n); any of these dtypes.
       bias: array (n,); any of these dtypes. None for no bias.
-      activation: name of an activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or
-        ``"sigmoid"``. It stands for the function of :mod:`jax.nn` with its defaults (gelu is the
-        tanh approximation). Or any elementwise function of one array, which is called with an array
-        of the arithmetic dtype. The function may close over arrays, which then have gradients.
-        Outside `jax.jit`, each call traces such a function again.
-      dtype: dtype of y; by default, the dtype of the matmul.
+      activation: the name of an activation, or an elementwise function of one array. The names are
+        ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` and ``"sigmoid"``. A name stands for
+        the function of :mod:`jax.nn` with its default arguments (so gelu is the tanh
+        approximation). A function is called with an array of the arithmetic dtype. It may close
+        over arrays, which then have gradients. Outside `jax.jit`, each call traces the function
+        again.
+      dtype: dtype of y; by default, the promoted dtype of ``gate``, ``up`` and ``weight``.
       product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
         for experts, or a quantised or low-rank matmul. Its arguments have the matmul's dtype. It
         may apply dropout or sharding constraints to h, and may close over arrays. The backward pass
         recomputes the intermediates that the derivative of ``product`` needs. With ``product``,
-        weight may be an array of any shape or a pytree of arrays; leaves that are not floats stay
-        unchanged.
+        weight may be an array of any shape or a pytree of arrays. Leaves that are not float arrays
+        are passed to ``product`` without a cast.
       out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
-        Explicit axes, as in `jnp.einsum`. It is required if f is sharded (tensor parallelism).
+        Explicit axes, as in `jnp.einsum`. It is required if the axis f is sharded (tensor
+        parallelism).
 
     Returns:
       y, array (..., n) in ``dtype``.
@@ -94,9 +100,10 @@ def gated_linear(
     Differentiable in reverse and forward mode, to any order; gradients have the dtypes of their
     arguments.
 
-    On a mesh, the rows, f and n may be sharded. On Explicit axes, weight is gathered in the forward
-    pass, and again in the backward pass, in two cases: its first axis is sharded differently from
-    gate's last axis, or n is sharded over mesh axes that also shard the rows (FSDP).
+    On a mesh, the rows and the axes f and n may be sharded. With Explicit mesh axes, weight is
+    gathered in two cases: its axis f is sharded differently from gate's axis f, or its axis n is
+    sharded over mesh axes that also shard gate. Both cases occur with FSDP. Weight is gathered in
+    the forward pass, and again in the backward pass.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -136,8 +143,9 @@ def activation_linear(
     .. math::
       y = \mathrm{activation}(x) \, \mathrm{weight} + \mathrm{bias}
 
-    This is :func:`jaxnorm.gated_linear` without ``up``. It saves only x and weight for the backward
-    pass. The activation gelu is from Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
+    This is :func:`jaxnorm.gated_linear` without ``up``. Only x and weight are saved for the
+    backward pass. The default activation, gelu, is from Hendrycks and Gimpel (2016,
+    https://arxiv.org/abs/1606.08415).
 
     Args:
       x: array (..., f); bfloat16, float16, float32 or float64.
@@ -197,9 +205,11 @@ def _linear_of(
     if product is None:
         weight_sharding, its_sharding = _shardings(function, rows[0], weights[0], out_sharding)
         # If no bias is added, the matmul itself rounds its sums to y's dtype. This avoids a
-        # separate pass over memory. If f is sharded, each device has partial sums. They are rounded
-        # before the all-reduce, as in plain JAX: in float32, the devices would exchange twice the
-        # bytes.
+        # separate pass over memory.
+        #
+        # If the axis f is sharded, the matmul computes partial sums on each device, and an
+        # all-reduce adds them. As in plain JAX, the partial sums are rounded before the all-reduce.
+        # In float32, they would have twice the bytes of 16-bit numbers.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
         is_alone = is_split or (y_dtype == product_dtype and not biases)
         precision = jax.config.jax_default_matmul_precision
@@ -221,9 +231,10 @@ def _linear_of(
 
 
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
-    """Return the function that is applied to the arrays before the matmul.
+    """Return the elementwise function that is applied to the arrays before the matmul.
 
-    It computes ``activation(x)``, or ``activation(gate) * up``, in the arithmetic dtype.
+    It computes ``activation(gate) * up`` for gated_linear, and ``activation(x)`` for
+    activation_linear. Its result has the arithmetic dtype: float32 or float64.
     """
     is_name = isinstance(activation, str) and activation in products.ACTIVATIONS
     if not (is_name or callable(activation)):
@@ -271,7 +282,10 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """Return the words of an error message for a result that is not an array of real numbers."""
+    """Return a text for an error that describes a wrong result of a user's function.
+
+    The text has the result's dtype if the result is an array, and otherwise its type.
+    """
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 
@@ -279,9 +293,9 @@ def _given(result: Any) -> str:
 def _shardings(
     function: Function, x: jax.Array, weight: jax.Array, out_sharding: Sharding | None
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """Return two shardings: of weight as an operand of the matmul, and of the matmul's result.
+    """Return the sharding of weight in the matmul, and the sharding of the matmul's result.
 
-    Both are None without Explicit mesh axes.
+    Without Explicit mesh axes, both are None. Check the argument ``out_sharding``.
     """
     layout = products.layout_of(x, weight)
     if layout is None:
@@ -311,7 +325,7 @@ def _weights(
 ) -> tuple[list[jax.Array], Any]:
     """Check weight, and return its leaves and its pytree structure.
 
-    Without the argument `product`, weight must be an array.
+    If `product` is None, weight must be a single array.
     """
     if product is None:
         return jax.tree.flatten(checks.float_array(function, "weight", weight))
@@ -372,7 +386,7 @@ def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) 
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
-    """Return bias cast to y's dtype, with leading axes of size 1 so that it broadcasts to y."""
+    """Cast bias to y's dtype, and give it leading axes of size 1, so that it broadcasts to y."""
     _check_bias(function, bias, y.shape[-1:])
     return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
 

@@ -33,48 +33,54 @@ def kl_divergence(
       \mathrm{KL}(p \| q) = \sum_j p_j \log \frac{p_j}{q_j} \qquad
       p = \mathrm{softmax}(z_{\mathrm{teacher}}) \qquad q = \mathrm{softmax}(z)
 
-    It is a loss for distillation. For each of the two arrays of logits, z is computed with
-    ``logits_scale`` and the array's own softcap, as in
-    :func:`softmax_cross_entropy_with_integer_labels`. ``reverse=True`` gives KL(q || p), which
-    on-policy distillation uses. A position is an index into the axes of logits other than ``axis``:
-    it has one divergence.
+    This is a loss for distillation: p is the teacher's distribution, and q is the student's. z is
+    computed from the student's logits with ``logits_scale`` and ``logit_softcap``, as in
+    :func:`softmax_cross_entropy_with_integer_labels`. The teacher's z is computed from its logits
+    with ``logits_scale`` and ``teacher_logit_softcap``. ``reverse=True`` gives KL(q || p), which
+    on-policy distillation uses. A position is an index into the axes of logits other than ``axis``.
+    Each position has one divergence.
 
-    On a GPU, the forward pass writes no array of the logits' size; on a CPU, it has three float32
-    temporaries of that size. The residuals are both arrays of logits
-    and five numbers for each position. The backward pass reads both arrays and writes the gradient
-    of logits. The divergence is never negative, and small divergences are nearly as accurate as
-    large ones: for equal logits, the divergence and its gradient are exactly 0. The arithmetic is
-    float32 (float64 if logits or teacher_logits are float64).
+    On a GPU, the forward pass writes no array of the logits' size. On a CPU, it has three float32
+    temporaries of that size. The residuals are both arrays of logits and five numbers for each
+    position. The backward pass reads both arrays and writes the gradient of logits. The arithmetic
+    is float32 (float64 if logits or teacher_logits are float64).
+
+    The divergence is never negative. Small divergences are nearly as accurate as large ones. If the
+    logits of student and teacher are equal, the divergence and its gradient are exactly 0.
 
     Args:
       logits: the student's logits, of any shape; bfloat16, float16, float32 or float64.
-      teacher_logits: the teacher's logits, of the same shape and any of these dtypes. They and
-        their softcap are constants: their gradient is 0.
+      teacher_logits: the teacher's logits, of the same shape and any of these dtypes. They are
+        constants: their gradient is 0.
       axis: the axis or axes of the classes; None for all.
-      where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
-        A boolean mask or float weights of positions have one axis for each axis of logits that is
-        not in ``axis``, and broadcast to the result's shape. The divergences are multiplied by the
-        weights. Where ``where`` is False or 0, divergence and gradient are 0 for any logits. A
-        boolean mask of classes has as many axes as logits, and broadcasts to their shape. Classes
-        where it is False are excluded from both distributions. If all classes of a position are
-        excluded, its divergence is 0.
+      where: None, or one of three kinds of arrays:
+
+        - A boolean mask of positions. It has as many axes as the result, and broadcasts to the
+          result's shape. Where it is False, divergence and gradient are 0 for any logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. The
+          divergences are multiplied by the weights. Where a weight is 0, divergence and gradient
+          are 0 for any logits.
+        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
+          Classes where it is False are excluded from both distributions. If all classes of a
+          position are excluded, its divergence is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
-      logits_scale: factor of both arrays of logits, 1 over a temperature. It may be a number above
-        0, a scalar array (which may be traced), or an array with a scale for each position. Such an
-        array has one axis for each axis of logits that is not in ``axis``, and broadcasts to the
-        result's shape. The values of an array are not checked, and have no derivative. The
-        divergence is not multiplied by the temperature squared.
-      logit_softcap, teacher_logit_softcap: Python numbers above 0, or None for no cap. A cap is
-        applied after the scale. For a model that applies its cap before a temperature T, use
-        ``logit_softcap=cap / T`` with ``logits_scale=1 / T``.
+      logits_scale: factor by which both arrays of logits are multiplied, such as 1 / temperature.
+        It may be a number above 0, a scalar array (which may be traced), or an array with a scale
+        for each position. The latter has as many axes as the result, and broadcasts to the result's
+        shape. The values of an array are not checked, and have no derivative. The divergence is not
+        multiplied by the temperature squared.
+      logit_softcap, teacher_logit_softcap: Python numbers above 0, the bounds of the student's and
+        the teacher's logits. None for no bound. A softcap is applied after ``logits_scale``. If a
+        model applies a softcap of c before it divides by a temperature T, use
+        ``logit_softcap=c / T`` with ``logits_scale=1 / T``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
 
     Returns:
       The divergences, an array of the shape of logits without ``axis``: float32, or float64 if
-      logits or teacher_logits are float64. KL(p || q) is infinite if q is 0 for a class for which p
-      is not 0; for KL(q || p), exchange p and q. A divergence is NaN if the position's logits
-      include +inf or NaN, or are all -inf.
+      logits or teacher_logits are float64. KL(p || q) is infinite if there is a class with q = 0
+      and p > 0. KL(q || p) is infinite if there is a class with p = 0 and q > 0. A divergence is
+      NaN if the position's logits include +inf or NaN, or are all -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
@@ -82,8 +88,8 @@ def kl_divergence(
       TypeError: an array of logits does not have a supported float dtype, ``where`` has an integer
         dtype or is a mask of classes that is not boolean, ``reverse`` is neither True nor False, a
         softcap is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: ``axis``, the shape of teacher_logits, ``where`` or ``logits_scale``, one of the
-        numbers, or ``implementation`` is wrong.
+      ValueError: ``axis``, ``logits_scale``, a softcap, ``implementation``, or the shape of
+        teacher_logits or ``where`` is wrong.
 
     Source: `Distilling the Knowledge in a Neural Network <https://arxiv.org/abs/1503.02531>`_, and
     for the reverse divergence `On-Policy Distillation of Language Models
@@ -144,9 +150,19 @@ def divergence_call(
     teacher_logit_softcap: float | None,
     implementation: Name | None,
 ) -> Call:
-    """Check the options and return the forward call.
+    """Check the options of a divergence, and return its forward call.
 
-    `shape` is the shape of the logits. `mask` is the shape of the mask of classes, or None.
+    Args:
+      function: name of the public function.
+      shape, dtype: shape and dtype of the student's logits.
+      teacher_dtype: dtype of the teacher's logits.
+      axis: the axis or axes of the classes.
+      mask: shape of the mask of classes, or None.
+      has_positions: True if the call has a mask of positions.
+      scale: the argument ``logits_scale`` if it is a number, else 1.
+      has_scale: True if ``logits_scale`` is an array, which is an operand of the call.
+      reverse, logit_softcap, teacher_logit_softcap, implementation: the public function's
+        arguments.
     """
     view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)

@@ -41,10 +41,12 @@ def linear_kl_divergence(
     teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
     that :func:`kl_divergence` computes. Only the logits of one chunk of rows are in memory at a
     time, in the forward and in the backward pass. One loop over the chunks computes the divergence
-    and, if it is differentiated, the gradients. A divergence that is not differentiated takes two
-    matmuls. A mean or a sum and its gradients take four: two for the logits, and two for the
-    gradients of x and weight. With ``reduction="none"``, they take six, because the backward pass
-    recomputes the logits.
+    and, if it is differentiated, the gradients.
+
+    A divergence that is not differentiated takes two matmuls: one for the student's logits, and one
+    for the teacher's. If it is differentiated, two more matmuls compute the gradients of x and
+    weight, so a mean or a sum takes four matmuls. ``reduction="none"`` takes six, because the
+    backward pass recomputes both arrays of logits.
 
     The operands of a matmul are cast to the dtype to which they promote, as in ``jnp.matmul``. A
     chunk's logits are the float32 sums of the matmuls, without rounding.
@@ -53,22 +55,23 @@ def linear_kl_divergence(
       x: the student's activations, (..., d) with any number of rows; bfloat16, float16, float32 or
         float64. Each row is a position.
       weight: array (d, V); any of these dtypes.
-      teacher_x: the teacher's activations, (..., e), with the same axes as x except for the last
-        one: e may differ from d.
+      teacher_x: the teacher's activations, (..., e). All axes but the last have the same sizes as
+        in x; e may differ from d.
       teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
       bias, teacher_bias: arrays (V,), any of these dtypes; or None.
-      where: a boolean mask of positions, or float weights of positions, which have no gradient. It
-        has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is False or 0, x and
-        teacher_x are ignored, even if they are NaN, and x's gradient is 0.
+      where: None, or a boolean mask of positions, or float weights of positions (which have no
+        gradient). The array has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it
+        is False or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * divergence) / sum(where)``, or 0 if the denominator is 0;
         ``"sum"``: ``sum(where * divergence)``; or ``"none"``: the divergence of each position,
         times its weight.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does. The limit of 1 GiB
-        then applies to the float32 logits of the student and the teacher together.
-      logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits with bias, as in
-        :func:`kl_divergence`. logits_scale may be an array.
+        None lets jaxnorm choose, with the same limits as in :func:`linear_softmax_cross_entropy`.
+        Its limit of 1 GiB applies here to the float32 logits of the student and the teacher
+        together.
+      logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits after the bias is
+        added, as in :func:`kl_divergence`. logits_scale may be an array.
       dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For
         example, ``jnp.bfloat16`` rounds float32 weights, so that the matmuls run in bfloat16. With
         None, the operands have the dtype to which they promote.
@@ -81,15 +84,16 @@ def linear_kl_divergence(
       float64 if the operands of a matmul promote to float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
-    gradients have the dtypes of their arguments. The forward pass saves the same arrays as in
-    :func:`linear_softmax_cross_entropy`. On a mesh, the rows, V and d may be sharded, as in that
-    function. The teacher's e is gathered.
+    gradients have the dtypes of their arguments. The forward pass saves the same arrays as that of
+    :func:`linear_softmax_cross_entropy`. As in that function, the rows and the axes V and d may be
+    sharded over a mesh. If the axis e is sharded, teacher_x and teacher_weight are gathered along
+    it.
 
     Raises:
       TypeError: the dtype of an array, or ``dtype``, is not a supported float dtype, ``where`` has
         an integer dtype, ``chunk`` is not an integer, ``reverse`` is neither True nor False, a
         softcap is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, one of the numbers, or
+      ValueError: the shape of an array, ``reduction``, ``chunk``, ``logits_scale``, a softcap, or
         ``implementation`` is wrong.
 
     Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
@@ -171,10 +175,11 @@ def linear_kl_divergence(
 
 
 def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
-    """Check the options that depend on the arrays; raise ValueError if one is wrong.
+    """Check the options whose validity depends on the shapes and dtypes of the arrays.
 
-    An error is raised if a number is not finite in the arithmetic dtype, or if the implementation
-    that the user requested cannot run a chunk. `types` has the arrays, or their types, by name.
+    Raise ValueError if the scale or a softcap is not finite in the arithmetic dtype. Raise it also
+    if the implementation that the user requested cannot run a chunk. `types` maps names of operands
+    to arrays, or to their types.
     """
     x, weight = types["x"], types["weight"]
     factors, dtype = head.dtypes(x.dtype, weight.dtype)

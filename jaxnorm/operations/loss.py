@@ -46,11 +46,14 @@ def softmax_cross_entropy_with_integer_labels(
       z = c \tanh (\mathrm{logits\_scale} \cdot \mathrm{logits} / c)
       \qquad c = \mathrm{logit\_softcap}
 
-    A position is an index into the axes of logits other than ``axis``: it has one label and one
-    loss. The forward pass reads the logits once and writes no array of their size. The residuals
-    are the logits and two numbers for each position, which together represent L. The backward pass
-    reads the logits once and writes the gradient. A loss near 0 is as accurate as a large one. The
-    arithmetic is float32 (float64 for float64 logits).
+    A position is an index into the axes of logits other than ``axis``. Each position has one label
+    and one loss.
+
+    The forward pass reads the logits once and writes no array of their size. The residuals are the
+    logits and, for each position, L. L is stored as two numbers, because a single float32 would be
+    too inaccurate for large logits. The backward pass reads the logits once and writes the
+    gradient. The arithmetic is float32 (float64 for float64 logits). A loss near 0 has as many
+    accurate digits as a large one.
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
@@ -60,25 +63,30 @@ def softmax_cross_entropy_with_integer_labels(
       axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
         row-major order of the axes as given, as in optax: the last axis varies fastest. If they are
         not in ascending order, logits are transposed.
-      where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
-        A boolean mask (such as ``labels != -100``) or float weights of positions have as many axes
-        as labels, and broadcast to their shape. The losses are multiplied by the weights. Weights
-        may be negative, are cast to the loss's dtype, and have no gradient. Where ``where`` is
-        False or 0, loss and gradient are 0 for any labels and logits. A boolean mask of classes has
-        as many axes as logits, and broadcasts to their shape. Classes where it is False are
-        excluded from the sum in L, but the logit of the label is used even if its class is masked.
-        If all classes of a position are masked, loss and gradient are 0.
+      where: None, or one of three kinds of arrays:
+
+        - A boolean mask of positions, such as ``labels != -100``. It has as many axes as labels,
+          and broadcasts to their shape. Where it is False, loss and gradient are 0 for any labels
+          and logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. The
+          losses are multiplied by the weights. Weights may be negative, are cast to the loss's
+          dtype, and have no gradient. Where a weight is 0, loss and gradient are 0 for any labels
+          and logits.
+        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
+          Classes where it is False are excluded from the sum in L. The logit of the label is used
+          even if its class is masked. If all classes of a position are masked, its loss and
+          gradient are 0.
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
-        spread evenly over all classes. It must be 0 with a mask of classes.
-      z_loss: a finite Python number of at least 0, the factor in the equation above.
-      logits_scale: factor of the logits, 1 over a temperature. It may be a number above 0, a scalar
-        array, or an array with a scale for each position. A scalar array may be traced, so that a
-        schedule of temperatures compiles once. An array with a scale for each position has as many
-        axes as labels, and broadcasts to their shape. The values of an array are not checked, and
-        have no derivative.
-      logit_softcap: a Python number above 0, the bound of the logits, as in Gemma 2; or None. A
-        logit of -inf becomes -logit_softcap, so use ``where`` to exclude classes. In kernels, the
-        absolute error of tanh is at most 2 ulps of 1.
+        spread evenly over all classes. With a mask of classes, it must be 0.
+      z_loss: a finite Python number of at least 0, the factor of ``L^2`` in the equation above.
+      logits_scale: factor by which the logits are multiplied, such as 1 / temperature. It may be a
+        number above 0, a scalar array, or an array with a scale for each position. A scalar array
+        may be traced, so that a schedule of temperatures compiles once. An array with a scale for
+        each position has as many axes as labels, and broadcasts to their shape. The values of an
+        array are not checked, and have no derivative.
+      logit_softcap: a Python number above 0, the bound c of the logits, as in Gemma 2. None for no
+        bound. With a bound of c, a logit of -inf becomes -c, so use ``where`` to exclude classes.
+        In kernels, the absolute error of tanh is at most 2 ulps of 1.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
 
@@ -94,8 +102,8 @@ def softmax_cross_entropy_with_integer_labels(
         ``where`` has an integer dtype or is a mask of classes that is not boolean,
         ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number, or
         ``logits_scale`` is differentiated.
-      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers, or
-        ``implementation`` is wrong.
+      ValueError: ``axis``, ``label_smoothing``, ``z_loss``, ``logits_scale``, ``logit_softcap``,
+        ``implementation``, or the shape of labels or ``where`` is wrong.
 
     Sources: label smoothing is from `Rethinking the Inception Architecture
     <https://arxiv.org/abs/1512.00567>`_, z_loss from `PaLM <https://arxiv.org/abs/2204.02311>`_,
@@ -139,8 +147,9 @@ def of_rows(
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Check the arguments of a loss that takes logits and labels, and compute its results.
 
-    Return the results, and the mask or the weights of positions (or None). The results are not
-    multiplied by the weights: the caller does this. `options` are further arguments of `loss_call`.
+    Return a pair: a list of the results, and the mask or the weights of positions (or None). The
+    results are not multiplied by the weights yet. The caller does this by the function `weighted`.
+    `options` are further arguments of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -154,7 +163,9 @@ def of_rows(
     if where is not None:
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
-    if in_order != axes:  # A label is a class index in row-major order of the axes as given.
+    if in_order != axes:
+        # A label is an index in row-major order of the axes as the user gave them. The call expects
+        # an index in ascending order of the axes, so transpose the logits.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")
@@ -210,10 +221,11 @@ def loss_call(
       mask: shape of the mask of classes, or None.
       has_positions: True if the call has a mask of positions.
       implementation: name of the implementation that the user requested, or None.
-      candidates: number of labels of each position, if labels have an axis for them; otherwise
-        None, and each position has one label.
-      label_smoothing, z_loss, logits_scale, logit_softcap: the public function's arguments.
-      has_scale: True if ``logits_scale`` is an operand of the call; `logits_scale` is then 1.
+      candidates: number of labels of each position if labels have an additional axis for them. None
+        if labels have no such axis, so that each position has one label.
+      label_smoothing, z_loss, logit_softcap: the public function's arguments.
+      logits_scale: the public function's argument if it is a number, else 1.
+      has_scale: True if the argument ``logits_scale`` is an array, which is an operand of the call.
     """
     axes = checks.axes(function, axis, shape, of="logits")
     of_candidates = () if candidates is None else (candidates,)
@@ -251,10 +263,10 @@ def loss_call(
 def check_numbers(
     function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
 ) -> None:
-    """Raise ValueError unless the numbers among a loss's options are finite in `dtype`.
+    """Raise ValueError unless the given options of a loss are finite in `dtype`.
 
-    `dtype` is the dtype of the arithmetic. `logits_scale` and `logit_softcap` must also not
-    underflow to 0.
+    Raise it also if `logits_scale` or `logit_softcap` is 0 in `dtype`. `dtype` is the dtype of the
+    arithmetic.
     """
     checks.finite_in(function, dtype, {"z_loss": z_loss})
     positive: dict[str, float | None] = {
@@ -267,7 +279,10 @@ def check_numbers(
 
 
 def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
-    """Check a softcap, which must be a number above 0 or None, and return it."""
+    """Return the softcap `value` as a Python float, or None if it is None.
+
+    Raise an error unless it is a finite number above 0. `name` is the argument's name.
+    """
     return None if value is None else checks.positive(function, name, value)
 
 
@@ -277,9 +292,9 @@ def counted(weights: jax.Array) -> jax.Array:
 
 
 def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
-    """Multiply losses by float weights of positions.
+    """Return ``loss * weights`` for float weights of positions.
 
-    With a boolean mask, losses are returned unchanged, because the call has set them to 0 already.
+    If `weights` is a boolean mask, return `loss` unchanged: its masked entries are already 0.
     """
     return loss if weights.dtype == bool else loss * weights
 
@@ -289,10 +304,10 @@ def masks(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
-    If `where` has as many axes as the logits, it is the mask of classes, and the second element of
-    the pair is None. Otherwise, it is a boolean mask or weights of positions, and the first element
-    is None. `of` is a text for error messages, such as "labels'": it says whose shape `where` must
-    broadcast to.
+    If `where` has as many axes as the logits, it is a mask of classes, and the second element of
+    the pair is None. Otherwise, it is a boolean mask of positions or float weights of positions,
+    and the first element is None. `of` is a text for errors, such as "labels'". It says to whose
+    shape a mask or weights of positions must broadcast.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):
@@ -328,37 +343,45 @@ def log_prob_and_entropy(
       \log p_{\mathrm{label}}, \quad - \sum_j p_j \log p_j
       \qquad p = \mathrm{softmax}(z)
 
-    Here, z = logits, or z is computed with ``logits_scale`` and ``logit_softcap`` as in
-    :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO are computed
-    from log-probabilities and entropies (`Losses <losses.html>`_).
+    Here, z = logits. If ``logits_scale`` or ``logit_softcap`` is given, z is computed from the
+    logits as in :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO
+    are computed from log-probabilities and entropies (`Losses <losses.html>`_). A position is an
+    index into the axes of logits other than ``axis``.
 
-    A position is an index into the axes of logits other than ``axis``. The forward pass reads the
-    logits once and writes no array of their size. The residuals are the logits and three numbers
-    for each position. The backward pass reads the logits once and writes their gradient, to which
-    both results contribute. A log-probability near 0 is as accurate as a large one, and the
-    entropy is never negative. The arithmetic is float32 (float64 for float64 logits).
+    The forward pass reads the logits once and writes no array of their size. The residuals are the
+    logits and three numbers for each position. The backward pass reads the logits once and writes
+    their gradient, which is the sum of the gradients through both results. The arithmetic is
+    float32 (float64 for float64 logits). A log-probability near 0 has as many accurate digits as a
+    large one, and the entropy is never negative.
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
       labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
         ``axis``. If a label is out of range, such as a negative one, both results of its position
-        and the gradient of its logits are NaN. Labels may have one more axis at the end, whatever
-        ``axis`` is: then each position has k labels, such as a teacher's top k. k must be less than
-        V, the number of classes. If one of the k labels is out of range, only its own
-        log-probability is NaN; the entropy is not affected. For fewer than k labels, fill up with
-        any class, and multiply its log-probability by 0.
+        and the gradient of its logits are NaN.
+
+        Labels may have an additional last axis of size k. Each position then has k labels, such as
+        a teacher's top k classes. k must be less than V, the number of classes. If one of the k
+        labels is out of range, its log-probability is NaN, but the entropy is not affected. If a
+        position has fewer than k labels, fill up with any class, and multiply the log-probability
+        of this class by 0.
       axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
         row-major order of the axes as given.
-      where: a mask of positions, weights of positions, or a mask of classes; None for none of them.
-        A boolean mask (such as ``labels != -100``) or float weights of positions have the axes of
-        logits without ``axis``, and broadcast to their shape. Both results are multiplied by the
-        weights. Where ``where`` is False or 0, both results and the gradients are 0 for any labels
-        and logits. A boolean mask of classes has as many axes as logits. Classes where it is False
-        are excluded from the sums, but the logit of a label is used even if its class is masked. If
-        all classes of a position are masked, both results are 0.
-      logits_scale: factor of the logits, a number or an array, as in
+      where: None, or one of three kinds of arrays:
+
+        - A boolean mask of positions, such as ``labels != -100``. It has as many axes as the
+          entropy, and broadcasts to its shape. Where it is False, both results and the gradients
+          are 0 for any labels and logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. Both
+          results are multiplied by the weights. Where a weight is 0, both results and the gradients
+          are 0 for any labels and logits.
+        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
+          Classes where it is False are excluded from the sums over classes. The logit of a label is
+          used even if its class is masked. If all classes of a position are masked, both results
+          are 0.
+      logits_scale: factor by which the logits are multiplied, a number or an array, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      logit_softcap: a Python number above 0, the bound of the logits; None for no bound.
+      logit_softcap: a Python number above 0, the bound of the logits. None for no bound.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
 
@@ -373,8 +396,8 @@ def log_prob_and_entropy(
       TypeError: the dtype of logits is not a supported float dtype, labels are not integers,
         ``where`` has an integer dtype or is a mask of classes that is not boolean,
         ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers, or
-        ``implementation`` is wrong.
+      ValueError: ``axis``, ``logits_scale``, ``logit_softcap``, ``implementation``, or the shape of
+        labels or ``where`` is wrong.
 
     Source: the sum of exponentials is computed in one pass as in `Online normalizer calculation for
     softmax <https://arxiv.org/abs/1805.02867>`_, together with the sum that the entropy needs.

@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and rms_norm_gated, and the checks of arguments that all norms share."""
+"""layer_norm, rms_norm and rms_norm_gated, and the checks of arguments for all norms."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -14,7 +14,8 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save
 
-# The names of operands in errors, if they differ from those in the table of operations.
+# Maps the name of an operand in the table of operations to the name of the public argument, which
+# errors use. Operands that are not listed have the same name in both places.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
 
 
@@ -32,15 +33,17 @@ def norm_call(
     activation: Activation | None = None,
     **options: Any,
 ) -> Call:
-    """Check the options and the shapes of parameters of a norm, and return its forward call.
+    """Check a norm's options and the shapes of its parameters, and return its forward call.
 
     Args:
       function: name of the public function.
       x: the array that is normalised, or its shape and dtype.
-      given: the residual and the parameters of the call, by their names in the table of operations.
+      given: a dict from names in the table of operations to arrays. It has the residual and the
+        parameters that the user has passed.
       axis, epsilon, scale_offset, dtype, save, implementation: the public function's arguments.
-      activation: name of the activation of the norm's result or of the gate, or None.
-      options: further fields of `NormOptions`, already checked, that only this operation has.
+      activation: name of an activation, or None. rms_norm_gated applies it to the gate, and other
+        norms to their result.
+      options: further fields of `NormOptions` that only some norms use. They are already checked.
     """
     axes = checks.axes(function, axis, x.shape)
     view = RowView.of(x.shape, axes)
@@ -51,8 +54,8 @@ def norm_call(
         kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
-    # If a parameter has the normalised axes, without broadcasting, and no other axes, `RowView`
-    # stores `()` as its shape.
+    # Most parameters have the shape `view.normalised`, the sizes of x's normalised axes. A
+    # `RowView` stores this shape as `()`.
     view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
@@ -67,7 +70,8 @@ def norm_call(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        saved=save if activation is None else "input",  # an activation has no inverse
+        # save="output" recovers x from y. This is impossible if y is the result of an activation.
+        saved=save if activation is None else "input",
         activation=activation,
         **dtypes,
         **options,
@@ -88,7 +92,7 @@ def common_options(
 ) -> dict[str, Any]:
     """Return a dict of the options that all norms have.
 
-    The arguments are in the order of the public functions' signatures.
+    The public functions have these arguments in the same order.
     """
     return {
         "axis": axis,
@@ -113,8 +117,8 @@ def normalise(
 ) -> list[jax.Array]:
     """Check the arguments of a norm, run it, and return its results.
 
-    `gate` is the factor of x in a residual sum. The table of operations calls this operand
-    branch_scale. `options` are further arguments of `norm_call`.
+    `gate` is the factor of x in the sum ``residual + gate * x``. Its name in the table of
+    operations is branch_scale. `options` are further arguments of `norm_call`.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
@@ -125,7 +129,7 @@ def normalise(
     if gate is not None:
         given["branch_scale"] = checks.float_array(function, "gate", gate)
     if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
-        # This check raises the error for a residual of None.
+        # If the residual is None, this check raises the error.
         residual = checks.float_array(function, "residual", residual)
         checks.same_shape(function, "residual", residual.shape, x.shape)
         given["residual"] = sharding.lie_alike(residual, x)
@@ -164,43 +168,50 @@ def layer_norm(
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
-      scale: array of any of these dtypes. Its last axes are the normalised axes, in the order of x.
-        Each of them has the same size as in x, or size 1. Further axes before these are possible.
-        They broadcast to the other axes of x, right-aligned as in NumPy, so that each group of rows
-        has its own scale (adaLN). None for no scale (``scale_offset`` is then unused).
-      bias: like ``scale``, but its shape may differ from scale's. None for no bias.
+      scale: array of any of these dtypes. Its shape is usually the sizes of the normalised axes, in
+        the order of x. A size may also be 1, if the scale is the same along that axis. The shape
+        may begin with further axes. They broadcast to the axes of x that are not normalised,
+        right-aligned as in NumPy, so that each group of rows has its own scale (adaLN). None for no
+        scale (``scale_offset`` is then unused).
+      bias: array. The rules for its shape and dtype are the same as for ``scale``, but the two
+        shapes may differ. None for no bias.
       axis: axis or axes to normalise; negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.
       scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
       dtype: dtype of the output; by default, x's dtype.
-      save: the array that is saved for the backward pass. ``"output"`` saves y, which the next
-        layer usually saves anyway, so that x can be freed. Gradients of ``scale`` then lose
-        accuracy in columns where ``|bias|`` is far above ``|scale|`` (and, in float16, where
-        ``|scale|`` is below 2**-14). They are 0 in columns with a ``scale`` of 0 and a nonzero
-        bias, because x cannot be recovered from y there. :func:`jaxnorm.check_params` finds such
-        columns. ``"input"`` saves x and the row means.
+      save: the array that is saved for the backward pass. ``"output"`` saves y. The next layer
+        usually saves y anyway, and then x can be freed. ``"input"`` saves x and the row means.
+
+        With ``"output"``, gradients of ``scale`` are less accurate in columns where ``|bias|`` is
+        far above ``|scale|`` (and, in float16, where ``|scale|`` is below 2**-14). In columns with
+        a ``scale`` of 0 and a nonzero bias, these gradients are 0, because x cannot be recovered
+        from y. :func:`jaxnorm.check_params` finds such columns.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
       activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
-        defaults (gelu is the tanh approximation), applied to the norm's result in the same pass.
-        None for no activation. An activation cannot be inverted in the backward pass, so x is saved
-        whatever ``save`` is.
+        default arguments (gelu is the tanh approximation), applied to the norm's result in the same
+        pass. None for no activation. The backward pass cannot invert an activation, so x is saved
+        for any value of ``save``.
 
     Returns:
       Array of x's shape in ``dtype``.
 
     Differentiable in reverse and forward mode, to any order. Gradients of the parameters have the
-    parameters' shapes and dtypes, and are summed in float32. Tangents are also computed from the
-    saved array: the tangent along ``scale`` has the accuracy of y's dtype with ``save="output"``,
-    and of float32 with ``save="input"``. For second derivatives, prefer ``save="input"``. With
-    ``save="output"``, second derivatives along ``scale`` have a relative error of about ``u /
-    |scale|`` (u: the output dtype's roundoff), and are NaN in columns with ``|scale| < 2**-60``.
+    parameters' shapes and dtypes, and are summed in float32. Forward mode also computes tangents
+    from the saved array. The tangent of y with respect to ``scale`` has the accuracy of y's dtype
+    with ``save="output"``, and the accuracy of float32 with ``save="input"``.
 
-    For GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images with channels last,
-    reshape x to ``(N, H, W, G, C / G)`` and use ``axis=(1, 2, 4)`` with parameters of shape
-    ``(G, 1, 1, C / G)``; no transpose is needed. For InstanceNorm of x ``(N, H, W, C)``, use
-    ``axis=(1, 2)`` with parameters of shape ``(C, 1, 1)``. In the U-Net or VAE of a diffusion
-    model, ``activation="silu"`` fuses the activation that follows each GroupNorm.
+    For second derivatives, prefer ``save="input"``. With ``save="output"``, second derivatives with
+    respect to ``scale`` have a relative error of about ``u / |scale|``, where u is the roundoff of
+    the output's dtype. They are NaN in columns with ``|scale| < 2**-60``.
+
+    GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images ``(N, H, W, C)`` with G
+    groups of channels: reshape x to ``(N, H, W, G, C / G)``, and use ``axis=(1, 2, 4)`` with
+    parameters of shape ``(G, 1, 1, C / G)``. No transpose is needed. In the U-Net or VAE of a
+    diffusion model, ``activation="silu"`` fuses the activation that follows each GroupNorm.
+
+    InstanceNorm of images ``(N, H, W, C)``: use ``axis=(1, 2)`` with parameters of shape
+    ``(C, 1, 1)``.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -253,12 +264,13 @@ def rms_norm(
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; by default, x's dtype.
-      save: as in :func:`jaxnorm.layer_norm`. Without a bias, gradients with ``"output"`` are
-        accurate for any scale, including 0, in bfloat16, float32 and float64. With a bias, a scale
-        of 0 needs ``"input"``.
+      save: as in :func:`jaxnorm.layer_norm`. Without a bias, ``"output"`` gives accurate gradients
+        for any scale, including 0, in bfloat16, float32 and float64. If there is a bias and the
+        scale may be 0, use ``"input"``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
-      bias: like ``scale``, by keyword only; equinox's RMSNorm has one. None for no bias.
+      bias: array like ``scale``, passed by keyword only. None for no bias. (equinox's RMSNorm has a
+        bias.)
       activation: as in :func:`jaxnorm.layer_norm`.
 
     Returns:
@@ -311,16 +323,16 @@ def rms_norm_gated(
     2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second form
     (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic is float32 (float64 if x,
     gate or the output is float64), and the result is rounded once. The residuals are x, gate, and
-    one number for each row. The backward pass recomputes the normalised x and the activated gate.
+    one number for each row. The backward pass recomputes ``rms_norm(x)`` and ``activation(gate)``.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.
       gate: array of x's shape; any of these dtypes.
       scale: array (d,), as in :func:`jaxnorm.rms_norm`. It may have axes before d, which broadcast
-        to x's other axes: for example (groups, d) for x (..., groups, d), as in Mamba 2 with
-        groups. None for no scale (``scale_offset`` is then unused).
-      norm_before_gate: True to normalise x (the first form), False to normalise its product with
-        the gate (the second form).
+        to x's other axes. For example, Mamba 2 with groups has x (..., groups, d) and scale
+        (groups, d). None for no scale (``scale_offset`` is then unused).
+      norm_before_gate: True to normalise x (the first form), False to normalise
+        ``x * activation(gate)`` (the second form).
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
         function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
       epsilon: added to the mean square, at least 0.

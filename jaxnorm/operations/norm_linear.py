@@ -6,6 +6,8 @@ The function is composed of three steps, of which only the norm is a primitive::
     n = rms_norm(x, scale)  the norm's primitive    x and rstd
     z = n @ weight + bias   `products.product`      weight; n is recomputed from x and rstd
     y = activation(z)       `products.activated`    z, rounded to y's dtype
+
+rstd is an array with one number for each row: 1 / sqrt(mean(x^2) + epsilon).
 """
 
 import functools
@@ -110,30 +112,31 @@ def rms_norm_linear(
       \mathrm{bias})
 
     For the backward pass, x and one number for each row are saved. The normalised array is never
-    saved: the computation of weight's gradient recomputes it. With an activation, the activation's
-    input is also saved.
+    saved. The backward pass recomputes it for weight's gradient. With an activation, the
+    activation's input is also saved.
 
-    The operands of the matmul, which are the normalised array and weight, are rounded to the dtype
-    to which x and weight promote. If ``dtype`` has fewer bits, they are rounded to ``dtype``
-    instead. Sums, bias and activation are computed in float32 (float64 if x, weight or the output
-    is float64), and the result is rounded once.
+    The matmul casts its operands, the normalised array and weight, to the promoted dtype of x and
+    weight, or to ``dtype`` if ``dtype`` has fewer bits. Sums, bias and activation are computed in
+    float32 (float64 if x, weight or the output is float64), and the result is rounded once.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64.
       weight: array (d, n); any of these dtypes.
       scale: array (d,); any of these dtypes. None for no scale (``scale_offset`` is then unused).
       bias: array (n,); any of these dtypes. None for no bias.
-      residual: array of x's shape; any of these dtypes. If it is given, h = x + residual, in
-        residual's dtype, is normalised instead of x, and h is also returned.
+      residual: array of x's shape; any of these dtypes; or None. If it is given, the function
+        computes ``h = x + residual`` in residual's dtype. It normalises h instead of x, and also
+        returns h.
       activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: the function of
-        :mod:`jax.nn` with its defaults (gelu is the tanh approximation). None for no activation.
+        :mod:`jax.nn` with its default arguments (gelu is the tanh approximation). None for no
+        activation.
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of y; by default, the dtype to which x and weight promote.
-      implementation: None lets jaxnorm choose an implementation of the norm, while XLA computes the
-        matmul. ``"mosaic"`` computes both in one kernel in the forward pass; its derivative is the
-        same as for None. The kernel is not partitioned over a mesh: call it inside `jax.shard_map`.
-        See :func:`jaxnorm.implementation_for`.
+      implementation: with None, jaxnorm chooses an implementation of the norm, and XLA computes the
+        matmul. With ``"mosaic"``, the forward pass computes both in one kernel. The derivative is
+        the same as with None. The kernel is not partitioned over a mesh, so call it inside
+        `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
 
     Returns:
       y, array (..., n) in ``dtype``; with ``residual``, the pair (y, h).
@@ -141,9 +144,10 @@ def rms_norm_linear(
     Differentiable in reverse and forward mode, to any order; gradients have the dtypes of their
     arguments.
 
-    On a mesh, the rows and n may be sharded. A weight that is sharded along d (FSDP), or along n
-    over mesh axes that also shard x, is gathered. If x's last axis is sharded, the partial sums of
-    the matmul are all-reduced.
+    On a mesh, the rows and the axes d and n may be sharded. If x's axis d is sharded, the partial
+    sums of the matmul are all-reduced. Weight is gathered in two cases, both of which occur with
+    FSDP: its axis d is sharded differently from x's axis d, or its axis n is sharded over mesh axes
+    that also shard x.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -180,15 +184,19 @@ def rms_norm_linear(
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """Return h = x + residual, rounded once to residual's dtype and named for policies."""
+    """Return ``h = x + residual``, rounded once to residual's dtype.
+
+    h gets a name, to which `jax.checkpoint` policies can refer.
+    """
     wide = checks.arithmetic_dtype(x.dtype, residual.dtype)
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # This operation changes no value, and XLA removes it. If a `jax.checkpoint` policy saves the
-    # array that is named above, JAX recomputes the operation's result from it. Without the
-    # operation, the function would return the named array itself. A later `jax.checkpoint` that
-    # takes it as an argument would then save it a second time.
+    # reduce_precision rounds h to its own dtype. This changes no value, and XLA removes it. It only
+    # makes the result a different array from the named h. Suppose that a `jax.checkpoint` policy
+    # saves the named h, and that the result is an argument of a later `jax.checkpoint`. If the
+    # result were the named h itself, JAX would save it a second time, as this argument. A different
+    # array is recomputed from the saved h instead.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -204,7 +212,8 @@ def _call_of(
 ) -> tuple[Call, _Linear]:
     """Check the options; return the norm's call, and the description of the linear layer.
 
-    `others` has the arrays weight, scale, bias and residual by name, without those that are None.
+    `others` is a dict from names to arrays. It has weight and, if the user has passed them, scale,
+    bias and residual.
     """
     shape, weight = x.shape, others["weight"]
     names = get_args(LinearActivation)
@@ -246,8 +255,8 @@ def _call_of(
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
-    # The norm is a step of rms_norm_linear, so its result gets no name for policies
-    # (`remat.names`).
+    # With `primitives` set, the norm counts as a step of another function, so its output gets no
+    # name for `jax.checkpoint` policies (see `remat.names`).
     return norm.replaced(function=NAME, primitives=norm.function), layer
 
 
@@ -269,20 +278,22 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y, computed in the three steps that the module's docstring lists.
 
-    `names` are the names of the arrays: x, weight and, if present, scale and bias.
+    `names` are the names of `arrays`: x, weight and, if the user has passed them, scale and bias.
     """
     operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
     for name in ("scale", "bias"):
-        # Gather scale and bias, which are small, if they are sharded (FSDP). weight is gathered
-        # later, in `products.product`.
+        # Gather scale and bias here if FSDP has sharded them: they are small. `products.product`
+        # gathers weight.
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
     # If no bias or activation follows, the matmul itself rounds its sums to y's dtype. This avoids
-    # a separate pass over memory. If x's columns are sharded, each device has partial sums. They
-    # are rounded before the all-reduce, as in plain JAX: in float32, the devices would exchange
-    # twice the bytes.
+    # a separate pass over memory.
+    #
+    # If x's last axis is sharded, the matmul computes partial sums on each device, and an
+    # all-reduce adds them. As in plain JAX, the partial sums are rounded before the all-reduce. In
+    # float32, they would have twice the bytes of 16-bit numbers.
     is_split = layout is not None and bool(layout.cols)
     is_alone = is_split or ("bias" not in operands and layer.activation is None)
     z = products.product(
@@ -308,21 +319,21 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
     """Return the norm of x. The residuals are x and the row statistics.
 
-    The result has no name, so rematerialisation policies cannot save it by name.
+    The result has no name, so a `jax.checkpoint` policy cannot save it.
     """
     (n,) = row_operations.bind(norm, x, *scale)
     return n
 
 
-# ------------------------------------------------------------------------- the kernel, by name
+# --------------------------------------------------------------------------- the Mosaic kernel
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y, computed by the Mosaic kernel that fuses the norm and the matmul.
 
-    This is used only if the user requests the implementation "mosaic". The derivative is computed
-    as in `_composed`. Lowering for a platform without the kernel raises ValueError.
+    This function is used only if the user requests the implementation "mosaic". Its derivative is
+    that of `_composed`. Lowering it for a platform without the kernel raises ValueError.
     """
     return _kernel(norm, layer, names)(*arrays)
 
@@ -368,10 +379,10 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
         return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:
-        """Bind the norm with implementation "mosaic".
+        """The branch for platforms without Mosaic kernels: its lowering raises ValueError.
 
-        This branch is lowered only for platforms without Mosaic kernels. There, the lowering raises
-        the same ValueError as for any norm with implementation "mosaic".
+        It calls the norm with implementation "mosaic" and the matmul. The lowering of this norm
+        raises the error that all functions raise on such platforms.
         """
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):
@@ -384,7 +395,8 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:
-        # The platform is unknown until the call is lowered. Then one of the branches is chosen.
+        # Trace one branch for each platform. JAX chooses among them when the call is lowered,
+        # because the platform is unknown until then.
         branches = dict.fromkeys(platforms, kernel)
         y: jax.Array = lax.platform_dependent(*arrays, **branches, default=refused)
         return y
@@ -408,7 +420,8 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 def _check_whole(arrays: Sequence[jax.Array]) -> None:
     """Raise ValueError if the arrays may be sharded over devices.
 
-    The kernel has no partitioning rule.
+    The kernel has no partitioning rule, so it runs on arrays of one device only. Inside
+    `jax.shard_map`, arrays are shards of one device, so no error is raised.
     """
     mesh = sharding.mesh_of([jax.typeof(a) for a in arrays])
     if mesh.empty:

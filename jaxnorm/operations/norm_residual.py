@@ -28,9 +28,9 @@ def add_layer_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
-    The backward pass is also a single pass over memory. It adds the cotangent of h and computes the
-    gradient of gate. Without a gate, x and residual have the same gradient. If x and residual also
-    have the same dtype, this gradient is written only once.
+    The backward pass is also a single pass over memory. It adds the cotangent of h to the norm's
+    gradient, and computes the gradient of gate. Without a gate, the gradients of x and residual are
+    equal. If x and residual also have the same dtype, this gradient is written only once.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
@@ -38,15 +38,15 @@ def add_layer_norm(
       scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
       dtype: dtype of y; by default, x's dtype.
       save: the array that is saved for the norm's backward pass: ``"output"`` saves y, ``"input"``
-        saves h and the row means. With a bias, scales of 0 need ``"input"``; see
+        saves h and the row means. If there is a bias and the scale may be 0, use ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
-      gate: factor of x. The rules for its shape are those for ``scale``, but the two shapes may
-        differ. Examples are (batch, 1, channels) in adaLN-zero (Peebles and Xie, 2022,
-        https://arxiv.org/abs/2212.09748) and (channels,) in LayerScale (Touvron et al., 2021,
-        https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then also saved. None for
-        no factor.
+      gate: array by which x is multiplied. The rules for its shape are the same as for ``scale``,
+        but the two shapes may differ. For example, the shape is (batch, 1, channels) in adaLN-zero
+        (Peebles and Xie, 2022, https://arxiv.org/abs/2212.09748), and (channels,) in LayerScale
+        (Touvron et al., 2021, https://arxiv.org/abs/2103.17239). With a gate, x is also saved for
+        the backward pass, because the gate's gradient needs it. None for no gate.
 
     Returns:
       (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype. y is the norm of the
@@ -132,8 +132,8 @@ def rms_norm_add(
     .. math::
       y = \mathrm{residual} + \mathrm{rms\_norm}(x)
 
-    The norm's output is not rounded before the addition, and not saved: the backward pass always
-    starts from x.
+    The norm's output is not rounded before the addition, and it is not saved. The backward pass
+    always uses the saved x.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
@@ -189,8 +189,9 @@ def rms_norm_add_rms_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{rms\_norm}(x), \qquad y = \mathrm{rms\_norm}(h)
 
-    In Gemma 2 and 3, x is the output of an attention block or of an MLP. y is the input of the
-    block that follows: of the MLP after attention, or of the next layer's attention after an MLP.
+    Gemma 2 and 3 compute this after each attention block and after each MLP. x is the output of the
+    block or MLP. y is the input of the next one: after attention, the layer's MLP; after an MLP,
+    the attention block of the next layer.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.

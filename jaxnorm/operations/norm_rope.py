@@ -30,41 +30,50 @@ def rms_norm_rope(
 ) -> jax.Array:
     r"""RMSNorm of each head, and then rotary position embedding (RoPE), in one pass.
 
-    Attention with QK norms (Qwen3, Gemma 3, OLMo 2) applies this to q and to k: RMSNorm as in
-    :func:`jaxnorm.rms_norm`, then the rotation of pairs of columns by Su et al. (2021,
-    https://arxiv.org/abs/2104.09864). The result is rounded once:
+    Attention with QK norms (Qwen3, Gemma 3, OLMo 2) applies this function to q and to k. It
+    computes RMSNorm as in :func:`jaxnorm.rms_norm`, and then rotates pairs of columns (Su et al.,
+    2021, https://arxiv.org/abs/2104.09864). For each pair (i, j) of columns:
 
     .. math::
       n = \mathrm{rms\_norm}(x), \qquad
       (y_i, y_j) = (n_i \cos - n_j \sin, \; n_j \cos + n_i \sin)
 
+    The result is rounded once.
+
     Args:
       x: array (..., d), where each row is a head; typically (batch, length, heads, d); bfloat16,
         float16, float32 or float64.
       scale: array (d,); any of these dtypes. None for no scale (``scale_offset`` is then unused).
-      cos, sin: arrays of the same shape, which broadcasts to x.shape[:-1] + (r / 2,) for an even
-        r <= d; any of these dtypes. The first r columns are rotated; the others are only
-        normalised. For x (batch, length, heads, d), the shape is typically (length, 1, r / 2); the
-        broadcast arrays are never stored. The rotation is computed in float32.
+      cos, sin: the two tables, arrays of the same shape; any of these dtypes. The last axis has
+        size r / 2, for an even r <= d. The first r columns of x are rotated; the others are only
+        normalised. The tables broadcast to shape ``x.shape[:-1] + (r / 2,)``, but the broadcast
+        arrays are never stored. For x (batch, length, heads, d), the tables typically have shape
+        (length, 1, r / 2). The rotation is computed in float32.
 
-        Two mistakes give valid shapes and raise no error. First, tables with each angle twice, as
-        in Hugging Face's models, have r instead of r / 2 columns. If r is at most d / 2, the wrong
-        columns are rotated: pass the first half of such tables. Second, tables (length, d / 2) lack
-        the axis of the heads. If there are as many heads as positions, the angles then depend on
-        the head instead of the position: pass (length, 1, d / 2).
-      interleaved: if True, pairs are columns 2i and 2i + 1 (GPT-J, the paper); if False, columns i
-        and i + r / 2 (GPT-NeoX, Llama in Hugging Face's layout).
+        Two mistakes raise no error if the wrong shape happens to be valid:
+
+        - Tables that have each angle twice, as in Hugging Face's models, have r columns instead of
+          r / 2. If 2 r <= d, the function then rotates the first 2 r columns of x instead of r.
+          Pass the first half of such tables.
+        - Tables (length, d / 2) lack the axis of the heads. If x has as many heads as positions,
+          the angles then depend on the head instead of the position. Pass (length, 1, d / 2).
+      interleaved: if True, the pairs are columns 2 i and 2 i + 1 (GPT-J, the paper). If False, they
+        are columns i and i + r / 2 (GPT-NeoX, Llama in Hugging Face's layout).
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; by default, x's dtype.
-      save: the array that is saved for the backward pass. ``"output"`` saves y (which attention
-        saves anyway), the tables, and a number for each row. The backward pass inverts the
-        rotation: it multiplies by the transpose and divides by ``cos^2 + sin^2``, so tables may
-        include a factor (YaRN, LongRoPE). If the sum is 0 for a pair of columns, use ``"input"``,
-        which saves x. When column i of a pair (i, j) is recovered from y, its error is y's roundoff
-        times ``scale[j] / scale[i]``. If ``scale[i]`` is 0 and ``scale[j]`` is not, the gradient of
-        ``scale[i]`` is wrong. :func:`jaxnorm.check_params` finds such columns if it is given the
-        names of these norms.
+      save: the array that is saved for the backward pass. ``"input"`` saves x. ``"output"`` saves y
+        (which attention saves anyway), the tables, and a number for each row.
+
+        With ``"output"``, the backward pass inverts the rotation: it multiplies y by the transposed
+        rotation and divides by ``cos^2 + sin^2``. So tables may include a factor (YaRN, LongRoPE).
+        If ``cos^2 + sin^2`` is 0 for a pair of columns, use ``"input"``.
+
+        With ``"output"``, column i of a pair (i, j) is recovered inaccurately if ``scale[i]`` is
+        far below ``scale[j]``. The rotation mixes the two columns, so both have the roundoff of the
+        larger one. The error of column i is then y's roundoff times ``scale[j] / scale[i]``. If
+        ``scale[i]`` is 0 and ``scale[j]`` is not, the gradient of ``scale[i]`` is wrong.
+        :func:`jaxnorm.check_params` finds such columns if it is given the names of these norms.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
 
@@ -95,7 +104,7 @@ def rms_norm_rope(
         _check_scale(scale.shape, x.shape)
     tables = [checks.float_array(_FUNCTION, n, a) for n, a in (("cos", cos), ("sin", sin))]
     _check_tables(tables[0].shape, tables[1].shape, x.shape)
-    # Give both tables x's rank and a common dtype.
+    # Expand both tables to as many axes as x, and cast them to a common dtype.
     table_dtype = checks.product_dtype(*[table.dtype for table in tables])
     lacking = x.ndim - tables[0].ndim
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
@@ -123,7 +132,7 @@ def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:
 
 
 def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]) -> None:
-    """Raise ValueError unless the tables' shapes fit x's shape."""
+    """Raise ValueError unless the shapes of the tables fit the shape of x."""
     rows = x[:-1]
     broadcasts = 0 < len(cos) <= len(x) and all(
         size in (1, whole) for size, whole in zip(cos[-2::-1], rows[::-1])

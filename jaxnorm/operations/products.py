@@ -1,7 +1,7 @@
 """Matmuls, with or without a function before or after them, that save few residuals.
 
-`dot`, `product` and `activated` are each a `jax.custom_jvp`. Their JVP rules determine which arrays
-are saved, and the dtype of cotangents::
+`dot`, `product` and `activated` have their own JVP rules (`jax.custom_jvp`). The rules determine
+which arrays are saved for the backward pass, and the dtype of cotangents::
 
     z = h @ weight          `dot`           saves h and weight, like any matmul
     z = f(x) @ weight       `product`       saves x, weight and the residuals of f; recomputes f(x)
@@ -27,7 +27,8 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives.recomputation import linear
 
-#: The activations that users can name. Each is the function of `jax.nn` with its default options.
+#: Maps the names of activations, which users can pass, to functions of `jax.nn`. The functions are
+#: called with their default arguments.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "leaky_relu": jax.nn.leaky_relu,
@@ -51,11 +52,13 @@ def product(
     """Return ``f(*arrays) @ weight``; save `arrays` and `weight`, but not f's result.
 
     The result's cotangent is rounded to `dtype`. So the backward pass of a 16-bit matmul uses
-    16-bit matmuls, even if the result is float32 because a bias or an activation follows.
+    16-bit matmuls. This is so even if the result is float32 because a bias or an activation
+    follows.
 
     Args:
-      f: function of `arrays` that returns the first operand, (..., d). It must be hashable. Two
-        calls for the same computation must pass functions that compare equal (not a new lambda).
+      f: function of `arrays` that returns the first operand of the matmul, (..., d). It must be
+        hashable. Calls for the same computation must pass functions that compare equal, and not a
+        new lambda each time, because JAX's caches compare them.
       arrays: arguments of f.
       weight: array (d, n) of any dtype.
       dtype: dtype of the matmul's operands, to which f's result and weight are rounded.
@@ -75,7 +78,10 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """The matmul ``a @ weight`` with fixed options. `product` documents the options."""
+    """The matmul ``a @ weight`` with fixed options.
+
+    The attributes are arguments of `product`, which describes them.
+    """
 
     dtype: np.dtype
     precision: str | None = None
@@ -98,9 +104,9 @@ class Dot:
     def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array:
         """Return the sum of the terms of a tangent, cast to the dtype `result`.
 
-        The terms are results of matmuls, in the dtype of the matmuls' operands. The sum is computed
-        in float32 (or float64). When this sum is transposed, the cotangent is cast to the terms'
-        dtype.
+        The terms are results of matmuls, and have the dtype of the matmuls' operands. The sum is
+        computed in float32 (or float64). When JAX transposes this sum, it casts the cotangent to
+        the terms' dtype.
         """
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
@@ -133,12 +139,12 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 def _product(
     static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    """Return the argument z unchanged, with a derivative that does not save h.
+    """Return z unchanged, and replace its derivative by one that does not save h.
 
-    The caller must pass ``h = f(*arrays)`` and ``z = h @ weight``. They are computed outside this
-    function, so that rematerialisation policies see the matmul and the names of arrays in f. The
-    JVP rule below computes z's tangent from h, weight and arrays. It ignores the tangent of the
-    argument z, so JAX does not compute that tangent.
+    The caller computes ``h = f(*arrays)`` and ``z = h @ weight``, because `jax.checkpoint` policies
+    do not see matmuls and names inside this function. The JVP rule below computes the tangent of
+    the result from the tangents of h and weight. It ignores the tangent of the argument z, so JAX
+    does not compute that tangent.
     """
     del static, h, weight, arrays
     return z
@@ -149,15 +155,17 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
     """The JVP rule of `_product`: return z and ``dz = dh @ weight + h @ dweight``.
 
     dh is the tangent of h, which JAX has computed from the tangents of `arrays`. In the second
-    term, h is recomputed from `arrays`. `linear` saves exactly the arrays that it is given, so
-    neither h nor a cast or gathered copy of weight is saved.
+    term, h is recomputed from `arrays`.
+
+    `linear` saves only its list of residuals: the original weight for the first term, and `arrays`
+    for the second. So neither h nor a cast or gathered copy of weight is saved.
     """
     f, options, result = static
     (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
     terms = []
     if nonzero(dh) is not None:
-        # There is no barrier here, so XLA may reuse the cast or gathered copy of weight that the
-        # forward pass has made. Plain JAX allows this as well.
+        # With a barrier, the backward pass would cast and gather weight again. Without one, XLA may
+        # reuse the forward pass's copy, as in plain JAX.
         along_h = linear(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
         terms.append(along_h)
     if nonzero(dweight) is not None:
@@ -166,7 +174,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
             *arrays, dweight = operands
             return options(f(*arrays), dweight, options.dtype)
 
-        # The barrier prevents XLA from saving the forward pass's h and using it here.
+        # Without the barrier, XLA could save the forward pass's h and use it here.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
@@ -175,9 +183,10 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
 def activated(
     activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
 ) -> jax.Array:
-    """Return ``activation(z)``; save only `kept`, which is z rounded to the output's dtype.
+    """Return ``activation(z)``; save only `kept` for the backward pass.
 
-    The derivative of the activation is evaluated at `kept`.
+    `kept` is z, rounded to the output's dtype. The derivative of the activation is evaluated at
+    `kept`.
     """
     del kept
     return activation(z)
@@ -194,15 +203,15 @@ def _(
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    # There is no barrier around `kept`, so that XLA can fuse this tangent with the computation of
-    # dz. A barrier would have a mixed effect on memory in unrolled layers: XLA would store one
-    # array less for each MLP without a gate. For each gated MLP, it would store one array more: the
-    # gate, which it recomputes if there is no barrier.
+    # Without a barrier around `kept`, XLA can fuse this tangent with the computation of dz. In
+    # unrolled layers, a barrier would also change the number of arrays that XLA stores. In an MLP
+    # without a gate, XLA would store one array less. In a gated MLP, it would store one array more,
+    # the gate. Without the barrier, XLA recomputes the gate.
     return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 
 def nonzero(tangent: Any) -> jax.Array | None:
-    """Return a tangent; None if it is a symbolic zero."""
+    """Return `tangent`, or None if it is a symbolic zero."""
     return None if isinstance(tangent, SymbolicZero) else tangent
 
 
@@ -213,14 +222,15 @@ def nonzero(tangent: Any) -> jax.Array | None:
 class Layout:
     """The sharding of a matmul of x (..., d) and weight (d, n) on a mesh with Explicit axes.
 
-    Weight's first axis is sharded like the last axis of x. Weight is gathered if its own sharding
-    differs (FSDP), or if n is sharded over mesh axes that also shard x.
+    In the matmul, weight's axis d is sharded like x's axis d. The user's weight may be sharded
+    differently, or n may be sharded over mesh axes that also shard x. Weight is gathered in these
+    cases, both of which occur with FSDP.
 
     Attributes:
       mesh: the mesh.
-      rows: for each axis of x except the last one, the names of the mesh axes that shard it.
-      cols: names of the mesh axes that shard d.
-      features: names of the mesh axes that shard n.
+      rows: for each axis of x but the last, a tuple of the names of the mesh axes that shard it.
+      cols: a tuple of the names of the mesh axes that shard d.
+      features: a tuple of the names of the mesh axes that shard n in the matmul.
     """
 
     mesh: Any
@@ -243,9 +253,10 @@ class Layout:
 
 
 def layout_of(x: jax.Array, weight: jax.Array) -> Layout | None:
-    """Return the layout that the types of x and weight define; None without Explicit mesh axes.
+    """Return the layout of the matmul of x and weight; None without Explicit mesh axes.
 
-    An axis of an array counts as not sharded if the number of shards does not divide its size.
+    The layout follows from the shardings of x and weight. An axis of an array counts as not sharded
+    if the number of shards does not divide its size.
     """
     x_type, weight_type = jax.typeof(x), jax.typeof(weight)
     mesh = sharding.explicit_mesh([x_type, weight_type])

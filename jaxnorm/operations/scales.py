@@ -1,6 +1,7 @@
 """The arguments ``logits_scale`` of losses and ``scale`` of softmax, which multiply the logits.
 
-A Python number is a constant of the compiled program. An array is an operand of the call.
+If the user passes a Python number, it is a constant of the compiled program. If the user passes an
+array, it is an operand of the call.
 """
 
 import functools
@@ -27,7 +28,7 @@ class Scale(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return True if a scale is an array.
+    """Return True if a scale is an array, and False if it is a number.
 
     NumPy scalars, and NumPy arrays without axes, count as numbers.
     """
@@ -46,7 +47,7 @@ def of_logits(
       value: the argument that the user passed.
       positions: shape of the logits without the axis of classes.
       dtype: dtype of the arithmetic, to which an array is cast.
-      of: the owner of the shape `positions` in errors, such as "labels'".
+      of: a text, such as "labels'", that says in errors whose shape `positions` is.
     """
     if not is_array(value):
         return Scale(checks.positive(function, "logits_scale", value))
@@ -75,7 +76,10 @@ def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype
 
 
 def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array:
-    """Convert a scale to an array of this dtype that raises an error when it is differentiated."""
+    """Convert a scale to an array of dtype `dtype`.
+
+    Differentiating a function with respect to this array raises TypeError.
+    """
     array = jnp.asarray(value)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(
@@ -87,7 +91,7 @@ def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
-    """Return a scale unchanged. Differentiating this function raises an error."""
+    """Return `scale` unchanged. Differentiating this function raises TypeError."""
     del function, name
     return scale
 

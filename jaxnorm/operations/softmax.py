@@ -1,12 +1,12 @@
-"""softmax and log_softmax, the checks of their arguments, and the weights of attention.
+"""softmax and log_softmax, the checks of their arguments, and attention weights.
 
 `attention_weights`, which the Flax modules use, computes the weights from queries and keys::
 
     weights = softmax(scale * (query @ key^T) + bias)
 
-A mask may exclude logits, or replace them by a number. The logits of 16-bit queries and keys are
-float32. In the backward pass, the softmax's kernel writes the logits' cotangent in 16 bits, which
-halves its memory. The matmuls that follow would round it to 16 bits anyway.
+A mask may exclude logits, or replace them by a number. If queries and keys have 16 bits, the logits
+are float32, but the backward pass computes their cotangent in 16 bits. This halves the cotangent's
+memory. The matmuls that follow would round it to 16 bits anyway.
 """
 
 import functools
@@ -51,15 +51,15 @@ def softmax(
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       axis: axis or axes over which the output sums to 1; None for all.
-      where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
-        their output and gradient are 0, even if the whole row is False.
-      scale: a finite number, or a scalar array, which may be traced. The value of an array is not
+      where: boolean mask that broadcasts to x's shape, or None. Entries where it is False are
+        excluded: their output and gradient are 0, even if all entries of a row are excluded.
+      scale: a finite number, or a scalar array (which may be traced). The value of an array is not
         checked, and has no derivative.
-      bias: float array that broadcasts to x's shape. An entry of -inf in it has the same effect as
-        -inf in x.
-      causal: if True, row i includes only the columns j <= i; the others are excluded as by
-        ``where``. The columns are the last axis and the rows the axis before it, both counted from
-        0.
+      bias: float array that broadcasts to x's shape, or None. -inf in the bias has the same effect
+        as -inf in x.
+      causal: if True, row i includes only the columns j <= i. The other columns are excluded as by
+        ``where``. x's last axis has the columns, and the axis before it has the rows. Both are
+        counted from 0.
       dtype: dtype of the output; by default, x's dtype.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
@@ -68,7 +68,8 @@ def softmax(
       Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row is NaN if it includes +inf or NaN,
       or if all of its entries are -inf.
 
-    Differentiable in reverse and forward mode, to any order; tangents are also computed from y.
+    Differentiable in reverse and forward mode, to any order. Forward mode also computes tangents
+    from y.
 
     Raises:
       TypeError: the dtype of x or bias, or ``dtype``, is not a supported float dtype, ``where`` is
@@ -122,10 +123,10 @@ def log_softmax(
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       axis: axis or axes over which ``exp`` of the output sums to 1; None for all.
-      where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
-        their output is -inf and their gradient 0.
-      scale, bias, causal: as in :func:`jaxnorm.softmax`. With ``causal``, the output is -inf above
-        the diagonal.
+      where: boolean mask that broadcasts to x's shape, or None. Entries where it is False are
+        excluded: their output is -inf, and their gradient is 0.
+      scale, bias, causal: as in :func:`jaxnorm.softmax`. With ``causal``, the output is -inf in
+        the excluded columns of each row.
       dtype: dtype of the output; by default, x's dtype.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
@@ -165,10 +166,10 @@ def filled_softmax(
     fill: float,
     dtype: checks.DTypeLike,
 ) -> jax.Array:
-    """Replace masked entries of x + bias by `fill`; return the softmax over the last axis.
+    """Return the softmax over the last axis of x + bias, with `fill` in place of masked entries.
 
-    An entry is masked where `where` is False. Flax masks the logits of attention in this way.
-    `fill` is finite, so the weights of a row are equal if all of its entries are masked.
+    Entries where `where` is False are masked. Flax masks the logits of attention in this way. If
+    all entries of a row are masked, all results of the row are equal, because `fill` is finite.
     """
     return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 
@@ -200,15 +201,15 @@ def softmax_call(
     masked_logit: float = -math.inf,
     implementation: Name | None = None,
 ) -> tuple[Call, jax.Array | None, jax.Array | None]:
-    """Check the arguments of a softmax, and return its forward call, its mask and its bias.
+    """Check the arguments of a softmax. Return its forward call, its mask and its bias.
 
-    The mask and the bias have as many axes as x, or are None.
+    The mask and the bias are arrays with as many axes as x, or None.
 
     Args:
       function: name of the public function.
       x: the logits, or their shape and dtype.
       where, bias, dtype, axis, scale, causal, implementation: the public function's arguments.
-      masked_logit: the value that replaces masked logits; -inf excludes them.
+      masked_logit: the number that replaces masked logits. -inf excludes them.
     """
     mask = None if where is None else checks.mask(function, where, x.shape)
     if bias is not None:
@@ -260,12 +261,13 @@ def attention_weights(
       query: array ``(batch..., q_length, heads, depth)``.
       key: array ``(batch..., kv_length, kv_heads, depth)`` of the same dtype, where heads is a
         multiple of kv_heads.
-      where: boolean mask that broadcasts to the logits, or None. Logits are replaced by `fill`
-        where it is False.
+      where: boolean mask that broadcasts to the logits, or None. Logits where it is False are
+        replaced by `fill`.
       bias: float array that broadcasts to the logits, or None.
-      scale: factor of the logits, applied without rounding.
-      fill: a finite number, or -inf to exclude masked entries.
-      causal: True to exclude the keys after the query's position; only with a `fill` of -inf.
+      scale: number by which the logits are multiplied. The products are not rounded.
+      fill: a finite number, or -inf to exclude masked logits.
+      causal: True to exclude, for each query, the keys at later positions. `fill` must then be
+        -inf.
       precision: precision of the matmuls, as in `jax.numpy.einsum`.
 
     Returns:
@@ -283,7 +285,10 @@ def attention_weights(
 def logits_of(
     precision: Any, query: jax.Array, key: jax.Array, dtype: np.dtype | None = None
 ) -> jax.Array:
-    """Return ``query @ key^T`` in `dtype`; by default, in float32 (float64 for float64 arrays)."""
+    """Return ``query @ key^T`` in the dtype `dtype`.
+
+    If `dtype` is None, the result is float32, or float64 for a float64 query.
+    """
     einsum = functools.partial(
         jnp.einsum,
         precision=precision,
@@ -292,7 +297,7 @@ def logits_of(
     size = query.shape[-2] // key.shape[-2]
     if size == 1:
         return einsum("...qhd,...khd->...hqk", query, key)
-    # In grouped-query attention, `size` heads of the query share a head of the keys.
+    # This is grouped-query attention: `size` heads of the query use the same head of the keys.
     split = query.reshape(*query.shape[:-2], key.shape[-2], size, query.shape[-1])
     logits = einsum("...qhgd,...khd->...hgqk", split, key)
     return logits.reshape(*logits.shape[:-4], query.shape[-2], *logits.shape[-2:])
@@ -308,13 +313,13 @@ def _with_narrow_derivative(
     mask: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Return the argument y, the attention weights, with a derivative that needs less memory.
+    """Return y, the attention weights, unchanged; replace its derivative to reduce memory.
 
-    The caller computes y from the other arguments outside this function, so that rematerialisation
-    policies see its name. The JVP rule below computes y's tangent from the tangents of query, key
-    and bias. It ignores the tangent of the argument y, so JAX does not compute that tangent. The
-    transpose of the rule computes the logits' cotangent in the dtype of the query instead of
-    float32.
+    The caller computes y from the other arguments, because `jax.checkpoint` policies do not see
+    names inside this function, and y has a name. The JVP rule below computes the tangent of the
+    result from the tangents of query, key and bias. It ignores the tangent of the argument y, so
+    JAX does not compute that tangent. The transpose of the rule computes the logits' cotangent in
+    the dtype of the query. With the original derivative, it would be float32.
     """
     del call, precision, query, key, mask, bias
     return y
