@@ -44,9 +44,9 @@ class Pass(Protocol):
 
     @property
     def primitives(self) -> str | None:
-        """Name of the function whose primitives the pass binds; None if these are `function`'s own.
+        """Name of another public function whose primitives the pass binds, or None.
 
-        It differs from `function` if a public function uses the primitives of another one.
+        If it is None, the pass binds the primitives of `function`.
         """
 
     @property
@@ -112,7 +112,7 @@ class Rules[P: Pass](abc.ABC):
     def with_residuals(self, call: P) -> P | None:
         """Return the forward pass that also returns the arrays saved for the derivative.
 
-        Return None if there are no such arrays that a rematerialisation policy could save.
+        Return None if a rematerialisation policy could save no further arrays with that pass.
         """
 
     @abc.abstractmethod
@@ -408,9 +408,9 @@ def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any
     return function(*arguments, **named)
 
 
-# With 2**17 stack entries of 8 bytes, the frame is a little larger than 1 MiB. CPython rounds the
-# size of its chunk up to a power of two, 2 MiB. So nearly 1 MiB of the chunk is left for the frames
-# of the functions that are called.
+# The frame has 2**17 stack entries of 8 bytes, so it is a little larger than 1 MiB. CPython
+# allocates a chunk of memory for it, and rounds the chunk's size up to a power of two, 2 MiB.
+# Nearly 1 MiB of this chunk remains for the frames of the functions that are called from here.
 in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 
 

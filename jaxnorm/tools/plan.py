@@ -18,7 +18,7 @@ from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# Functions without kernels, and the reason: XLA fuses their elementwise operations.
+# Functions that have no kernels. A value is the reason that the plan gives for the choice of XLA.
 _XLA_ONLY = {
     "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
     "activation_linear": "its matmul is XLA's, which computes the rest in fusions",
@@ -130,7 +130,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # only rms_norm_linear has no such call; it has checked `name` already
+        if first is None:  # only for rms_norm_linear, which checks `name` itself
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 

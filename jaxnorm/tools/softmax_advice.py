@@ -128,7 +128,7 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
-    """Return True if a mask is causal, as from `jnp.tril` or the inverse of ``jnp.triu(.., 1)``.
+    """Return True for a causal mask, such as `jnp.tril` or the inverse of ``jnp.triu(.., 1)``.
 
     `is_inverted` is True if the mask is True where logits are masked.
     """
