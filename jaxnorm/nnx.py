@@ -441,7 +441,8 @@ def _called(
 
     Args:
       norm: the module.
-      functions: two functions of jaxnorm, for calls without and with a residual.
+      functions: two functions of jaxnorm. The first is for calls without a residual, the second for
+        calls with a residual.
       parameters: the module's `nnx.Param` objects or None, in the order of these functions.
       flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
       x, mask, residual: the operands of the call.

@@ -113,7 +113,7 @@ def decided(
       norms: a dict from paths to norms, with all norms of a model.
       classes: a dict from the package's norm classes to jaxnorm's.
       save: the mode that the user requested. Norms that must save their input get "input" instead.
-      calls: the user's functions for classes. Its sentences become part of the log line.
+      calls: the argument ``calls`` of the conversion. Its sentences become part of the log line.
       why_left: function that takes a norm. It returns the reason why the norm is left to its
         package, or None.
       why_input: function that takes a norm. It returns the reason why the norm must save its input,
@@ -201,7 +201,8 @@ class Calls:
     Attributes:
       functions: maps a class to the function that replaces its ``__call__``.
       applied: maps the path of each module whose ``__call__`` is replaced to the name of its class.
-      left: maps the path of each module of a subclass to the reason why it is not changed.
+      left: maps the path of each module of a subclass of these classes to the reason why the module
+        is not changed.
       others: maps the paths of some other modules to the names of their classes: the user defined
         the class, its name ends in "norm", and it is not in `functions`.
     """
@@ -262,9 +263,9 @@ class Calls:
         return None
 
     def has(self, path: str) -> bool:
-        """Return True if ``calls`` has a function for the class of the module at this path.
+        """Return True if ``calls`` has a function for the module at this path.
 
-        This includes functions for a base class.
+        The function may be for the module's class, or for a base class of it.
         """
         return path in self.applied or path in self.left
 
@@ -337,7 +338,10 @@ def original(kind: type) -> type:
 
 
 def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
-    """Log a warning that a model has no norm of the package. `norms` are the classes' names."""
+    """Log a warning that a model has no norm of the package.
+
+    `norms` is a text with the names of the package's norm classes.
+    """
     others = "".join(f". {sentence}" for sentence in calls.sentences())
     warn(
         f"jaxnorm.{function}: %s has no {norms}; norms of other classes can call "

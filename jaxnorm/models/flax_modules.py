@@ -36,7 +36,7 @@ class Added(NamedTuple):
 
 
 def added(module: Any) -> Added:
-    """Return the values of the fields that a norm module of jaxnorm has, and Flax's has not."""
+    """Return the values of a module's fields that Flax's norm modules do not have."""
     return Added(module.save, module.implementation, module.scale_offset)
 
 

@@ -43,7 +43,7 @@ def normalised(
     residual: Any = None,
     judged: Judged = None,
 ) -> Any:
-    """Run a norm module by jaxnorm's functions. Return y or, with a residual, (y, h).
+    """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
     The parameters are created in the module's scope.
 
@@ -123,7 +123,7 @@ def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's."""
+    """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
     dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
     if norm.dtype is not None:
         dtypes_seen.append(jnp.dtype(norm.dtype))
@@ -169,7 +169,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree, and note in `reasons` which ones must save x."""
+        """Yield the paths of the norms in a tree. Add the norms that must save x to `reasons`."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)

@@ -137,9 +137,10 @@ def alone(
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for an array of numbers.
+    """Return True for an array, and False for a number.
 
-    The result is False for a NumPy array without axes, which counts as a number.
+    The result is also False for an array of bools, and for a NumPy array without axes, which counts
+    as a number.
     """
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
     return is_array and a.dtype.kind != "b"

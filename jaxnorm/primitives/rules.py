@@ -112,7 +112,7 @@ class Rules[P: Pass](abc.ABC):
     def with_residuals(self, call: P) -> P | None:
         """Return the forward pass that also returns the arrays saved for the derivative.
 
-        Return None if a rematerialisation policy could save no further arrays with that pass.
+        The result is None if a rematerialisation policy can save none of these arrays.
         """
 
     @abc.abstractmethod
@@ -178,7 +178,7 @@ class Rules[P: Pass](abc.ABC):
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
         # Inside `jax.shard_map`, arrays may vary over different mesh axes, and must be cast to vary
-        # over the same ones. Outside, no mesh is set.
+        # over the same mesh axes. Outside, no mesh is set.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
@@ -249,10 +249,10 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Transpose a tangent pass: return a dict with the cotangents of its tangent operands.
+        """Transpose a tangent pass: return a dict from operand names to cotangents.
 
-        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
-        cotangents are needed.
+        `cotangents` are the cotangents of the tangent pass's results. `names` are the names of the
+        operands whose cotangents are needed.
         """
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
@@ -363,7 +363,7 @@ def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return the result of `jax.jvp`; a primal with a symbolic zero tangent is a constant."""
+    """Return the result of `jax.jvp`. Primals with a symbolic zero tangent are constants."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
 
     def function(*arrays: jax.Array) -> Any:

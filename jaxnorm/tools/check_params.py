@@ -54,8 +54,9 @@ class NormReport:
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
-      max_partner_ratio: largest ratio of the scales of the two columns of a pair, for a norm whose
-        output is rotated in pairs of columns; None for other norms.
+      max_partner_ratio: a number for a norm whose output is rotated in pairs of columns; None for
+        other norms. In each pair, the larger ``|scale + scale_offset|`` is divided by the smaller
+        one. This is the largest quotient of all pairs.
     """
 
     path: str
@@ -224,7 +225,7 @@ def check_params(
     norms, found = [], set[str]()
     for path, scale in leaves.items():
         # In nnx, a parameter is an object with its array as an attribute, so that the parameter's
-        # name is the last but one part of the path.
+        # name is the second to last part of the path.
         at = next((i for i in (-1, -2) if len(path) >= -i and path[i] in scales), None)
         if at is None:
             continue
@@ -264,7 +265,7 @@ def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> t
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Return True if the last parts of a path are those of `name`, joined by dots or slashes."""
+    """Return True if a path ends with the parts of `name`, which are joined by dots or slashes."""
     parts = re.split("[./]", name)
     return path.split("/")[-len(parts) :] == parts
 

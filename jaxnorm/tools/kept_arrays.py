@@ -60,7 +60,7 @@ class Value:
       layers: number of times that the program computes the array: the product of the lengths of the
         scans around it; 1 outside of scans.
       users: the values that have this value among their operands.
-      equation: the equation of the jaxpr; None if no equation makes the array.
+      equation: the equation of the jaxpr that computes the array; None if there is none.
       is_active: True if the array depends on an argument that is differentiated.
       number: the number, if the array is a literal.
     """
@@ -519,7 +519,7 @@ class Advice(NamedTuple):
 
 
 class Program:
-    """The argument of the recognisers of code patterns: a graph with lookup tables.
+    """A graph with lookup tables. It is the argument of the functions that find code to improve.
 
     Attributes:
       values: all arrays that equations compute, in the order of the equations.

@@ -31,10 +31,10 @@ _OF_CAPS = {
 }  # fmt: skip
 
 # The names, or beginnings of names, of primitives that code outside a loss may apply to the arrays
-# of the loss: their derivatives save no array of the logits' size. `_REDUCTIONS` applies to advice
-# to use a loss that includes the linear layer. `_OF_LOGITS` applies to advice to use a loss that
-# takes logits. In this case, the program still has the logits, so it may also apply an argmax to
-# them.
+# of the loss: their derivatives save no array of the logits' size. `_REDUCTIONS` is for advice to
+# use a loss that includes the linear layer. `_OF_LOGITS` is for advice to use a loss that takes
+# logits. After this second change, the program still has the logits, so it may also apply an argmax
+# to them.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 

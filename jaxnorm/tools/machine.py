@@ -118,7 +118,8 @@ def _choices() -> Iterator[tuple[str, str, str]]:
     If both passes have the same implementation and reason, they share a line.
     """
     for function in functions():
-        # Functions that are not in the table take no scale, except those in _WITH_SCALE.
+        # Of the functions that are not in the table, only the functions in _WITH_SCALE take a
+        # scale.
         op = FUNCTIONS[function].op if function in FUNCTIONS else None
         operands = OPERATIONS[op].operands if op else ("scale",) * (function in _WITH_SCALE)
         kinds = {name: OPERANDS[name] for name in operands}

@@ -84,7 +84,7 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return, for each saved array that has advice, the advice and the number of bytes it frees.
+    """Return, for each saved array that has advice, the advice and the number of freed bytes.
 
     The keys of the dict are the identities (`id`) of the arrays. The number of bytes is at most the
     size of the array.
@@ -103,7 +103,7 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return, for each array that the advice frees, the advice and the number of bytes it frees.
+    """Return, for each array that `advice` frees, the advice and the number of freed bytes.
 
     The number of bytes is the size of the array. If the program then saves other arrays instead,
     the bytes of these other arrays are deducted: first from the largest freed array, and what

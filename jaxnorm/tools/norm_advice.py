@@ -1,9 +1,9 @@
 """Advice on norms in plain JAX, alone or with an activation, a rotation or a residual addition.
 
 jaxnorm has functions that compute a norm together with these operations and save a single array. In
-a residual addition, one addend may be multiplied by a gate. A norm is recognised in the traced
-program, whatever class or function it is in: x is multiplied by the reciprocal root of a mean of
-squares.
+a residual addition, one addend may be multiplied by a gate. A norm is recognised by its operations
+in the traced program, whatever class or function contains them: x is multiplied by the reciprocal
+root of a mean of squares.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

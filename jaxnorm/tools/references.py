@@ -75,7 +75,7 @@ def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> A
 
 
 def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
-    """Return ``log_softmax`` and its gradients; `options` are those of `softmax`."""
+    """Return ``log_softmax`` and its gradients; `options` are the options of `softmax`."""
     return softmax(given, cotangents, dtype, log=True, **options)
 
 
@@ -201,7 +201,8 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 class Rotation:
     """The rotation of pairs of columns: ``v * cos + partner(v) * sin``.
 
-    partner(v) swaps the two columns of each pair, and sin includes the signs.
+    partner(v) swaps the two columns of each pair. In the first column of a pair, `sin` has the
+    opposite sign of the table that the user passes.
     """
 
     def __init__(self, cos: Any, sin: Any, cols: int, *, interleaved: bool):

@@ -70,7 +70,11 @@ class Case:
 
 
 def _norm(function: str) -> tuple[Case, ...]:
-    """Return the cases of a norm, with all operands except an RMSNorm's bias, which is rare."""
+    """Return the cases of a norm.
+
+    A case has all operands that the norm can have. But RMSNorms have no bias here, because it is
+    rare.
+    """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
         return _rotated_norm(function)
@@ -360,13 +364,13 @@ def _is_differentiated(name: str, array: jax.Array) -> bool:
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the implementations that run the calls of a jaxpr on this machine, in order."""
+    """Return the names of the implementations that run a jaxpr's calls here, in their order."""
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:
-    """Return the largest quotient of an error and its bound.
+    """Return the largest ``error / bound`` of all elements of a result.
 
     The result is infinite if a value is unexpectedly not finite.
     """

@@ -67,7 +67,7 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Find the softmax: the result of the division of `exponential` by its sum.
+    """Find the softmax: the quotient of `exponential` and its sum over a row.
 
     Return the softmax, or None if there is none.
     """
