@@ -367,7 +367,7 @@ def _is_norm(node: Any) -> bool:
 
 
 def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """Return the module of jaxnorm that replaces one of equinox's norms, with its parameters."""
+    """Return the jaxnorm module that replaces a norm of equinox and has the same parameters."""
     base = conversion.converted_as(type(norm), _CONVERTED)
     assert base is not None
     options: dict[str, Any] = {"save": save, "implementation": implementation}

@@ -105,7 +105,7 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 def register(primitive: Primitive, rules: Any) -> None:
     """Register a forward primitive's rematerialisation rule for ``jax_remat3``.
 
-    Policies can then save the residuals that the call names. `rules` is the
+    Policies can then save the residuals to which the call gives names. `rules` is the
     `jaxnorm.primitives.rules.Rules` object with the primitive's other rules.
     """
     private = private_jax.remat3()

@@ -158,7 +158,7 @@ def _advice() -> str | None:
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Yield each optional extra that lacks a package, and the command that installs the extra."""
+    """Yield optional extras with packages that are not installed, and commands to install them."""
     needed: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("jaxnorm") or []

@@ -215,7 +215,7 @@ class Outcome:
 
     @property
     def has_kernel(self) -> bool:
-        # `implementations` is empty for a linear loss, whose kernels are chosen when it is lowered.
+        # For a linear loss, `implementations` is empty: its kernels are chosen during the lowering.
         return not {*self.implementations} <= {"xla"}
 
     @property
@@ -328,10 +328,12 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: takes the function that runs both passes of the case, and returns the function that is
-        called instead. Tests pass it to run the case under `jax.vmap` or on a mesh.
-      read: takes an array that the function from `form` returns, and returns the part that belongs
-        to the case. Under `jax.vmap`, for example, this is one batch element.
+      form: a function. It takes the function that runs both passes of the case, and returns the
+        function that is called instead. Tests pass it to run the case under `jax.vmap` or on a
+        mesh.
+      read: a function. It takes a result of the function that `form` returns, and returns the part
+        of this array that belongs to the case. Under `jax.vmap`, for example, this is one batch
+        element.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
