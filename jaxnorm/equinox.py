@@ -29,7 +29,7 @@ _NO_STATE: Any = object()
 
 
 class _Settings(eqx.Module):
-    """The additional fields of jaxnorm's norm modules, which equinox's modules do not have."""
+    """The fields that jaxnorm's norm modules have and equinox's norm modules do not have."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
@@ -47,14 +47,15 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
 
     Args:
       shape: shape of x, weight and bias: an integer or several.
-      eps: added to the variance.
-      use_weight, use_bias: False for a module without the parameter, which is then None.
+      eps: number that is added to the variance.
+      use_weight, use_bias: True by default. If one of them is False, the module does not have this
+        parameter, and the field ``weight`` or ``bias`` is None.
       dtype: dtype of the parameters; by default, JAX's default float dtype.
       elementwise_affine: equinox's deprecated argument for both ``use_weight`` and ``use_bias``.
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
-      scale_offset: added to ``weight``; 0.0 by default.
+      scale_offset: number that is added to ``weight``; 0.0 by default.
 
     Raises:
       ValueError: in a call, the shape of x is not the module's shape. Also any error that
@@ -102,7 +103,8 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.rms_norm` and, for norms with a bias, :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
-      scale_offset: added to ``weight``; 1.0 for Gemma's ``1 + w``.
+      scale_offset: number that is added to ``weight``; 0.0 by default. Gemma's ``1 + w`` needs
+        1.0.
 
     Raises:
       ValueError: as for :class:`jaxnorm.equinox.LayerNorm`.
@@ -150,7 +152,7 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
-      scale_offset: added to ``weight``; 0.0 by default.
+      scale_offset: number that is added to ``weight``; 0.0 by default.
 
     Raises:
       ValueError: in a call, x does not have the module's number of channels. Also any error that
@@ -221,9 +223,9 @@ def convert[Model](
     If a weight is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). The conversion therefore
     examines the values of parameters, and norms with such columns get ``save="input"``. Abstract
-    and traced parameters have no values, so convert a model after its checkpoint is loaded. An
-    output has the dtype of x, which is assumed to be the parameters' dtype. If x has fewer bits,
-    check ``jaxnorm.check_params(model, x.dtype)``.
+    and traced parameters have no values, so convert a model after its checkpoint is loaded. A
+    norm's output has the dtype of x. The conversion assumes that this is the dtype of the
+    parameters. If x has fewer bits, check the model with ``jaxnorm.check_params(model, x.dtype)``.
 
     Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
     their class is a subclass of equinox's class and overrides code. (A subclass whose body is
@@ -291,7 +293,7 @@ _CONVERTED: dict[type, type] = {
 
 
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Apply the argument ``calls`` to a model. Return the model, and a dict of its norms by path.
+    """Apply the argument ``calls`` to a model; return the model, and a dict from paths to norms.
 
     A norm is left out of the dict if ``calls`` has a function for its class or for a base class.
     """
@@ -365,7 +367,7 @@ def _is_norm(node: Any) -> bool:
 
 
 def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """Return the module of jaxnorm that replaces one of equinox's norms, with its parameters."""
+    """Return the jaxnorm module that replaces a norm of equinox and has the same parameters."""
     base = conversion.converted_as(type(norm), _CONVERTED)
     assert base is not None
     options: dict[str, Any] = {"save": save, "implementation": implementation}
@@ -419,7 +421,7 @@ def _normalised(
 
 
 def _added(norm: Any) -> dict[str, Any]:
-    """Return a norm's additional fields, as keyword arguments for jaxnorm's functions."""
+    """Return the fields of a norm that equinox's norms do not have, as keyword arguments."""
     names = ("scale_offset", "save", "implementation")
     return {name: getattr(norm, name) for name in names}
 

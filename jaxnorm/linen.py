@@ -34,7 +34,7 @@ __all__ = [
 
 
 class _Settings(nn.Module):
-    """The additional fields of jaxnorm's norm modules, which Flax's modules do not have."""
+    """The fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
 
     save: Save = "output"
     implementation: Name | None = None
@@ -55,7 +55,7 @@ class LayerNorm(_Settings, nn.LayerNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
-      scale_offset: added to the parameter ``scale``; 0.0 by default.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
 
     Example:
       >>> import jax
@@ -88,8 +88,8 @@ class RMSNorm(_Settings, nn.RMSNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.rms_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
-      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
-        ``scale_init``.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default. For Gemma's
+        ``1 + w``, pass 1.0, and as ``scale_init`` an initialiser that returns zeros.
 
     Example:
       >>> import jax
@@ -122,9 +122,10 @@ class GroupNorm(_Settings, nn.GroupNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
-      scale_offset: added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm's result in the same
-        pass; the module then saves its input. None for no activation.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, which is applied to the norm's result in the
+        same pass over memory; None for no activation. With an activation, the module saves its
+        input x instead of its output.
 
     Example:
       >>> import jax
@@ -156,14 +157,14 @@ class RMSNormDense(nn.Module):
       features: number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.linen.Dense`.
       epsilon, use_scale, scale_init: as in :class:`flax.linen.RMSNorm`.
-      dtype: dtype of the matmul and its result; by default, the normalised array and the parameters
-        are promoted to a common dtype.
+      dtype: dtype of the matmul and its result. By default, it is the common dtype to which the
+        normalised array and the parameters are promoted.
       param_dtype: dtype of all parameters.
       activation: name of an activation, or None; see :func:`jaxnorm.rms_norm_linear`.
       implementation: name of the implementation to use, or None; see
         :func:`jaxnorm.rms_norm_linear`.
-      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
-        ``scale_init``.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default. For Gemma's
+        ``1 + w``, pass 1.0, and as ``scale_init`` an initialiser that returns zeros.
 
     Example:
       >>> import jax
@@ -205,7 +206,7 @@ class RMSNormDense(nn.Module):
         )
 
 
-_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # Initialisers and shapes of parameters, by name
+_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # Maps names to (initialiser, shape).
 
 
 class _Parameters(nn.Module):
@@ -277,14 +278,15 @@ def converted(
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
       params: the parameters of the model, with values: all variables, or only the collection
-        ``"params"``. Use None if parameters have values whenever the model is called (outside
-        `jax.jit`), or if no values should be examined.
+        ``"params"``. Without ``params``, the values are examined only in calls outside `jax.jit`,
+        where they are known.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
-        a class, the function replaces ``__call__``. It may call the original ``__call__`` and, if
-        that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to these
-        modules. Modules of subclasses are not changed. The warning lists the modules that use such
-        a function, the modules of subclasses, and the classes in ``calls`` whose modules were not
-        called. ``jax.jit`` retraces if a function is a new object, so define each function once.
+        a class, the function replaces ``__call__``. It may call the original ``__call__``. If the
+        original is decorated with ``nn.compact``, the function may also call ``module.param``.
+        ``save`` and ``implementation`` do not apply to these modules. Modules of subclasses are not
+        changed. The warning lists the modules that use such a function, the modules of subclasses,
+        and the classes in ``calls`` whose modules were not called. ``jax.jit`` retraces if a
+        function is a new object, so define each function once.
 
     Raises:
       TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and

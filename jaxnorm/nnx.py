@@ -89,7 +89,7 @@ class LayerNorm(nnx.LayerNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
-      scale_offset: added to the parameter ``scale``; 0.0 by default.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
 
     The other arguments are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
 
@@ -137,8 +137,8 @@ class RMSNorm(nnx.RMSNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.rms_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
-      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
-        ``scale_init``.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default. For Gemma's
+        ``1 + w``, pass 1.0, and as ``scale_init`` an initialiser that returns zeros.
 
     The other arguments are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
 
@@ -188,9 +188,10 @@ class GroupNorm(nnx.GroupNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
-      scale_offset: added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm's result in the same
-        pass; the module then saves its input. None for no activation.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, which is applied to the norm's result in the
+        same pass over memory; None for no activation. With an activation, the module saves its
+        input x instead of its output.
 
     The other arguments are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
 
@@ -261,16 +262,16 @@ class RMSNormDense(nnx.Module):
       in_features, out_features: number of features of x, and number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.nnx.Linear`.
       epsilon, use_scale, scale_init: as in :class:`flax.nnx.RMSNorm`.
-      dtype: dtype of the matmul and its result; by default, the normalised array and the parameters
-        are promoted to a common dtype.
+      dtype: dtype of the matmul and its result. By default, it is the common dtype to which the
+        normalised array and the parameters are promoted.
       param_dtype: dtype of all parameters.
       rngs: random keys for the initial parameters.
       kernel_metadata, bias_metadata, scale_metadata: metadata of the parameters, as in Flax.
       activation: name of an activation, or None; see :func:`jaxnorm.rms_norm_linear`.
       implementation: name of the implementation to use, or None; see
         :func:`jaxnorm.rms_norm_linear`.
-      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
-        ``scale_init``.
+      scale_offset: number that is added to the parameter ``scale``; 0.0 by default. For Gemma's
+        ``1 + w``, pass 1.0, and as ``scale_init`` an initialiser that returns zeros.
 
     Example:
       >>> import jax.numpy as jnp
@@ -440,7 +441,8 @@ def _called(
 
     Args:
       norm: the module.
-      functions: two functions of jaxnorm, for calls without and with a residual.
+      functions: two functions of jaxnorm. The first is for calls without a residual, the second for
+        calls with a residual.
       parameters: the module's `nnx.Param` objects or None, in the order of these functions.
       flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
       x, mask, residual: the operands of the call.

@@ -43,8 +43,8 @@ _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 _failures: dict[str, str] = {}
 _told: set[str] = set()
 
-#: The environment variable that names the implementation to try first for calls with
-#: ``implementation=None``. It is read once, when this module is imported.
+#: Name of an environment variable. Its value is the name of the implementation to try first for
+#: calls with ``implementation=None``. It is read once, when this module is imported.
 VARIABLE = "JAXNORM_IMPLEMENTATION"
 
 
@@ -74,9 +74,10 @@ class Choice:
 
 
 def preferred() -> str | None:
-    """Return the implementation that the environment variable names, or None if it is not set.
+    """Return the value of ``JAXNORM_IMPLEMENTATION``, the name of an implementation, or None.
 
-    This implementation runs every call that it supports.
+    The result is None if this environment variable is empty or not set. If it is set, the
+    implementation runs every call that it supports.
     """
     return _PREFERRED
 
@@ -93,8 +94,9 @@ def order(platform: str) -> tuple[str, ...]:
 def _candidates(platform: str) -> tuple[str, ...]:
     """Return the names of the kernel implementations to try, in order, for ``implementation=None``.
 
-    xla comes after them and is not included. If the environment variable ``JAXNORM_IMPLEMENTATION``
-    names one of them, the result starts with this one.
+    xla is tried after them and is not included. If the environment variable
+    ``JAXNORM_IMPLEMENTATION`` is set to one of the platform's kernel implementations, the result
+    starts with this implementation.
     """
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
@@ -103,9 +105,11 @@ def _candidates(platform: str) -> tuple[str, ...]:
 def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     """Choose the implementation of a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
-    `as_seen_by` takes the name of an implementation and returns the `Spec` that this implementation
-    would receive. The implementation that the environment variable names is tried first. It is
-    chosen if it supports the call, even if the default would prefer another one.
+    `as_seen_by` takes the name of an implementation, and returns the call's `Spec` for this
+    implementation. (The spec includes the shapes of the arrays, which are reshaped differently for
+    different implementations.) If the environment variable ``JAXNORM_IMPLEMENTATION`` is set, its
+    implementation is tried first. It is chosen if it supports the call, even if it is not the
+    default for such a call.
     """
     if _PREFERRED == "xla":
         return Choice("xla", f"asked for by {VARIABLE}")
@@ -236,7 +240,7 @@ def implementation(name: str) -> Implementation:
 
 
 def local_platform() -> str:
-    """Return the platform of JAX's first local device: "cuda" or "rocm" instead of "gpu"."""
+    """Return the platform of JAX's first local device; for a GPU, this is "cuda" or "rocm"."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return str(device.platform)

@@ -16,9 +16,9 @@ from jax.extend.core import Primitive
 def needs_devices(primitive: Primitive) -> None:
     """Make JAX pass the list of devices to the lowering rule of `primitive`.
 
-    `custom_partitioning` needs this list. If JAX does not have the set of primitives that is used
-    here, `auto_axes.can_partition` returns False. Arrays that are sharded over Auto mesh axes are
-    then processed by plain JAX instead of kernels.
+    `custom_partitioning` needs this list. The function adds `primitive` to a private set of JAX. If
+    JAX has no such set, `auto_axes.can_partition` returns False. Arrays that are sharded over Auto
+    mesh axes are then processed by plain JAX instead of kernels.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch
@@ -29,7 +29,8 @@ def needs_devices(primitive: Primitive) -> None:
 def check_floats(primitive: Primitive) -> None:
     """Make `checkify` check the results of a primitive for NaNs.
 
-    If JAX does not have the table of checks that is used here, `checkify` ignores this primitive.
+    The function adds a check to a private dict of JAX. If JAX has no such dict, `checkify` ignores
+    this primitive.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import checkify
@@ -39,11 +40,11 @@ def check_floats(primitive: Primitive) -> None:
 
 
 def accumulators() -> Any:
-    """Return JAX's autodiff module if its transpose rules can receive gradient accumulators.
+    """Return JAX's autodiff module if transpose rules can receive gradient accumulators, else None.
 
-    With accumulators, the backward kernel of a norm itself adds the cotangent of the residual
-    branch to x's gradient. If JAX has no accumulators, the result is None. The addition is then a
-    separate pass over memory, after the kernel.
+    With accumulators, the backward kernel of a norm can add the cotangent of the residual branch to
+    x's gradient. Without accumulators, JAX adds it after the kernel, in a separate pass over
+    memory.
     """
     with contextlib.suppress(ImportError):
         from jax._src.interpreters import ad
@@ -54,12 +55,14 @@ def accumulators() -> Any:
 
 
 def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:
-    """Return three objects of JAX's new rematerialisation (``jax_remat3``).
+    """Return three objects of JAX's new rematerialisation (``jax_remat3``), or None.
 
-    These are the dict in which primitives register rematerialisation rules, the transform that
-    applies a policy to a function, and the function that names arrays inside such a rule. In jax
-    0.11, rules have another signature, and the result is None. Policies under ``jax_remat3`` then
-    do not save the arrays that jaxnorm's functions name.
+    - The dict in which primitives register rematerialisation rules.
+    - The transform that applies a policy to a function.
+    - The function that gives names to arrays inside a rematerialisation rule.
+
+    The result is None in jax 0.11, where rules have another signature. Policies under
+    ``jax_remat3`` then do not save the arrays to which jaxnorm's functions give names.
     """
     if jax.__version_info__ < (0, 12):
         return None

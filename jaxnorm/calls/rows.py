@@ -38,14 +38,16 @@ class RowView:
     Attributes:
       shape: shape of x.
       axes: the normalised axes, sorted and not negative.
-      scale, bias, branch_scale: shapes of the parameters. A shape ends with the sizes of the
-        normalised axes, or 1 where the parameter is broadcast. Axes in front of these give each
-        group of rows its own parameter: they broadcast, right-aligned, to the axes of x that are
-        not normalised. For a parameter, `()` stands for the sizes of the normalised axes.
-      logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
-        are broadcast. Here, `()` means that the call has no bias or no mask.
-      table: shape of the cos and sin tables: x's shape, with 1 where they are broadcast. The last
-        axis has one value for each pair of columns.
+      scale, bias, branch_scale: shapes of the parameters. The last axes of a parameter are the
+        normalised axes, with the same sizes as in x, or with size 1 where the parameter is
+        broadcast. A parameter may have further axes in front of them, so that different rows of x
+        use different values. These axes broadcast, right-aligned, to the axes of x that are not
+        normalised. `()` means that a parameter has the normalised axes only, with their sizes in x.
+      logits_bias, mask: shapes of a softmax's bias and of its mask. They have all axes of x, with
+        size 1 where they are broadcast. If the call has no bias, or no mask, its shape is `()`.
+      table: shape of the cos and sin tables of a rotation; `()` without a rotation. A table has all
+        axes of x, with size 1 where it is broadcast. Its last axis has one value for each pair of
+        columns.
       candidates: ``(k,)`` if each row has k labels; `()` if it has one label.
     """
 
@@ -98,11 +100,15 @@ class RowView:
 
         The view exists in two cases:
 
-        - The normalised axes are adjacent, but are not the last axes of x. `inner_cols` is then 1.
-        - As in GroupNorm, the normalised axes form two separate sequences: some adjacent axes (the
-          positions), and the last axes (the channels of a group). The axes between the two are not
-          normalised (the groups). Each row then includes `inner_cols` consecutive elements of the
-          inner axis.
+        - The normalised axes are adjacent, but are not the last axes of x. `cols` is the number of
+          elements along these axes, `outer` along the axes before them, and `inner` along the axes
+          after them. `inner_cols` is 1.
+        - There are two runs of adjacent normalised axes, and the second one ends with the last axis
+          of x. An example is GroupNorm of x (batch, positions, groups, channels of a group), which
+          normalises over the positions and the channels of a group. Then `outer` is the number of
+          batch elements, and `cols` the number of positions. The inner axis has all channels, and
+          `inner_cols` is the number of channels of a group. A row includes `inner_cols` consecutive
+          elements of the inner axis, for all of the `cols` positions.
         """
         match [math.prod(self._sizes(axes)) for axes in self._runs]:
             case [outer, cols, inner]:
@@ -114,10 +120,11 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """The axes of x, split into runs of adjacent axes that are all normalised or all not.
+        """The axes of x, split into runs of adjacent axes.
 
-        The runs alternate. The first one has axes that are not normalised, and may be empty. Axes
-        of size 1 are left out.
+        The axes of a run are all normalised, or all not normalised. The two kinds of runs
+        alternate. The first run has axes that are not normalised, and may be empty. Axes of size 1
+        are left out.
         """
         runs: list[tuple[int, ...]] = [()]
         for axis in (axis for axis, size in enumerate(self.shape) if size != 1):
@@ -142,7 +149,7 @@ class RowView:
 
     @functools.cached_property
     def scattered(self) -> bool:
-        """True if a parameter cannot have the shape ``(groups, cols)`` that kernels need.
+        """True if a parameter cannot be reshaped to ``(groups, cols)``, as kernels need it.
 
         That shape has one row for each group of adjacent rows of x. It is impossible if the rows
         that share a value are not adjacent, or if the parameter is broadcast along a normalised
@@ -152,7 +159,11 @@ class RowView:
 
     @_once
     def groups(self, kind: Kind) -> int:
-        """Return the number of groups of consecutive rows; each group has its own parameter."""
+        """Return the number of groups of rows of x for which a parameter has separate values.
+
+        The rows of a group are consecutive. If all rows use the same values, the result is 1. It is
+        also 1 if the parameter cannot be reshaped to ``(groups, cols)`` (see `scattered`).
+        """
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
@@ -243,7 +254,11 @@ class RowView:
         return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
-        """Return the view in which x and operands of these `kinds` have a leading batch axis."""
+        """Return the view for a batched call.
+
+        x and the operands of these `kinds` get a new first axis, of length `size`. All batch
+        elements share the operands of the other kinds.
+        """
 
         def batched(kind: Kind) -> tuple[int, ...]:
             shape = self.shape_of(kind)
@@ -260,11 +275,11 @@ class RowView:
         """Reshape an array for a kernel.
 
         An array of x's shape becomes ``(rows, cols)``, and a statistic or label becomes
-        ``(rows,)``. A parameter becomes ``(cols,)`` or ``(groups, cols)``. A mask or a bias of
-        logits becomes ``(n, cols)`` or ``(n, 1)``; the method `shared` says which of the n rows
-        belongs to a row of x. If `strided` is True, arrays become ``(outer, cols, inner)`` instead,
-        and a parameter that varies along the inner axis becomes ``(inner,)`` or ``(groups,
-        inner)``.
+        ``(rows,)``. A parameter becomes ``(cols,)`` or ``(groups, cols)``. A mask of the logits, or
+        a bias that is added to the logits, becomes ``(n, cols)`` or ``(n, 1)``. Several rows of x
+        may use the same of these n rows: the method `shared` returns a map from the rows of x to
+        them. If `strided` is True, arrays become ``(outer, cols, inner)`` instead, and a parameter
+        that varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
             case "stat" | "label":
@@ -300,11 +315,11 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return the number of groups of elements of x that share one value of a parameter, or None.
+    """Return the number of groups into which a parameter divides the elements of x, or None.
 
-    The elements of a group are consecutive in row-major order. If the parameter is broadcast along
-    one axis and varies along a later one, elements that share a value are not consecutive, and the
-    result is None.
+    The elements of x that use the same element of the parameter form a group. The result is None if
+    the elements of a group are not consecutive in row-major order. This is so if the parameter is
+    broadcast along one axis and varies along a later axis.
 
     Args:
       parameter: the sizes of some axes of the parameter; 1 where the parameter is broadcast.

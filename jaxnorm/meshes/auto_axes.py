@@ -6,7 +6,7 @@ shard. Without a rule, the partitioner would gather all operands of a kernel on 
 A lowered program contains this rule only as the address of a Python function, which differs between
 processes. So JAX's persistent compilation cache misses, unless a JAX flag removes such addresses
 from the cache's keys. With that flag, programs that differ only in a call would have the same key.
-Therefore the call is inside a function whose name contains a digest of the call.
+Therefore each call is lowered inside a function whose name contains a hash of the call.
 """
 
 import functools
@@ -26,7 +26,8 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes.sharding import Factors, Shards
 
-# Modules that compile Triton kernels. If the triton implementation can be imported, so can they.
+# Modules that compile Triton kernels. They are installed whenever the triton implementation can be
+# imported.
 _COMPILERS = ("triton", "jax_triton")
 
 
@@ -45,9 +46,9 @@ def can_partition(axes: Any) -> bool:
     """Return True if a partitioning rule can be used where a call is lowered.
 
     `axes` is the axis context of the lowering. The devices and the mesh must be known, and the mesh
-    must have no Explicit axes. The latter holds even inside `jax.sharding.auto_axes`, which makes
-    the axes Auto in part of a program, because JAX would still treat them as Explicit when it
-    lowers the code of one shard.
+    must have no Explicit axes. This also excludes code inside `jax.sharding.auto_axes`, which makes
+    Explicit axes Auto in a part of a program: when JAX lowers the code of one shard, it would still
+    treat the axes as Explicit.
     """
     return (
         isinstance(axes, mlir.ShardingContext)
@@ -125,7 +126,8 @@ def _digest(static: Any) -> str:
 def _sources() -> str:
     """Return a hash of all source files of `jaxnorm` and `jaxnorm_kernels`.
 
-    The version number would not do: it does not change when files in a checkout are edited.
+    The version number is not sufficient, because it does not change when files in a checkout are
+    edited.
     """
     files = [
         file

@@ -1,6 +1,6 @@
 """How a call on sharded arrays is computed, for each type of mesh axis.
 
-Explicit axes   the arrays' types have the sharding: `run` computes the call in `jax.shard_map`
+Explicit axes   the arrays' types include the sharding: `run` computes the call in `jax.shard_map`
 Auto axes       XLA chooses the sharding when it compiles: `auto_axes` defines a partitioning rule
 Manual axes     the caller's code is inside `jax.shard_map`, and its arrays are shards already
 """
@@ -53,7 +53,7 @@ class Layout:
     """The sharding of x, from which the sharding of a call's other arrays is derived.
 
     Attributes:
-      view: the view of the unsharded arrays.
+      view: the `RowView` of the unsharded arrays.
       mesh_axes: for each axis of x, the names of the mesh axes over which it is sharded.
     """
 
@@ -112,8 +112,8 @@ class Layout:
     def queries_over(self, call: Call) -> tuple[str, ...]:
         """Return the mesh axes over which the query axis of a causal softmax is sharded.
 
-        Each device needs its position along them to compute its part of the causal mask. For other
-        calls, the result is empty.
+        Each device needs its position along these mesh axes, to compute its part of the causal
+        mask. For a call that is not a causal softmax, the result is empty.
         """
         return self.mesh_axes[-2] if call.spec.softmax.causal else ()
 
@@ -162,7 +162,7 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
 
 
 def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
-    """Return Shardy's sharding rule for a call: axis i of x is named `xi` in all arrays.
+    """Return Shardy's sharding rule for a call. The axes of x are named x0, x1, ... in all arrays.
 
     Parameters are small, so every device gets them unsharded, and their sharding does not affect
     the sharding of x. Their gradients have separate axis names, so that they can be sharded in any
@@ -230,7 +230,7 @@ def run(
         out_specs=[*results],
         axis_names=explicit_axes(mesh),
     )
-    # A parameter that is sharded to save memory (FSDP) is gathered here; it is small.
+    # If a parameter is sharded (FSDP), gather it. This is cheap, because parameters are small.
     outputs: list[jax.Array] = sharded(*[reshard(a, mesh, s) for a, s in zip(arrays, operands)])
     return outputs
 
@@ -315,9 +315,9 @@ def lie_as(a: jax.Array, aval: Any) -> jax.Array:
 def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Cast arrays inside `jax.shard_map` so that all vary over the same Manual mesh axes.
 
-    Rows differ between devices, while a parameter has the same value on all. `jax.lax.pcast` gives
-    the parameter the type of an array that varies. The transpose of this cast sums over the mesh
-    axes, so that the parameter's gradient is also the same on all devices.
+    Rows differ between devices, while a parameter has the same value on all devices.
+    `jax.lax.pcast` gives the parameter the type of an array that varies. The transpose of this cast
+    sums over the mesh axes, so that the parameter's gradient is also the same on all devices.
     """
     if len(arrays) == 1:
         return arrays
@@ -332,9 +332,9 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 def explicit_mesh(avals: Sequence[Any]) -> Any:
     """Return the mesh of arrays with these types, or None if the mesh has no Explicit axes.
 
-    The type of a replicated array includes the mesh, although the sharding uses none of the mesh
-    axes. The type of an array that is not committed to a device includes no mesh. If no type
-    includes a mesh, the mesh that `jax.set_mesh` has set is used.
+    The types of sharded and of replicated arrays include a mesh. The type of an array that is not
+    committed to a device does not. If no type includes a mesh, the result is the mesh that
+    `jax.set_mesh` has set.
     """
     mesh = mesh_of(avals)
     if mesh.empty:

@@ -2,7 +2,8 @@
 
 A conversion makes the norms of a package (Flax or equinox) run jaxnorm's functions. Some norms keep
 the package's code because of their class or their options. Some converted norms must save their
-input instead of their output. One log line names the norms of both kinds.
+input instead of their output. One log line lists the norms that keep the package's code, and the
+norms that save their input.
 """
 
 import functools
@@ -103,16 +104,16 @@ def decided(
     why_left: Callable[[Any], str | None],
     why_input: Callable[[Any], str | None],
 ) -> dict[str, Save]:
-    """Return a dict that maps the path of each norm to convert to its `save` mode.
+    """Choose which norms are converted, and return a dict from their paths to their `save` modes.
 
     Log which norms are not converted.
 
     Args:
       function: name of the conversion, such as ``"nnx.convert"``.
-      norms: maps paths to norms: all norms of a model.
+      norms: a dict from paths to norms, with all norms of a model.
       classes: a dict from the package's norm classes to jaxnorm's.
-      save: the mode of all norms except those that must save their input.
-      calls: the user's functions for classes, which the log line mentions.
+      save: the mode that the user requested. Norms that must save their input get "input" instead.
+      calls: the argument ``calls`` of the conversion. Its sentences become part of the log line.
       why_left: function that takes a norm. It returns the reason why the norm is left to its
         package, or None.
       why_input: function that takes a norm. It returns the reason why the norm must save its input,
@@ -147,7 +148,7 @@ def subclass(module: Any, base: type, package: str) -> str:
 
 
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
-    """Return the class in `bases` whose conversion applies to the class `kind`, or None.
+    """Return the class in `bases` that decides how a module of class `kind` is converted, or None.
 
     The result is `kind` itself if it is in `bases`. If `kind` is a subclass with an empty body, its
     base class is examined in the same way. If `kind` overrides code, the result is None.
@@ -193,14 +194,15 @@ def _contents(kind: type) -> dict[str, Any]:
 
 
 class Calls:
-    """The argument ``calls`` of a conversion, and a record of the modules that it applied to.
+    """The argument ``calls`` of a conversion, and a record of the modules that it has affected.
 
     Two objects are equal if they have the same functions for the same classes.
 
     Attributes:
       functions: maps a class to the function that replaces its ``__call__``.
-      applied: maps the path of each module of these classes to the name of its class.
-      left: maps the path of each module of a subclass to the reason why it is not changed.
+      applied: maps the path of each module whose ``__call__`` is replaced to the name of its class.
+      left: maps the path of each module of a subclass of these classes to the reason why the module
+        is not changed.
       others: maps the paths of some other modules to the names of their classes: the user defined
         the class, its name ends in "norm", and it is not in `functions`.
     """
@@ -261,9 +263,9 @@ class Calls:
         return None
 
     def has(self, path: str) -> bool:
-        """Return True if ``calls`` has a function for the class of the module at this path.
+        """Return True if ``calls`` has a function for the module at this path.
 
-        This includes functions for a base class.
+        The function may be for the module's class, or for a base class of it.
         """
         return path in self.applied or path in self.left
 
@@ -279,8 +281,9 @@ class Calls:
 
         Args:
           left: names of norm classes that are not converted because they override code.
-          seen: full names of classes that had modules in earlier conversions. A class in ``calls``
-            is reported as not found only if it is not among them.
+          seen: full names of further classes of which modules have been found. A class in ``calls``
+            is reported as not found if this object has recorded no module of it, and `seen` does
+            not have its name either.
         """
         for what, modules in (
             ("call functions of calls", self.applied),
@@ -335,7 +338,10 @@ def original(kind: type) -> type:
 
 
 def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
-    """Log a warning that a model has no norm of the package. `norms` are the classes' names."""
+    """Log a warning that a model has no norm of the package.
+
+    `norms` is a text with the names of the package's norm classes.
+    """
     others = "".join(f". {sentence}" for sentence in calls.sentences())
     warn(
         f"jaxnorm.{function}: %s has no {norms}; norms of other classes can call "
@@ -359,16 +365,16 @@ def log(
     outcomes: Mapping[str, Mapping[str, str]],
     sentences: Iterable[str] = (),
 ) -> None:
-    """Log one line about the norms that a conversion did not change as the user requested.
+    """Log one line about the norms that were not converted, or that must save their input.
 
-    These are norms that were not converted, and norms that must save their input. Without the line,
-    the user would not notice that they are slower or save more than intended.
+    Without this line, the user would not notice that these norms are slower than intended, or that
+    they save more.
 
     Args:
       function: name of the conversion, such as ``"nnx.convert"``.
       seen: number of all norms.
-      outcomes: maps an outcome, such as "are left to Flax", to a dictionary that maps the path of
-        each norm with this outcome to the reason.
+      outcomes: a nested dict, ``{outcome: {path: reason}}``. An outcome is a text, such as "are
+        left to Flax". The inner dict has an entry for each norm with this outcome.
       sentences: further sentences of the line.
     """
     parts = [

@@ -28,7 +28,7 @@ Axes = int | Sequence[int]
 
 
 class Added(NamedTuple):
-    """The additional fields of jaxnorm's norm modules, which Flax's modules do not have."""
+    """The fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
 
     save: Save
     implementation: Name | None
@@ -36,18 +36,18 @@ class Added(NamedTuple):
 
 
 def added(module: Any) -> Added:
-    """Return the additional fields of one of jaxnorm's norm modules."""
+    """Return the values of a module's fields that Flax's norm modules do not have."""
     return Added(module.save, module.implementation, module.scale_offset)
 
 
 def set_fields(module: Any, added: Added) -> None:
-    """Set the additional fields of a norm module."""
+    """Set the fields of a norm module that Flax's norm modules do not have."""
     for name, value in added._asdict().items():
         setattr(module, name, value)
 
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """Check the arguments of a conversion, and return the additional fields of its norms."""
+    """Check the arguments of a conversion; return the fields that its norms get from jaxnorm."""
     conversion.check(function, save, implementation)
     return Added(save, implementation)
 
@@ -71,7 +71,7 @@ def shared_axes(
 
 
 class Groups(NamedTuple):
-    """How a GroupNorm is computed as a LayerNorm.
+    """The shape and the axes with which a GroupNorm is computed as a LayerNorm.
 
     Attributes:
       shape: x's shape, but the last axis (channels) is split into two: the groups, and the channels
@@ -114,7 +114,7 @@ def options(
       dtypes: the Python module `dtypes` of linen or of nnx. It has Flax's rule for the output's
         dtype: the norm's dtype or, if that is None, the common dtype of the operands.
       module: the norm module.
-      added: the additional fields of the module.
+      added: the module's fields that Flax's norm modules do not have.
       axes: the axes to normalise.
       operands: x and the parameters.
     """

@@ -15,8 +15,8 @@ from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# A function that chooses the `save` mode of a norm, given its parameters and its output's dtype.
-# If it is None instead, the norm module's own `save` mode applies.
+# A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
+# its output. None means that the norm module's own `save` mode applies.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
@@ -43,13 +43,13 @@ def normalised(
     residual: Any = None,
     judged: Judged = None,
 ) -> Any:
-    """Run a norm module by jaxnorm's functions. Return y or, with a residual, (y, h).
+    """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
     The parameters are created in the module's scope.
 
     Args:
       norm: a module of Flax or of jaxnorm.
-      added: the additional fields, which a module of Flax does not have.
+      added: values of the fields that jaxnorm's norm modules have and Flax's do not have.
       x, residual: the operands of the call.
       judged: function that chooses the `save` mode; None to use the mode in `added`.
     """
@@ -123,7 +123,7 @@ def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's."""
+    """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
     dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
     if norm.dtype is not None:
         dtypes_seen.append(jnp.dtype(norm.dtype))
@@ -152,7 +152,8 @@ class Stored:
     change.
 
     Attributes:
-      reasons: the reason for each of these norms. A key is the norm's path and its output's dtype.
+      reasons: a dict. A key is a norm's path and the name of its output's dtype. The value is the
+        reason why the norm must save its input.
     """
 
     def __init__(self, params: Any) -> None:
@@ -168,7 +169,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree, and note in `reasons` which ones must save x."""
+        """Yield the paths of the norms in a tree. Add the norms that must save x to `reasons`."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -251,10 +252,10 @@ class Seen:
         return "input"
 
     def tell(self, settings: Hashable, around: Hashable) -> None:
-        """At the end of a context, log the norms that were not converted as requested.
+        """At the end of a context, log which norms were left to Flax or must save their input.
 
-        If no norm was called at all, log a warning about that. `settings` are the settings of the
-        context. `around` are the settings of the enclosing context; None if there is none.
+        If no norm was called in the context, log a warning about that. `settings` are the settings
+        of the context. `around` are the settings of the enclosing context; None if there is none.
         """
         if around is not None:
             # Calls in this context are also calls in the enclosing context, so the enclosing
@@ -263,8 +264,8 @@ class Seen:
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
         # True if all modules of this record were also called in an earlier context with equal
-        # settings. The record may then be incomplete: a program that was compiled in the earlier
-        # context runs without calling its Python modules again.
+        # settings. Programs that were compiled in the earlier context may then have run in this
+        # context too. They do not call their Python modules again, so the record may lack modules.
         is_part = before is not None and self.modules <= before
         names = before if before and is_part else self.modules
         conversion.log(

@@ -106,8 +106,8 @@ def _weigh(
 ) -> jax.Array:
     scale, fill, dtype = query.shape[-1] ** -0.5, _FILL, query.dtype
     lengths = query.shape[-3], key.shape[-3]
-    # If the causal mask is the only one, each query has an unmasked key. Then a fill of -inf gives
-    # the same weights as `_FILL`, and kernels can skip masked entries.
+    # If there is no other mask than the causal one, each query has an unmasked key. Then a fill of
+    # -inf gives the same weights as `_FILL`, and kernels can skip masked entries.
     only_causal = is_causal and bias is None and mask is None
     if is_causal and not (only_causal and flax_modules.is_supported(dtype)):
         causal = jnp.tril(jnp.ones(lengths, bool))

@@ -16,13 +16,16 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 def convert(
     model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
 ) -> None:
-    """Convert Flax's norms in a model: set their class and the additional attributes.
+    """Convert Flax's norms in a model, in place.
+
+    A converted norm gets the class of jaxnorm's norm, and the attributes that only jaxnorm's norms
+    have.
 
     Args:
       model: an `nnx.Module`, or a container of modules.
       classes: a dict from Flax's norm classes to jaxnorm's.
-      added: the additional attributes of the converted norms. Only `save` may differ: norms that
-        must save their input get ``save="input"``.
+      added: values of the attributes that only jaxnorm's norms have. All converted norms get these
+        values, but norms that must save their input get ``save="input"``.
       calls: the user's functions that replace the ``__call__`` of classes. A norm of such a class
         calls the user's function and is not converted.
 

@@ -48,8 +48,9 @@ def compiled[**P, T](
             """Return three functions for calls with the same kinds of arguments.
 
             The first is the compiled function. The other two take a dict of all arguments: the
-            second returns the arguments that are arrays, the third the static ones. `others` are
-            the arguments in `either` that are arrays in this call.
+            second returns the arguments that are arrays, the third the static arguments. The
+            arguments named in `either` may be arrays or numbers. `others` has the names of those
+            that are arrays in this call.
             """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]
@@ -136,9 +137,10 @@ def alone(
 
 
 def _is_array(a: Any) -> bool:
-    """Return True for an array of numbers.
+    """Return True for an array, and False for a number.
 
-    The result is False for a NumPy array without axes, which counts as a number.
+    The result is also False for an array of bools, and for a NumPy array without axes, which counts
+    as a number.
     """
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
     return is_array and a.dtype.kind != "b"
@@ -147,11 +149,14 @@ def _is_array(a: Any) -> bool:
 def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    A call with such arguments is compiled. A tracer of `jax.grad` outside `jax.jit` has a value
-    too, so the result is True for it. This saves time, because JAX caches the derivative of a
-    compiled function, but traces the derivative of any other function again at each call. If JAX
-    checks for NaNs or infinities, the result is False for tracers: the check would fail for the
-    -inf that a loss saves for masked rows (see `alone`).
+    The caller compiles the call if the result is True for all arrays. This includes tracers of
+    `jax.grad` outside `jax.jit`, which have a value. Compiling their calls saves time: JAX caches
+    the derivative of a compiled function, but traces the derivative of any other function again at
+    each call.
+
+    There is one exception. If JAX is configured to check for NaNs or infinities, the result is
+    False for all tracers. In a compiled call, this check would raise an error for the -inf that a
+    loss saves for masked rows (see `alone`).
     """
     kind: type = type(a)
     if _is_concrete(kind):

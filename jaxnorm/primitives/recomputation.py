@@ -1,23 +1,27 @@
 """Two ways to write differentiable functions that save only their arguments for the backward pass.
 
-`recomputed(f, ...)` evaluates f, and the backward pass recomputes f's intermediates from f's
-arguments. This needs an optimization barrier: otherwise, XLA would save the intermediates of the
-forward pass and use them in the backward pass. `jax.checkpoint` puts all arguments behind a
-barrier. In a loop over layers, this makes XLA copy the layer's slice of each stacked argument.
-`recomputed` instead puts only bools behind the barrier (`true` below), and replaces x by a select
-between x and zeros. All intermediates that are computed from x then depend on a bool, and cannot be
-computed before the barrier::
+`recomputed(f, ...)` evaluates f. The backward pass recomputes f's intermediates from f's arguments.
+This needs an optimization barrier: otherwise, XLA would save the intermediates of the forward pass
+and use them in the backward pass. `jax.checkpoint` puts all arguments behind a barrier. In a loop
+over layers, this makes XLA copy the layer's slice of each stacked argument.
+
+`recomputed` avoids these copies, because only a bool is behind the barrier. The bool is always
+true, but a barrier hides its value from XLA. In f's derivative df, the argument x is replaced by
+``select(bool, x, 0)``, which equals x. Everything that df computes from x therefore depends on the
+bool. The barrier returns the bool only when the cotangent ct is available, so XLA cannot compute
+these arrays earlier::
 
     y = f(x, ..., *arrays)                              a `jax.custom_jvp`
     dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
-    df(select(barrier(true, dy), x), ...)^T(dy)         its transpose, by the same primitive
+    df(select(barrier(true, ct), x), ...)^T(ct)         its transpose, by the same primitive
 
 `linear(f, residuals, tangent)` is for JVP rules. If a rule computes `dy = f(residuals, dx)` in
 plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a residual.
-`linear` makes f a single primitive, which is linear in dx and has the same primitive as its
-transpose. Its intermediates are always computed from the given residuals. `jax.checkpoint` around f
-has the same effect, but under ``jax_remat3`` it has no transpose (``RematTraced must implement
-transpose``, jax 0.11.2 to 0.12.0.1).
+`linear` makes f a single primitive, which is linear in dx. JAX then saves only `residuals`, and
+f's intermediates are recomputed from them. The transpose of this primitive is the same primitive
+with another program as its parameter. `jax.checkpoint` around f has the same effect, but under
+``jax_remat3`` it has no transpose (``RematTraced must implement transpose``, jax 0.11.2 to
+0.12.0.1).
 """
 
 import functools
@@ -41,13 +45,15 @@ Function = Callable[..., jax.Array]
 def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
     """Return ``f(*rows, *arrays)``; save only `rows`, `arrays` and arrays that f closes over.
 
-    In the backward pass, the gradients of `rows` depend on one bool behind a barrier, and the
-    gradients of `arrays` on another (see the module's docstring for the bools). With a single bool,
-    both kinds of gradients would use the same intermediates. XLA would then compute expensive ones,
-    such as gelu's tanh, in one kernel and store them in float32 for another kernel.
+    The backward pass recomputes f's intermediates twice: for the gradients of `rows`, and for the
+    gradients of `arrays`. Each of the two recomputations has its own bool behind the barrier (see
+    the module's docstring). With a single bool, both kinds of gradients would use the same
+    intermediates. XLA would then compute expensive intermediates, such as gelu's tanh, in one
+    kernel and store them in float32 for another kernel.
 
     Args:
-      f: function of arrays. All intermediates that XLA must not save depend on the first of `rows`.
+      f: function of arrays. XLA recomputes only intermediates that f computes from the first of
+        `rows`. It may save others.
       rows, arrays: arrays of any dtypes.
     """
     traced = jax.make_jaxpr(f)(*rows, *arrays)
@@ -133,8 +139,9 @@ def _lower_recomputed(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # The barrier must also include the cotangents. A barrier around only the bools would not
-        # wait for the backward pass: XLA would compute f's derivative early and save it.
+        # The barrier must also include the cotangents. The bools do not depend on the backward
+        # pass, so a barrier around only the bools would delay nothing: XLA would compute f's
+        # derivative early and save it.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)
@@ -186,9 +193,11 @@ def _transpose_recomputed(
 #     awaits=False    (true, true, *arrays, *tangents) -> tangent
 #     awaits=True     (true, true, *arrays, cotangent) -> cotangents       the transpose
 #
-# In the transpose, a barrier makes the two bools wait for the cotangent. `groups` selects one of
-# the bools for each tangent: 0 for the first, and 1 for the second. The transpose computes the
-# cotangent of this tangent from intermediates that depend on the selected bool.
+# XLA must not compute f's intermediates before the backward pass. So the intermediates depend on a
+# bool, and in the transpose, a barrier makes the two bools wait for the cotangent. There are two
+# bools because the gradients of `rows` and of `arrays` use separate intermediates (see
+# `recomputed`). `groups` has a number for each tangent: 0 for a tangent of `rows`, which uses the
+# first bool, and 1 for a tangent of `arrays`, which uses the second bool.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 
@@ -239,9 +248,9 @@ def linear(
       f: a function of arrays, linear in the last one.
       residuals: arrays of any dtypes.
       tangent: the array in which f is linear.
-      barrier: if True, XLA recomputes the transpose's intermediates from the residuals once the
-        cotangent is available. If False, XLA may reuse arrays that the forward pass has computed,
-        which keeps them in memory.
+      barrier: if True, XLA computes the transpose's intermediates from the residuals, and only
+        after the cotangent is available. If False, XLA may reuse arrays that the forward pass has
+        computed, which keeps them in memory.
     """
     traced = jax.make_jaxpr(f)(*residuals, tangent)
     operands = (*traced.consts, *residuals, tangent)

@@ -60,11 +60,13 @@ save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 def names(call: Call) -> list[str | None]:
     """Return, for each result of a call, its name for policies, or None if it has no name.
 
-    Two kinds of results have names: outputs of norms and softmaxes, and results with one number per
-    row. Derivatives may need the results of the second kind, which are as cheap to save as
-    statistics. The sum h has a name only if the backward pass reads h; otherwise, recomputing h is
-    cheaper than saving it. If a norm is a step of another function, such as rms_norm_linear, only
-    its statistics have names, because the norm's output is not a result of that function.
+    Three kinds of results have names:
+
+    - The outputs of norms and softmaxes. If a norm is a step of another function, such as
+      rms_norm_linear, its output has no name, because it is not a result of that function.
+    - Row statistics, and other results with one number per row, such as a loss. Derivatives may
+      need them, and they are cheap to save.
+    - The sum h, if the backward pass reads h. Otherwise, recomputing h is cheaper than saving it.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -103,7 +105,7 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 def register(primitive: Primitive, rules: Any) -> None:
     """Register a forward primitive's rematerialisation rule for ``jax_remat3``.
 
-    Policies can then save the residuals that the call names. `rules` is the
+    Policies can then save the residuals to which the call gives names. `rules` is the
     `jaxnorm.primitives.rules.Rules` object with the primitive's other rules.
     """
     private = private_jax.remat3()
@@ -112,18 +114,18 @@ def register(primitive: Primitive, rules: Any) -> None:
     table, transform, name = private
 
     def rule(trace: Any, *primals: Any, **static: Any) -> tuple[list[jax.Array], Any, Any]:
-        """Return three things: the results, the saved arrays, and a function for the backward pass.
+        """Return the results, the saved arrays, and a function that JAX differentiates later.
 
         The function takes the saved arrays and the primals, and returns the results again. JAX
-        differentiates this function in the backward pass.
+        differentiates it in the backward pass.
         """
         (call,) = static.values()
         recompute = functools.partial(rules.bind, call)
         if (full := rules.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # The backward pass uses the saved arrays instead of recomputing them. For a second
-        # derivative, a saved array is not a constant: its derivative is the derivative of the
-        # forward pass that computed it.
+        # The backward pass uses the saved arrays instead of recomputing them. If the backward pass
+        # is itself differentiated, a saved array must not be treated as a constant: its derivative
+        # is the derivative of the forward pass that computed it.
         with_names = functools.partial(named, rules.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules

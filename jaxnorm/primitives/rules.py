@@ -44,9 +44,9 @@ class Pass(Protocol):
 
     @property
     def primitives(self) -> str | None:
-        """Name of the function whose primitives the pass binds; None if these are `function`'s own.
+        """Name of another public function whose primitives the pass binds, or None.
 
-        It differs from `function` if a public function uses the primitives of another one.
+        If it is None, the pass binds the primitives of `function`.
         """
 
     @property
@@ -112,7 +112,7 @@ class Rules[P: Pass](abc.ABC):
     def with_residuals(self, call: P) -> P | None:
         """Return the forward pass that also returns the arrays saved for the derivative.
 
-        Return None if there are no such arrays that a rematerialisation policy could save.
+        The result is None if a rematerialisation policy can save none of these arrays.
         """
 
     @abc.abstractmethod
@@ -178,7 +178,7 @@ class Rules[P: Pass](abc.ABC):
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
         # Inside `jax.shard_map`, arrays may vary over different mesh axes, and must be cast to vary
-        # over the same ones. Outside, no mesh is set.
+        # over the same mesh axes. Outside, no mesh is set.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
@@ -249,10 +249,10 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Transpose a tangent pass: return a dict with the cotangents of its tangent operands.
+        """Transpose a tangent pass: return a dict from operand names to cotangents.
 
-        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
-        cotangents are needed.
+        `cotangents` are the cotangents of the tangent pass's results. `names` are the names of the
+        operands whose cotangents are needed.
         """
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
@@ -363,7 +363,7 @@ def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return the result of `jax.jvp`; a primal with a symbolic zero tangent is a constant."""
+    """Return the result of `jax.jvp`. Primals with a symbolic zero tangent are constants."""
     at = [i for i, t in enumerate(tangents) if not isinstance(t, (ad.Zero, SymbolicZero))]
 
     def function(*arrays: jax.Array) -> Any:
@@ -408,9 +408,9 @@ def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any
     return function(*arguments, **named)
 
 
-# With 2**17 stack entries of 8 bytes, the frame is a little larger than 1 MiB. CPython rounds the
-# size of its chunk up to a power of two, 2 MiB. So nearly 1 MiB of the chunk is left for the frames
-# of the functions that are called.
+# The frame has 2**17 stack entries of 8 bytes, so it is a little larger than 1 MiB. CPython
+# allocates a chunk of memory for it, and rounds the chunk's size up to a power of two, 2 MiB.
+# Nearly 1 MiB of this chunk remains for the frames of the functions that are called from here.
 in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 
 

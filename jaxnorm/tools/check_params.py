@@ -13,8 +13,8 @@ from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# For each dtype of y, two numbers: the mean relative rounding error of normal numbers (half a unit
-# roundoff, as measured), and the spacing of subnormal numbers.
+# For each dtype of y, two numbers: half the unit roundoff, and the spacing of subnormal numbers.
+# Half the unit roundoff is about the mean relative rounding error of normal numbers.
 _ROUNDING = {
     "bfloat16": (2.0**-9, 2.0**-133),
     "float16": (2.0**-12, 2.0**-24),
@@ -29,8 +29,8 @@ _ADVISE_INPUT = 0.1
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Parameter names of scales and biases. The names in `_OWN_SCALES` are used by norm classes that
-# models define themselves, instead of ``scale`` or ``weight``.
+# Parameter names of scales and biases. A norm class that is defined by a model, not by a library,
+# may use the names in `_OWN_SCALES` where libraries use ``scale`` or ``weight``.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
@@ -47,16 +47,16 @@ class NormReport:
     Attributes:
       path: path of the norm's parameters in the tree.
       columns: number of elements of scale, in all layers if layers are stacked.
-      under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
-        ``dtype``. In float16, the limit is 2**-14, below which accuracy degrades. In the other
-        dtypes, the limit is 2**-60 (2**-500 in float64), and the forward pass replaces smaller
-        values by the limit.
+      under_floor: number of columns with a value of ``|scale + scale_offset|`` below a limit that
+        depends on ``dtype``. For float16, the limit is 2**-14: with smaller values, y is less
+        accurate. For other dtypes, it is 2**-60 (float64: 2**-500): the forward pass replaces
+        smaller values by the limit.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
-      max_partner_ratio: a number for a norm whose output is rotated in pairs of columns; otherwise
-        None. The two columns of a pair have different scales. This is the largest ratio of one to
-        the other, in any pair.
+      max_partner_ratio: a number for a norm whose output is rotated in pairs of columns; None for
+        other norms. In each pair, the larger ``|scale + scale_offset|`` is divided by the smaller
+        one. This is the largest quotient of all pairs.
     """
 
     path: str
@@ -150,34 +150,38 @@ def check_params(
 ) -> ParamReport:
     """Predict, for each norm of a model, how accurate gradients are with ``save="output"``.
 
-    From the saved y, the backward pass recovers ``x_hat = (y - bias) / scale``. The rounding error
-    of x_hat depends only on the parameters, so the report needs no data. The predicted relative
-    error of the gradient of scale is, in column j::
+    From the saved output y, the backward pass recovers ``x_hat = (y - bias) / scale``. The rounding
+    error of x_hat depends only on the parameters, so the report needs no data. The predicted
+    relative error of the gradient of scale is, in column j::
 
         error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
 
-    Here, u is the mean relative rounding error of normal numbers of ``dtype``, and q the spacing of
-    its subnormal numbers. If y is rotated in pairs of columns (:func:`jaxnorm.rms_norm_rope`), the
-    rounding errors of both columns of a pair contribute. The first term under the root is then
+    Here, u is half the unit roundoff of ``dtype``, and 0.83 u is about the root mean square of the
+    relative rounding errors of normal numbers. q is the spacing of the subnormal numbers of
+    ``dtype``. If y is rotated in pairs of columns (:func:`jaxnorm.rms_norm_rope`), the rounding
+    errors of both columns of a pair contribute. The first term under the root is then
     ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2``. Here, partner_j is the scale of the other
     column of the pair. The function runs on the host, and copies the parameters there.
 
     Args:
       params: a tree of parameters with the names of Flax (linen or nnx), equinox or PyTorch. Names
         may be nested, or joined by dots or slashes. It may be a model that is such a tree, as in
-        equinox. Leaves may be stacked over layers. A norm is
+        equinox. Leaves may be stacked over layers. A module *looks like a norm* if its name is that
+        of a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of its
+        class has ``Norm`` in it. The scale of a norm is
 
-        - a leaf named ``scale``, with the ``bias`` next to it, if any;
+        - a leaf named ``scale``;
         - a leaf named ``weight`` next to a ``bias`` of the same shape (the bias of a linear layer
           has another shape);
-        - a leaf named ``weight`` without a ``bias``, if it has one axis, or if its module is named
-            like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of
-            its module's class has ``Norm`` in it;
-        - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
-          if any, as in norm classes that models define (for example Tunix).
+        - a leaf named ``weight`` without a ``bias``, if the leaf has one axis, or if its module
+          looks like a norm;
+        - a leaf named ``w`` or ``gamma``, if its module looks like a norm. (Models that define
+          their own norm class use these names, for example in Tunix.)
 
+        A leaf named ``bias`` next to the scale is the norm's bias. Next to ``w`` or ``gamma``, it
+        may also be named ``b`` or ``beta``.
       dtype: dtype of the norms' *output*, not of the parameters.
-      scale_offset: added to every scale, as in the norm functions.
+      scale_offset: number that is added to every scale, as in the norm functions.
       rotated: name or names of the norms whose output is rotated, such as ``("q_norm", "k_norm")``.
         A name is the last part of a norm's path, or the last few parts. The last axis of such a
         norm's scale must have one element for each column of a head.
@@ -221,7 +225,7 @@ def check_params(
     norms, found = [], set[str]()
     for path, scale in leaves.items():
         # In nnx, a parameter is an object with its array as an attribute, so that the parameter's
-        # name is the last but one part of the path.
+        # name is the second to last part of the path.
         at = next((i for i in (-1, -2) if len(path) >= -i and path[i] in scales), None)
         if at is None:
             continue
@@ -261,7 +265,7 @@ def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> t
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Return True if the last parts of a path are those of `name`, joined by dots or slashes."""
+    """Return True if a path ends with the parts of `name`, which are joined by dots or slashes."""
     parts = re.split("[./]", name)
     return path.split("/")[-len(parts) :] == parts
 
@@ -299,9 +303,9 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # The backward pass clips x_hat, so the error of the gradient is at most about as large as the
-    # gradient itself, even if the gradient consists of rounding errors only. Therefore, the
-    # predicted relative error is limited to 1.
+    # The backward pass clips x_hat to the largest value that it can have. So even if x_hat consists
+    # of rounding errors only, the error of the gradient is at most about as large as the gradient.
+    # Therefore, the predicted relative error is limited to 1.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,

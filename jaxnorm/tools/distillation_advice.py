@@ -29,7 +29,8 @@ class _Divergence(NamedTuple):
     """A divergence that was found in a program.
 
     Attributes:
-      student, teacher: the two arrays of logits, before casts and constant factors.
+      student, teacher: the logits of the student and of the teacher, before they are cast or
+        multiplied by constants.
       inside: the arrays, as large as the logits, that are computed from the logits and used only by
         the divergence.
       source: the user's line that computes the student's exponentials.
@@ -46,7 +47,7 @@ class _Divergence(NamedTuple):
 def divergences(program: Program) -> Iterator[Advice]:
     """Recognise a divergence between two softmaxes, with or without the linear layers before them.
 
-    Such code looks like this.
+    The code looks like this.
 
     ::
 
@@ -65,9 +66,9 @@ def divergences(program: Program) -> Iterator[Advice]:
 
 
 def _found(exponentials: Value) -> _Divergence | None:
-    """Find a divergence in which `exponentials` belong to the student's softmax.
+    """Find the divergence whose student softmax is computed from `exponentials`.
 
-    Return the divergence, or None if there is none.
+    Return None if there is no such divergence. `exponentials` may be any array of the program.
     """
     if exponentials.made_by != "exp" or not exponentials.is_active:
         return None

@@ -26,8 +26,9 @@ _CALLS = {
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
-# JAX's new rematerialisation (``jax_remat3``) has primitives of its own. This dict maps the class
-# of each to the name of a primitive of the default rematerialisation, which is treated alike.
+# JAX's new rematerialisation (``jax_remat3``) has its own primitives. Each of them is treated like
+# a primitive of the default rematerialisation. The dict maps the name of the new primitive's class
+# to the name of the default primitive.
 _HIGH_LEVEL = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
@@ -49,14 +50,17 @@ class Value:
       shape, dtype: shape and dtype of the array.
       local: shape of one device's shard if the array's type includes its sharding; otherwise
         `shape`.
-      made_by: name of the primitive that computes the array. If there is none, it is ``"argument"``
-        (a constant or an argument of the program), ``"carry"`` (in the carry of a scan),
-        ``"layer's"`` (the slice of a stacked array in a scan), ``"literal"`` or `STACKED`.
+      made_by: name of the primitive that computes the array. If no primitive computes it, this is
+        one of five texts: ``"argument"`` (a constant or an argument of the program), ``"carry"``
+        (an array in the carry of a scan), ``"layer's"`` (the slice that one iteration of a scan
+        gets of a stacked operand), ``"literal"``, or `STACKED` (an array that a scan stacks from
+        the results of its iterations).
       operands: the operands of the primitive that computes the array.
       source: the user's line, ``"file.py:12 (function)"``; "" if unknown.
-      layers: number of times that the array is computed: once per iteration of the scans around it.
+      layers: number of times that the program computes the array: the product of the lengths of the
+        scans around it; 1 outside of scans.
       users: the values that have this value among their operands.
-      equation: the equation of the jaxpr; None if no equation makes the array.
+      equation: the equation of the jaxpr that computes the array; None if there is none.
       is_active: True if the array depends on an argument that is differentiated.
       number: the number, if the array is a literal.
     """
@@ -87,7 +91,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the array (of one iteration of a scan) on one device."""
+        """Number of bytes of the array on one device; in a scan, of the array of one iteration."""
         return math.prod(self.local) * self.dtype.itemsize
 
 
@@ -111,8 +115,9 @@ class Graph:
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
         """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
-        For each of the further results, the graph has a node that uses it and whose `made_by` is
-        ``"result"``. `is_active` has a bool for each argument: True if it is differentiated.
+        Each result after the first `count` gets a node of its own, which uses the result. The
+        `made_by` of this node is ``"result"``. `is_active` has a bool for each argument: True if it
+        is differentiated.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
@@ -220,10 +225,10 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
 
 
 def origin(value: Value) -> Value:
-    """Follow an array back through primitives that only name or copy it.
+    """Follow an array back through primitives that only name or copy it, to the original array.
 
-    Return the array to which the first of these primitives is applied. For an array that a scan
-    stacks, continue with the array of one iteration.
+    Return the original array, which is not the result of such a primitive. If a scan stacks the
+    array, follow the array of one iteration instead.
     """
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
@@ -292,7 +297,10 @@ def _folders() -> tuple[str, ...]:
 
 
 def _line(equation: Any) -> str:
-    """Return the innermost line outside libraries in an equation's traceback; "" if unknown."""
+    """Return the line of the user's code that creates an equation; "" if it is unknown.
+
+    This is the innermost line of the equation's traceback that is not in a library.
+    """
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith((*_folders(), "<")):
@@ -347,7 +355,10 @@ GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:
-    """Yield the users of a value, of its casts, and of its copies by primitives in `NAMING`."""
+    """Yield all values that use a value directly, and all that use a cast or a copy of it.
+
+    The casts and copies are yielded too. A copy is the result of a primitive in `NAMING`.
+    """
     for user in value.users:
         yield user
         if user.made_by in NAMING or user.made_by == "convert_element_type":
@@ -363,9 +374,9 @@ def uncast(value: Value) -> Value:
 
 
 def number(value: Value) -> float | None:
-    """Return the number that is the value of all elements, or None if there is none.
+    """Return the number to which all elements of an array are equal, or None.
 
-    A number is only found if `value` is a literal, or the cast, reshape or broadcast of a literal.
+    The result is None unless `value` is a literal, or the cast, reshape or broadcast of a literal.
     """
     value = origin(value)
     while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
@@ -478,9 +489,10 @@ class Advice(NamedTuple):
       line: the line to change: ``"file.py:12 (function)"``.
       template: the instruction, with ``{at}`` in place of "at file.py:12".
       members: the arrays that are no longer saved if the user follows the advice.
-      instead: number of bytes of the other arrays that are then saved instead.
+      instead: number of bytes of the arrays that are then saved instead of `members`.
       runs: number of times that the line runs.
-      label: the first words of `sentence`; "" if `sentence` starts with `function`.
+      label: text with which `sentence`, the printed advice, begins. If it is "", `sentence` begins
+        with the name of the function.
     """
 
     function: str
@@ -507,12 +519,13 @@ class Advice(NamedTuple):
 
 
 class Program:
-    """The argument of the recognisers of code patterns: a graph with lookup tables.
+    """A graph with lookup tables. It is the argument of the functions that find code to improve.
 
     Attributes:
       values: all arrays that equations compute, in the order of the equations.
       saved: the arrays that the forward pass saves for the backward pass.
-      by_origin: the saved arrays. A key is the identity of the saved array's `origin`.
+      by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``id(origin(v))``,
+        the identity of the array that ``v`` only names or copies.
       advised: identities of the saved arrays for which advice has been found.
     """
 
@@ -527,14 +540,18 @@ class Program:
         return [v for v in found.values() if id(v) not in self.advised]
 
     def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved constant arrays that have the shape of `value` and no advice yet."""
+        """Return the saved arrays that are constant and have the same shape as `value`.
+
+        Arrays for which advice has been found already are left out.
+        """
         zeros = [v for v in self.saved if is_zeros(origin(v), value)]
         return [v for v in zeros if id(v) not in self.advised]
 
     def extra_bytes(self, value: Value) -> int:
-        """Return the number of bytes that are added if a value is saved in all layers.
+        """Return the number of bytes by which the saved arrays grow if a value is saved too.
 
-        It is 0 if the value is saved already, or is an argument.
+        The value is counted once per layer. The result is 0 if the value is saved already, or is an
+        argument.
         """
         is_there = id(value) in self.by_origin or value.made_by in GIVEN
         return 0 if is_there else value.bytes * value.layers

@@ -63,7 +63,8 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
 
     h is the first operand of a matmul, or an array from which this operand is computed.
 
-    - A dict of the arrays of h's size to which the operations are applied.
+    - A dict of the arrays of h's size from which the operations start. The key of an array is its
+      `id`.
     - True if one of the operations is nonlinear.
     - True if no operand of the operations is computed by a reduction, such as the sum over a row in
       a norm or a softmax.

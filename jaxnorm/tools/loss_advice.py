@@ -30,9 +30,11 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Code outside a loss may apply these primitives to the arrays of the loss, because their
-# derivatives save no array of the logits' size. `_OF_LOGITS` is for advice to use a loss that takes
-# logits. The program then still has the logits, so it may also apply an argmax to them.
+# The names, or beginnings of names, of primitives that code outside a loss may apply to the arrays
+# of the loss: their derivatives save no array of the logits' size. `_REDUCTIONS` is for advice to
+# use a loss that includes the linear layer. `_OF_LOGITS` is for advice to use a loss that takes
+# logits. After this second change, the program still has the logits, so it may also apply an argmax
+# to them.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
@@ -48,7 +50,7 @@ class Loss:
     """A cross-entropy, or a log-probability and entropy, that was found in a program.
 
     Attributes:
-      logits: the logits, before the softcap and casts.
+      logits: the logits, before a softcap is applied and before they are cast.
       inside: the arrays, as large as the logits, that are computed from the logits and used only by
         the loss.
       source: the user's line that computes the loss.
@@ -66,7 +68,7 @@ class Loss:
 def losses(program: Program) -> Iterator[Advice]:
     """Recognise a loss of integer labels, with or without the linear layer before it.
 
-    Such code looks like this.
+    The code looks like this.
 
     ::
 
@@ -88,7 +90,8 @@ def losses(program: Program) -> Iterator[Advice]:
 def _of_logits(loss: Loss, program: Program) -> Advice:
     """Return advice to use jaxnorm's loss that takes logits.
 
-    If the program casts the logits (for example to float32), only the array that is cast is saved.
+    If the program casts the logits (for example to float32), jaxnorm's loss saves only the logits
+    before the cast.
     """
     function = loss.ours or _FUNCTION
     dtype = loss.logits.dtype.name
@@ -151,7 +154,7 @@ def _plain(value: Value) -> Loss | None:
 
 
 def _uncapped(loss: Loss) -> Loss:
-    """Return the loss including a softcap, if its logits are ``cap * tanh(logits / cap)``.
+    """Extend a loss by the softcap ``cap * tanh(logits / cap)`` of its logits, if there is one.
 
     If there is no softcap, or if code outside the loss uses the softcap's result, the loss is
     returned unchanged.
@@ -186,7 +189,11 @@ def _uncapped(loss: Loss) -> Loss:
 
 
 def factors_of(value: Value) -> tuple[Value, list[float]]:
-    """Return the array before casts and constant factors, and a list of the factors."""
+    """Follow a value back through casts, and through multiplications by constants.
+
+    Return the array that is reached, and a list of the constants. For a division by a constant, the
+    list has its reciprocal.
+    """
     value, factors = kept_arrays.uncast(value), list[float]()
     while value.made_by in ("mul", "div"):
         numbers = [kept_arrays.number(v) for v in value.operands]
@@ -274,7 +281,8 @@ def _is_pick(user: Value) -> bool:
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
     """Return True if a value is used only by the loss and by primitives named in `others`.
 
-    The derivatives of these primitives do not need the value. `inside` are the arrays of the loss.
+    `others` has names, or beginnings of names, of these primitives. `inside` are the arrays of the
+    loss.
     """
     members = {*map(id, inside)}
     return all(

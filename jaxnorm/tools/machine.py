@@ -18,8 +18,9 @@ from jaxnorm_kernels import launching, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
-# Shapes of x for which the report lists implementations. `_SHAPE` are a transformer's activations.
-# `_HEADS`, for functions that process each attention head, is (batch, length, heads, columns).
+# Shapes of x for which the report lists implementations. `_SHAPE` is the shape of a transformer's
+# activations. `_HEADS` is (batch, length, heads, columns), for functions that process each
+# attention head.
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
 # Functions that take a scale but are not in the table of operations.
 _WITH_SCALE = ("rms_norm_linear",)
@@ -66,7 +67,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _cuda_versions() -> Iterator[tuple[str, str]]:
-    """Yield the newest CUDA version that the driver supports, and the version of JAX's runtime."""
+    """Yield the newest CUDA version that the driver supports, and the CUDA runtime's version."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -117,7 +118,8 @@ def _choices() -> Iterator[tuple[str, str, str]]:
     If both passes have the same implementation and reason, they share a line.
     """
     for function in functions():
-        # Functions that are not in the table take no scale, except those in _WITH_SCALE.
+        # Of the functions that are not in the table, only the functions in _WITH_SCALE take a
+        # scale.
         op = FUNCTIONS[function].op if function in FUNCTIONS else None
         operands = OPERATIONS[op].operands if op else ("scale",) * (function in _WITH_SCALE)
         kinds = {name: OPERANDS[name] for name in operands}
@@ -156,7 +158,7 @@ def _advice() -> str | None:
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Yield each optional extra that lacks a package, and the command that installs the extra."""
+    """Yield optional extras with packages that are not installed, and commands to install them."""
     needed: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("jaxnorm") or []
@@ -174,7 +176,7 @@ def _missing_extras() -> Iterator[tuple[str, str]]:
 
 
 def _package_of(requirement: str) -> str:
-    """Return the name of the package that shows whether a requirement is installed.
+    """Return the name of the package to look for, to find out if a requirement is installed.
 
     For ``jax[cuda13]``, this is JAX's CUDA plugin.
     """

@@ -1,4 +1,4 @@
-"""Advice for code where jaxnorm's functions, or `jax.checkpoint`, would save fewer residuals.
+"""Advice to use jaxnorm's functions, or `jax.checkpoint`, so that a program saves fewer arrays.
 
 A recogniser is a function that finds code of a certain kind in the graph of `kept_arrays`, by the
 primitives that make and use an array. Its docstring shows such code. `RECOGNISERS` lists the
@@ -84,7 +84,7 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return, for each saved array that has advice, the advice and the number of bytes it frees.
+    """Return, for each saved array that has advice, the advice and the number of freed bytes.
 
     The keys of the dict are the identities (`id`) of the arrays. The number of bytes is at most the
     size of the array.
@@ -103,11 +103,11 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
 
 
 def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
-    """Return, for each array that the advice frees, the advice and the number of bytes it frees.
+    """Return, for each array that `advice` frees, the advice and the number of freed bytes.
 
     The number of bytes is the size of the array. If the program then saves other arrays instead,
-    their total size is subtracted from the sizes of the freed arrays: from the largest one first,
-    then from the next ones, until it is used up.
+    the bytes of these other arrays are deducted: first from the largest freed array, and what
+    remains from the next largest ones.
     """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)

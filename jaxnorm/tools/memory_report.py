@@ -35,12 +35,13 @@ class KeptArray:
 
     Attributes:
       bytes: total size of these arrays, in all layers.
-      shape, dtype: shape and dtype of one array. The shape includes the axes that scans stack. On a
-        mesh, it is the shape of one device's shard.
+      shape, dtype: shape and dtype of one array. If a scan stacks the array of each iteration, this
+        is the shape of the stacked array. On a mesh, it is the shape of one device's shard.
       source: the user's line that computes the array, ``"file.py:12 (function)"``. If a library
         computes it, this is the line that calls the library.
       made_by: JAX's name of the operation that computes the array.
-      layers: number of layers that scans stack in the array; 1 outside of scans.
+      layers: number of layers in one array: the number of iterations of the scans that stack it; 1
+        outside of scans.
       advice: a change to the code after which these arrays are not saved; None if there is none.
       saves: number of bytes by which the total falls if the advice on these arrays is followed.
       count: number of arrays, times their layers.
@@ -63,12 +64,18 @@ class MemoryReport:
 
     Attributes:
       total: number of bytes of all rows.
-      rows: groups of equal arrays, the largest first. Each has ``bytes`` (of the group), ``shape``
-        and ``dtype`` (of one array, including the axes that scans stack), ``source`` (the user's
-        line, ``"file.py:12 (function)"``), ``made_by`` (JAX's name of the operation), ``layers``
-        (number of layers that scans stack in the array), ``advice`` (a change to the code after
-        which these arrays are not saved, or None), ``saves`` (number of bytes by which this change
-        reduces the total) and ``count`` (number of arrays, times their layers).
+      rows: groups of equal arrays, the largest first. A group has these attributes:
+
+        - ``bytes``: total size of the arrays, in all layers;
+        - ``shape``, ``dtype``: shape and dtype of one array. If a scan stacks the array of each
+          iteration, this is the shape of the stacked array;
+        - ``source``: the user's line that computes the array, ``"file.py:12 (function)"``;
+        - ``made_by``: JAX's name of the operation that computes the array;
+        - ``layers``: number of layers in one array: the number of iterations of the scans that
+          stack it; 1 outside of scans;
+        - ``advice``: a change to the code after which these arrays are not saved, or None;
+        - ``saves``: number of bytes by which this change reduces the total;
+        - ``count``: number of arrays, times their layers.
     """
 
     total: int
@@ -264,7 +271,7 @@ def memory_report(
     parts = _parts(residuals, arrays, graph)
     pieces = memory_advice.advice(graph)
     told: dict[str, Advice] = {}
-    groups: dict[_Key, list[int]] = {}  # For equal arrays: [bytes, `KeptArray.saves`, count].
+    groups: dict[_Key, list[int]] = {}  # Values: [bytes, `KeptArray.saves`, count].
     for value in graph.saved:
         advice, saves = pieces.get(id(value), (None, 0))
         made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)

@@ -1,9 +1,9 @@
-"""Advice on norms in plain JAX, also with an activation, a rotation or a residual addition.
+"""Advice on norms in plain JAX, alone or with an activation, a rotation or a residual addition.
 
 jaxnorm has functions that compute a norm together with these operations and save a single array. In
-a residual addition, one addend may be multiplied by a gate. A norm is recognised in the traced
-program, whatever class or function it is in: x is multiplied by the reciprocal root of a mean of
-squares.
+a residual addition, one addend may be multiplied by a gate. A norm is recognised by its operations
+in the traced program, whatever class or function contains them: x is multiplied by the reciprocal
+root of a mean of squares.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ def norms(program: Program) -> Iterator[Advice]:
 
 
 def gated_sums(program: Program) -> Iterator[Advice]:
-    """Recognise one of jaxnorm's norms of a sum, if a gate multiplies the branch that is added.
+    """Recognise a norm of jaxnorm whose operand is ``residual + gate * branch``.
 
     On the left is such code, on the right its replacement.
 
@@ -153,15 +153,16 @@ def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Follow elementwise operations back from a value; return the array before the first of them.
+    """Follow elementwise operations back from a value, and return the array that they start from.
 
     An operation with several operands of the value's size is not followed.
     """
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # Follow a cast to more bits back as well if a matmul's result is cast. The program may cast
-        # the result separately for each use, so these uses only have the matmul's result in common.
+        # The search ends at a matmul's result, also if the result has been cast. But a cast to more
+        # bits is followed back to the result. The program may cast the result separately for each
+        # use, and only the matmul's result is common to these uses.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -270,9 +271,9 @@ def _is_by_a_root(value: Value) -> bool:
 
 def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     inside = {id(root), *map(id, region)}
-    # Find the values that are computed from x after its division by the root. Values before the
-    # division, such as a cast of x, are not results of the norm, even if they have users outside
-    # the region.
+    # A norm divides x by the root of a mean of squares. Find the quotient, and the values that are
+    # computed from it. Values before the division, such as a cast of x, are not results of the
+    # norm, even if they have users outside the region.
     normalised: set[int] = set()
     for value in region:  # The values are in the order of computation.
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
@@ -284,8 +285,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # An operand from outside the region may be as large as x. It is then an outer product, of an
-    # array with one number per row and an array with one number per column.
+    # An operand from outside the region is as large as x only if it is an outer product: an array
+    # with one number per row times an array with one number per column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -367,7 +368,10 @@ def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
 
 
 def _narrowest(result: Value) -> Value:
-    """Follow a result back through casts and copies; return the array with the fewest bits."""
+    """Follow a result back through casts and copies; return the array of the narrowest dtype.
+
+    Return the result itself if no array on the way has fewer bits per element.
+    """
     value = result
     while value.made_by == "convert_element_type" or value.made_by in NAMING:
         value = value.operands[0]
@@ -377,7 +381,7 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return the results that are casts of the same array to the same dtype as an earlier result.
+    """Return the results that repeat an earlier result: the same array, cast to the same dtype.
 
     jaxnorm's norm returns a single array for all of these casts.
     """
@@ -437,9 +441,10 @@ def _made_of(result: Value) -> dict[int, Value]:
 
 
 def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value]:
-    """Return `value` and all values on the paths in the graph from a norm's result to `value`.
+    """Return `value`, and all values in the graph that are between a norm's result and `value`.
 
-    `inside` has the values that are computed from the norm's result.
+    `inside` has all values that are computed from the norm's result. A value of `inside` is
+    returned if `value` is computed from it.
     """
 
     def before(value: Value) -> list[Value]:

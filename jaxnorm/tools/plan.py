@@ -18,7 +18,7 @@ from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# Functions without kernels, and the reason: XLA fuses their elementwise operations.
+# Functions that have no kernels. A value is the reason that the plan gives for the choice of XLA.
 _XLA_ONLY = {
     "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
     "activation_linear": "its matmul is XLA's, which computes the rest in fusions",
@@ -48,10 +48,10 @@ def implementation_for(
     """Return the implementations that would run a call of `function`, and the reasons.
 
     The call is traced, but not run. The plan says what runs, not what is fastest: plain JAX may be
-    faster than a kernel, because XLA fuses it with the operations around it. Under ``jax.vmap``, a
-    batched x is an x with more rows: put the size of the batch in front of `shape`. If parameters
-    are batched, or if their gradients are computed for each batch element, pass parameters whose
-    first axis is the batch.
+    faster than a kernel, because XLA fuses it with the operations around it. Under ``jax.vmap``,
+    the plan is that of an x with a batch axis: put the size of the batch in front of `shape`. If
+    parameters are batched, or if their gradients are computed for each batch element, pass
+    parameters whose first axis is the batch.
 
     Args:
       function: name of a public function, such as ``"add_rms_norm"``.
@@ -60,10 +60,11 @@ def implementation_for(
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
         default device. (A real call uses the platform for which its program is lowered.)
       arguments: further arguments of the function, by name. Arrays, such as ``scale``, may be given
-        as ``jax.ShapeDtypeStruct``. Required arrays may be omitted: by default, a residual or a
-        gate has the shape and dtype of x, labels are int32, a weight is square, and cos and sin are
-        float32 tables for all columns, (length, 1, d / 2) for an x (..., length, heads, d). The
-        plan is for a backward pass that computes all gradients except those of cos and sin.
+        as ``jax.ShapeDtypeStruct``. Required arrays may be omitted. A residual or a gate then has
+        the shape and dtype of x, labels are int32, and a weight is square. cos and sin are then
+        float32 tables that rotate all columns: for an x of shape (..., length, heads, d), their
+        shape is (length, 1, d / 2). The plan is for a backward pass that computes the gradients of
+        all arrays but cos and sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; ``print`` it
@@ -130,7 +131,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # only rms_norm_linear has no such call; it has checked `name` already
+        if first is None:  # only for rms_norm_linear, which checks `name` itself
             return backends.Choice(name, "asked for by name")
         return first.forced(name)
 

@@ -1,12 +1,12 @@
 """References of the public functions and their gradients, for ``--check`` and for the tests.
 
 They are written in NumPy, by hand from the equations, and share no code with the functions that
-they check. A function that has the name of an operation, or of a public function, takes the
-operands and the cotangents of the results, and returns the results and the gradients. Like the
-functions themselves, it computes gradients from the saved array: the output after rounding. The
-arrays are `Bounded`: float64 values with bounds on the rounding errors of a computation in
-float32. (`probabilities`, `softmax_gradient` and `Norm` also take NumPy arrays.) The normalised
-axis is the last one.
+they check. A reference has the name of the operation, or of the public function, that it checks.
+Its first three arguments are the operands, the cotangents of the results, and the dtype. It returns
+the results and the gradients. Like the function that it checks, it computes gradients from the
+saved array, which is the rounded output. The arrays are `Bounded`: float64 values with bounds on
+the rounding errors of a computation in float32. (`probabilities`, `softmax_gradient` and `Norm`
+also take NumPy arrays.) The normalised axis is the last one.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> A
 
 
 def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
-    """Return ``log_softmax`` and its gradients; `options` are those of `softmax`."""
+    """Return ``log_softmax`` and its gradients; `options` are the options of `softmax`."""
     return softmax(given, cotangents, dtype, log=True, **options)
 
 
@@ -201,7 +201,8 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 class Rotation:
     """The rotation of pairs of columns: ``v * cos + partner(v) * sin``.
 
-    partner(v) swaps the two columns of each pair, and sin includes the signs.
+    partner(v) swaps the two columns of each pair. In the first column of a pair, `sin` has the
+    opposite sign of the table that the user passes.
     """
 
     def __init__(self, cos: Any, sin: Any, cols: int, *, interleaved: bool):
@@ -472,8 +473,8 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # cos is never 0: a rotation with cos = sin = 0 would have no inverse. cos^2 + sin^2 is not
-        # 1 in general. This is a valid input, because YaRN scales its tables.
+        # If cos and sin were both 0, the rotation would have no inverse. So cos is at least 0.5.
+        # cos^2 + sin^2 is not 1 in general. This is a valid input, because YaRN scales its tables.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

@@ -35,8 +35,8 @@ _IN_PROCESSES = {"cuda"}
 # not affect correctness.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
-# The shape of x for norms and softmaxes. All kernels support this number of rows. A row is a
-# multiple of 16 bytes, and its length is no power of two.
+# The shape of x for norms and softmaxes. All kernels support this number of rows. The size of a row
+# is a multiple of 16 bytes, and its length is not a power of two.
 _X = (2, 128, 1000)
 # The shape of x for norms with a rotation: (batch, length, heads, columns).
 _HEADS = (2, 64, 4, 128)
@@ -70,7 +70,11 @@ class Case:
 
 
 def _norm(function: str) -> tuple[Case, ...]:
-    """Return the cases of a norm, with all operands except an RMSNorm's bias, which is rare."""
+    """Return the cases of a norm.
+
+    A case has all operands that the norm can have. But RMSNorms have no bias here, because it is
+    rare.
+    """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
         return _rotated_norm(function)
@@ -197,8 +201,8 @@ class Outcome:
     Attributes:
       case, dtype: the case, and the dtype of its operands.
       implementations: names of the implementations that ran the passes.
-      value: the largest error of a result, divided by the bound of this error.
-      gradient: the same for the gradients.
+      value: the largest ``error / bound`` of all elements of the results.
+      gradient: the largest ``error / bound`` of all elements of the gradients.
       failure: the error, if the case raised one; otherwise "".
     """
 
@@ -211,7 +215,7 @@ class Outcome:
 
     @property
     def has_kernel(self) -> bool:
-        # `implementations` is empty for a linear loss, whose kernels are chosen when it is lowered.
+        # For a linear loss, `implementations` is empty: its kernels are chosen during the lowering.
         return not {*self.implementations} <= {"xla"}
 
     @property
@@ -295,9 +299,13 @@ def _results(
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
-    """Return three things: a case's arrays in `dtype`, and its operands and cotangents in float64.
+    """Return a case's operands and cotangents, in `dtype` and in float64.
 
-    The arrays in `dtype` include operands and cotangents.
+    The result has three elements:
+
+    - the operands and the cotangents in `dtype`;
+    - a dict of the operands in float64;
+    - a dict of the cotangents in float64, in the order of the results.
     """
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
@@ -320,10 +328,12 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: wrapper of the function that runs both passes. Tests use it to run the case under
-        `jax.vmap` or on a mesh.
-      read: function that extracts the case's own array from an array that the wrapped function
-        returns. Under `jax.vmap`, for example, it selects one batch element.
+      form: a function. It takes the function that runs both passes of the case, and returns the
+        function that is called instead. Tests pass it to run the case under `jax.vmap` or on a
+        mesh.
+      read: a function. It takes a result of the function that `form` returns, and returns the part
+        of this array that belongs to the case. Under `jax.vmap`, for example, this is one batch
+        element.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -356,13 +366,13 @@ def _is_differentiated(name: str, array: jax.Array) -> bool:
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the implementations that run the calls of a jaxpr on this machine, in order."""
+    """Return the names of the implementations that run a jaxpr's calls here, in their order."""
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:
-    """Return the largest quotient of an error and its bound.
+    """Return the largest ``error / bound`` of all elements of a result.
 
     The result is infinite if a value is unexpectedly not finite.
     """

@@ -67,7 +67,7 @@ def _of_ours(result: Value, program: Program) -> Advice | None:
 
 
 def _quotient(exponential: Value) -> Value | None:
-    """Find the softmax: the result of the division of `exponential` by its sum.
+    """Find the softmax: the quotient of `exponential` and its sum over a row.
 
     Return the softmax, or None if there is none.
     """
@@ -128,7 +128,7 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
-    """Return True if a mask is causal, as from `jnp.tril` or the inverse of ``jnp.triu(.., 1)``.
+    """Return True for a causal mask, such as `jnp.tril` or the inverse of ``jnp.triu(.., 1)``.
 
     `is_inverted` is True if the mask is True where logits are masked.
     """

@@ -2,8 +2,8 @@
 
 A time is measured for a jitted program that runs many times in a row, and includes the launch by
 the host. Such times are less accurate than the kernel times of the repository's benchmarks. If a
-program's kernels run for less than 50 us, the measured time is longer than theirs, because the
-launch takes longer.
+program's kernels run for less than 50 us, the host takes longer to launch the program than the
+kernels take to run. The measured time is then the time of the launch.
 """
 
 import dataclasses
@@ -69,7 +69,8 @@ class Timed:
     def cotangents(self, operands: Operands, constants: Operands) -> Any:
         """Return cotangents that consist of ones, to be passed to the program as operands.
 
-        They are not constants of the program, because XLA would simplify its code for constants.
+        If the cotangents were constants of the program, XLA would use their values to simplify the
+        program, and a different program would be timed.
         """
         results = jax.eval_shape(self.call, **operands, **constants)
         return jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), results)
