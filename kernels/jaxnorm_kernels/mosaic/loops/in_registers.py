@@ -58,7 +58,7 @@ class BiasSums:
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the array in which each block stores ``tile.rows`` rows of sums."""
+        """Shape and dtype of the array of partial sums. A block stores ``tile.rows`` rows of it."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
@@ -160,8 +160,9 @@ def in_registers_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a backward kernel whose formula uses neither parameters nor statistics.
 
-    Returns the results per element, then `row_values` arrays of row sums. If `sums` is given, the
-    last array has the column sums of the blocks.
+    Returns a tuple of arrays: first the results per element, then `row_values` arrays with row
+    sums. If `sums` is given, there is one more array at the end, with the column sums of the
+    blocks.
 
     Args:
       formula: the equations of the backward pass.

@@ -1,4 +1,8 @@
-"""Elementwise parts of norms, in float32: scale, bias, output, and activations with derivatives."""
+"""Elementwise computations of norms, in float32.
+
+They apply the scale and the bias, compute the output, and compute activations and their
+derivatives.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -67,8 +71,8 @@ def _leaky_relu(g: jax.Array) -> ValueAndSlope:
     return g * slope, slope
 
 
-#: Maps the name of an activation to a function. It returns the activation's value and its
-#: derivative; the compiler removes the one that a kernel does not use.
+#: Maps the name of an activation to a function that returns the activation's value and its
+#: derivative. If a kernel uses only one of the two, the compiler removes the other.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -85,13 +89,13 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
 
 
 # Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh G has underflowed to 0 and 1 /
-# G may be infinite, so the normalised input xh is taken to be 0. This occurs only in float16: for
-# other dtypes, `Spec.scale_floor` is a higher limit of |G|.
+# G may be infinite, so the normalised input xh is taken to be 0. This occurs only in float16. In
+# other dtypes, |G| is at least `Spec.scale_floor`, which is greater than this number.
 _NO_RECIPROCAL = 2.0**-100
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """Return G = scale + scale_offset; its magnitude is raised to at least `Spec.scale_floor`."""
+    """Return G = scale + scale_offset. If |G| is below `Spec.scale_floor`, it is raised to it."""
     g = scale.astype(jnp.float32)
     if spec.norm.scale_offset:
         g = g + spec.norm.scale_offset
