@@ -3,12 +3,12 @@
 With G = scale + scale_offset, row by row::
 
     w = G * weight                       rounded to the matmul's dtype, before the kernel
-    z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
+    z = rstd * (x @ w) + bias            rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
 The kernel computes the sum of squares from the tiles of x that it multiplies, so rstd is available
 when the matmul is finished. The normalised array is never stored. In float16, G * weight might
-overflow, so w is c * G * weight. The factor c is a power of 2 with c |G| <= 1. The result of the
+overflow, so w is c * G * weight. The factor c is a power of 2 with c * |G| <= 1. The result of the
 matmul is multiplied by 1 / c.
 
 Each block computes several tiles of y, one after the other. Its third warpgroup copies tiles of x
@@ -27,9 +27,9 @@ the time of cuBLAS for the matmul without the norm::
     x multiplied by G in shared memory       1.30           1.32           1.39
     XLA's norm, then cuBLAS                  1.18           1.09           1.05
 
-If x is multiplied in registers, no matmul may be in flight while x is written to them; otherwise,
-ptxas serialises all matmuls. If x is multiplied in shared memory, its reads and writes compete with
-those of the matrix instructions.
+If x is multiplied in registers, no matmul may be in flight while x is written to the registers.
+Otherwise, ptxas serialises all matmuls. If x is multiplied in shared memory, the loads and stores
+of x compete with the loads of the matrix instructions.
 """
 
 import dataclasses
@@ -258,7 +258,8 @@ def _scaled_weight(
 def _padded(array: jax.Array, name: str) -> jax.Array:
     """Pad an array with zeros, so that the sizes of its axes are multiples of 16.
 
-    There are two exceptions: the first axis of x (the number of rows), and the array "power".
+    Two things are not padded: the first axis of x (its rows), and the array named "power", which
+    has one element.
     """
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
@@ -269,7 +270,7 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 def _shared(
     schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return a dict from names to the shared memory and the barriers of a block."""
+    """Return the shared memory and the barriers of a block, as a dict with a name for each."""
     stages = schedule.stages
     shared = {
         # The matrix instructions require the same swizzle for x and weight.

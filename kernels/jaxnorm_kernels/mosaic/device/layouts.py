@@ -22,9 +22,13 @@ from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
 
 WARPGROUP_THREADS = WARP * WARPS
-VECTOR_BYTES = 16  # maximum size of one load or store of a thread
-COPY_BYTES = 16  # the start and the size of an asynchronous copy are multiples of this
-LEAST_VECTOR = 4  # a thread loads 16-bit elements in vectors of 4 or of 8
+# Maximum number of bytes that one load or store of a thread moves.
+VECTOR_BYTES = 16
+# The start address and the number of bytes of an asynchronous copy must be multiples of this
+# number.
+COPY_BYTES = 16
+# Minimum number of elements in a vector that `fitting_vector` may return instead of a longer one.
+LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.
 Layout = Any
@@ -110,7 +114,10 @@ def strip_layout(vector: int, threads: int) -> Layout:
 
 @functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
-    """Layout of an ``(n,)`` array, such as a scale: columns are distributed as in `rows_layout`."""
+    """Layout of an ``(n,)`` array, such as a scale, that is combined with rows in `rows_layout`.
+
+    Each thread has the same columns of both arrays.
+    """
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 

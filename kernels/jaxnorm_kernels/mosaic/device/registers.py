@@ -239,8 +239,8 @@ def store_vectors(
     """Store those elements of `value` whose index in `ref` is in the range [first, end).
 
     `ref` is an ``(n,)`` ref in global memory. The first element of `value` has index `start` in
-    `ref`, and the others follow. Each thread's vector must be either entirely inside the range or
-    entirely outside.
+    `ref`, the next element has index ``start + 1``, and so on. Each thread's vector must be either
+    entirely inside the range or entirely outside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)

@@ -41,7 +41,7 @@ class BiasSums:
 
     Attributes:
       tile: how a block distributes its rows over threads.
-      shared: how the bias is broadcast over the rows of x. It is not broadcast over the columns.
+      shared: how the bias is broadcast over the rows of x. The bias has a value for each column.
       dtype: dtype of the bias's gradient.
       splits: number of blocks that share the work for one row of the gradient.
     """
@@ -167,7 +167,7 @@ def in_registers_backward(
     Args:
       formula: the equations of the backward pass.
       operands: arrays ``(rows, cols)``.
-      read: loads the formula's row operands.
+      read: a function that loads the formula's row operands (see `Read`).
       tile: how a block distributes its rows over threads.
       rows: number of rows.
       results: dtypes of the results per element.

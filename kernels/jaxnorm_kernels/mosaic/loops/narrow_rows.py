@@ -51,9 +51,9 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Number of partial sums of a column that a thread loads at once. A column has one partial sum for
-# each row of a tile: the sum over this row in all of the block's tiles. When all tiles are
-# processed, the block adds the partial sums of each column.
+# Number of partial sums of a column that a thread loads at once. A block accumulates one partial
+# sum of each column for each row index of a tile: it adds the row with this index of all tiles.
+# When all tiles are processed, the block adds the partial sums of each column.
 _ADDED_AT_A_TIME = 8
 
 #: Values of a tile's rows. The list has one array for each fragment (range of columns) of a

@@ -95,7 +95,7 @@ class Stages:
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to load step ``k + count`` into the buffer of step `k`, which is finished."""
+        """Start to load step ``k + count`` into the buffer of step `k`, which must be finished."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -221,13 +221,13 @@ class _PipelinedKernel:
     """One warpgroup's loop over rows. The warpgroup processes its partition of the columns.
 
     Attributes:
-      formula: what is computed for each row.
+      formula: the computation for each row.
       ring: the schedule of the kernel.
       refs: the kernel's operands and results.
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, columns)``.
       share: which rows the block processes.
-      sums: the exchange of row sums.
+      sums: the object that exchanges row sums between warps.
       exchanged: the scratch memory of `sums`.
       units: the columns of the partition, split into units of one vector per thread.
       columns: for each unit, the values per column (`Formula.columns`).

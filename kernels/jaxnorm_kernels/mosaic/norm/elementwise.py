@@ -95,7 +95,10 @@ _NO_RECIPROCAL = 2.0**-100
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """Return G = scale + scale_offset. If |G| is below `Spec.scale_floor`, it is raised to it."""
+    """Return G = scale + scale_offset.
+
+    Where |G| is less than `Spec.scale_floor`, it is raised to this limit.
+    """
     g = scale.astype(jnp.float32)
     if spec.norm.scale_offset:
         g = g + spec.norm.scale_offset

@@ -160,7 +160,7 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return the elements to normalise in float32: x, x + residual or x * activation(gate)."""
+        """Return the elements to normalise: x, x + residual or x * activation(gate), in float32."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:

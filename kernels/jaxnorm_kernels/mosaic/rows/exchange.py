@@ -282,7 +282,10 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce to the barrier how many bytes the block will receive for this warpgroup."""
+        """Announce to the barrier this warpgroup's share of the bytes that the block will receive.
+
+        The warpgroups of a block announce equal shares.
+        """
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)

@@ -116,7 +116,7 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 class Place:
     """The rows of x that a block processes, with their mask or bias.
 
-    All of them belong to one run (see `run_of_rows`).
+    All of these rows belong to one run (see `run_of_rows`).
 
     Attributes:
       tile: how the block distributes the rows over its threads.
@@ -286,7 +286,7 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
 
 
 def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
-    """Return the index of a row of x, the inverse of `operand_row`.
+    """Return the index of a row of x. This function is the inverse of `operand_row`.
 
     An operand (mask, bias or table) is broadcast over the rows of x, so several rows of x use its
     row `shared_row`. The result is the index in x of row number `nth` among them.

@@ -138,6 +138,6 @@ class Partition:
         return [self.body(), *self.tail()]
 
     def cut(self, body: Fragment) -> list[Fragment]:
-        """Split a column range into fragments. Each has one unit, a vector per thread."""
+        """Split a column range into fragments of one unit each. A unit is one vector per thread."""
         starts = range(0, body.width, self.unit)
         return [Fragment(body.start + at, self.unit, at) for at in starts]

@@ -41,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
-    """Replace each element by the sum of its group of `group` neighbouring elements."""
+    """Replace each element by the sum over its group, which has `group` neighbouring elements."""
     if is_interpreted():
         return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 

@@ -120,7 +120,7 @@ class Strips:
 
     @property
     def across(self) -> int:
-        """Number of strips per outer index."""
+        """Number of strips that cover the inner axis, for each index of the outer axis."""
         return 1 + -(-(self.inner - self.width) // self.pitch)
 
     @property
@@ -621,7 +621,7 @@ class StripExchange:
         return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Wrap the statistics of all parts of a strip as `Parts`.
+        """Return the statistics of all parts of a strip, as a `Parts` object.
 
         If an entry of `stats` is a number, all parts have this value. The other statistics differ
         between parts, and are read from `slots`, in shared memory.

@@ -251,7 +251,10 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Broadcast one value per row to the shape of `like`, an array with some columns."""
+        """Broadcast one value per row to the shape of `like`.
+
+        `like` is an array with some columns of the rows.
+        """
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:

@@ -86,7 +86,10 @@ class Unit:
         return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
-        """Store the unit in a row of `ref`, except for stale columns, which another unit stores."""
+        """Store the unit's columns in a row of `ref`, except for the stale columns.
+
+        Another unit stores the stale columns, or they are padding.
+        """
         width = WARPGROUP_THREADS * self.vector
         if self.fresh is None:
             store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)

@@ -279,8 +279,8 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1 or has_places(spec):
-        # All rows of a tile must use the same parameters. If they are masked, biased or causal,
-        # they must also belong to one run (see `run_of_rows`).
+        # All rows of a tile must use the same parameters. If the softmax has a mask or a bias, or
+        # is causal, the rows must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # `rows` is 0 if a group of rows is smaller than any tile. Then a warpgroup processes one row.
@@ -298,7 +298,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
 def _threads(cols: int, vector: int) -> int:
     """Return the number of threads per row.
 
-    It is as large as possible without loading much of the row twice.
+    It is the largest number for which only few columns are loaded twice (see `_MOST_READ`).
     """
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}

@@ -21,8 +21,8 @@ from jaxnorm_kernels.specs import Spec
 # row satisfies is used. A thread then has at most 48 columns in its registers. If it had more,
 # fewer blocks would fit on an SM.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# The same pairs for kernels that also compute the gradient of a bias. These kernels need more
-# registers per column, so a thread has at most 32 columns.
+# The corresponding pairs for kernels that also compute the gradient of a bias. These kernels need
+# more registers per column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
 # Minimum number of rows of x (or tiles of rows) that a block adds up. A row of the bias's gradient
 # is a sum over many rows of x. Several blocks may share this work. Each of these blocks then stores

@@ -92,7 +92,8 @@ _MOST_WARPGROUPS = {4: 4, 8: 2}
 # that the system reserves.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
-#: Reasons why the strip kernels cannot run a call. Such calls are transposed to rows instead.
+#: Reasons why the strip kernels cannot run a call. The operands of such a call are transposed
+#: instead, so that the normalised axis is the last one.
 _CANNOT: Table = (
     *NO_KERNEL,
     (
