@@ -1,4 +1,4 @@
-"""Elementwise functions that are faster or more accurate than those of Mosaic."""
+"""Elementwise functions that are faster or more accurate than Mosaic's own functions."""
 
 import math
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 All inputs of a row are loaded at once, in the same tiles as in the forward pass. A block processes
 one tile of rows and ends. A block that computes the gradient of a bias processes several tiles
-(`BiasSums`). Backward passes that sum over all rows, such as those of norms, are in `pipelined` and
+(`BiasSums`). The backward passes of norms, which sum over all rows, are in `pipelined` and
 `narrow_rows`.
 """
 

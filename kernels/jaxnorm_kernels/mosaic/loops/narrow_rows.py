@@ -7,8 +7,8 @@ row need no exchange between warps. At the end, the column sums of all warps are
 memory.
 
 If the number of rows is not a multiple of the rows per stage, the last stage overlaps the previous
-one. The rows that are in both are called *stale* in the last stage. Their results are stored twice,
-but they are left out of the column sums the second time.
+one. The rows that are in both stages are called *stale* in the last stage. Their results are stored
+twice, but the column sums leave them out the second time.
 """
 
 import dataclasses
@@ -154,7 +154,8 @@ class _NarrowRowsKernel:
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
         """Return `term` with 0 in stale rows, whose terms the previous step has already added.
 
-        The rows of `term` are those of step `k`, from the row with index `first` on.
+        Row i of `term` belongs to the row with index ``first + i`` of the array, which is a row of
+        step `k`.
         """
         if not self.share.has_stale_rows:
             return term

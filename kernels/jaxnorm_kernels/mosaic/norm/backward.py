@@ -9,7 +9,8 @@ RMSNorm):
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 xh is the normalised input. If an activation follows the norm, the backward pass starts from the
-saved input. It recomputes the activation's argument n = xh G + bias, and d is dy * activation'(n).
+saved input. It recomputes the activation's argument n = xh * G + bias, and d is
+dy * activation'(n).
 
 As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
 dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
@@ -100,8 +101,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # In this form, dx takes two fused multiply-adds per element. The form r (d G - c1 - xh c2)
-        # would take one fused multiply-add and two other operations.
+        # In this form, dx takes two fused multiply-adds per element. In the form r * (d * G - c1 -
+        # xh * c2), it would take one fused multiply-add and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -126,7 +127,7 @@ class NormFormula:
     def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return d, d G, z and 1 / G, as defined in the module's docstring.
+        """Return d, d * G, z and 1 / G, as defined in the module's docstring.
 
         z is defined only if the output is saved. If the input is saved, the third value is xh
         instead. 1 / G is None if it is not needed.
@@ -502,7 +503,7 @@ class TwoNormsFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return xh, u, z, xh' and d G', as defined in the equations above the class.
+        """Return xh, u, z, xh' and d * G', as defined in the equations above the class.
 
         z is defined only if the output is saved. If the input is saved, the third value is xh',
         like the fourth.

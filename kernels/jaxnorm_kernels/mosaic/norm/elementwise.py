@@ -26,7 +26,7 @@ from jaxnorm_kernels.specs import Activation, Spec
 #
 # z' is the derivative of z. gelu is the tanh approximation; it can be written with the sigmoid
 # because (1 + tanh(v)) / 2 = s(2 v). The exponent of s is rounded, which causes a relative error of
-# |g| 2^-24 in s. This error is large only for very negative g, where s itself is about exp(g).
+# |g| * 2^-24 in s. This error is large only for very negative g, where s itself is about exp(g).
 
 
 _LOG2_E = math.log2(math.e)
@@ -88,9 +88,9 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh G has underflowed to 0 and 1 /
-# G may be infinite, so the normalised input xh is taken to be 0. This occurs only in float16. In
-# other dtypes, |G| is at least `Spec.scale_floor`, which is greater than this number.
+# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh * G has underflowed to 0, and 1
+# / G may be infinite. The normalised input xh is then taken to be 0. This occurs only in float16.
+# In other dtypes, |G| is at least `Spec.scale_floor`, which is greater than this number.
 _NO_RECIPROCAL = 2.0**-100
 
 

@@ -137,7 +137,7 @@ class _RotatedRows:
     def _normalised(
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
-        """Return the normalised input xh, and n = xh G; n is None if the input is saved."""
+        """Return the normalised input xh, and n = xh * G. n is None if the input is saved."""
         if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table

@@ -4,7 +4,7 @@ An index along the last axis is called an inner element; in GroupNorm, it is a c
 bias have one value per inner element. GroupNorm normalises groups of neighbouring inner elements
 together: each inner element has statistics over its columns, which are merged over the group.
 
-The equations are those of `norm.forward` and `norm.backward`, with two differences:
+The equations are the same as in `norm.forward` and `norm.backward`, with two differences:
 
 * G and the bias do not depend on the column, so dscale = sum(d xh) and dbias = sum(d) are sums over
   the columns of an inner element. In these sums, G is a constant, so sum(d G xh) = G * dscale and
@@ -52,7 +52,7 @@ Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
     """Run the forward pass on an array ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    # G and r both belong to inner elements, so r G is computed once per inner element.
+    # G and r both belong to inner elements, so r * G is computed once per inner element.
     joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)
@@ -282,7 +282,7 @@ class _StripFormula(NormFormula):
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """Return r G, or r if there is no scale."""
+        """Return r * G, or r if there is no scale."""
         return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(

@@ -183,7 +183,7 @@ class ClusterExchange:
       added: True if only the sums over all warps are needed. Each warpgroup then adds its warps'
         values before it sends them.
       stages: number of exchanges that may be in flight. The fastest warp may send the values of
-        exchange ``k + stages - 1`` while the slowest still reads those of exchange k.
+        exchange ``k + stages - 1`` while the slowest still reads the values of exchange k.
     """
 
     warpgroups: int

@@ -251,13 +251,16 @@ class HeadTile:
 
 
 def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Rotate each pair (a, b) by its angle. The result is (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair (a, b) by its angle, to (a * cos - b * sin, b * cos + a * sin)."""
     a, b, *rest = parts
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 
 
 def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Apply the transposed rotation to each pair (a, b): (a cos + b sin, b cos - a sin)."""
+    """Rotate each pair (a, b) back, to (a * cos + b * sin, b * cos - a * sin).
+
+    This is the transpose of `rotated`.
+    """
     a, b, *rest = parts
     return [a * cos + b * sin, b * cos - a * sin, *rest]
 

@@ -85,8 +85,9 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows with at least this many columns have a schedule of their own. Shorter causal rows have
-# the same schedule as other rows; no other schedule was timed for them.
+# Causal rows with at least this many columns have smaller units than other rows (see
+# `causal_unit`). Shorter causal rows have the same units as other rows, because no other units were
+# timed for them.
 _LEAST_CAUSAL_COLS = 512
 # Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8

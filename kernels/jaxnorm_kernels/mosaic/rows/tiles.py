@@ -8,8 +8,8 @@ registers::
     SplitRow       several warpgroups share a row    reductions within a warp, then a `Gather`
 
 The module `partitions` determines which columns of a row each warpgroup has, in which fragments. If
-the number of rows is not a multiple of the rows per block, the last block starts earlier, so its
-rows overlap those of the previous block.
+the number of rows is not a multiple of the rows per block, the last block starts earlier, and its
+first rows are also rows of the previous block.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ class Tile:
     Attributes:
       cols: number of columns of a row.
       vector: number of neighbouring elements that a thread loads at once.
-      apart: True if each unit (one vector per thread) is a fragment of its own, so that it can be
+      apart: True if each unit (one vector per thread) is a separate fragment, so that it can be
         loaded or skipped separately.
       index: maps the shape of a fragment to its precomputed column indices. It may be empty.
     """

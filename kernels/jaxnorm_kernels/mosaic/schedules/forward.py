@@ -13,7 +13,7 @@ The rules follow from these properties of the hardware (H100, H200):
 * A kernel with one block per row reaches 0.97 of a copy's bandwidth. If the rows are divided evenly
   between a few blocks per SM instead, the kernel reaches 0.91, apparently because it waits for the
   slowest SM. So a block processes several rows only if it can then load its parameters once for all
-  of them. Even then it processes only a few rows, and each of the last rows has a block of its own.
+  of them. Even then it processes only a few rows, and each of the last rows has a separate block.
 * A rule's limit on the bytes of a row includes the row of the residual, because both rows are in
   flight at the same time.
 * If groups of rows have different parameters, a block processes rows of one group only.

@@ -9,8 +9,8 @@ z = scale * x + bias are the logits. With d = dy, and sums over the row:
 
 If y is rounded to 16 bits, its sum may differ from 1, so the kernel computes it and divides by it
 (`Spec.renormalises`). Otherwise, the division by sum(y) is left out. If the bias has one value per
-row, its gradient is the sum of dz over the row. This sum follows from the sums of d, d y and y. In
-these equations, sum(y) is the true sum, which may differ from 1 by rounding errors:
+row, its gradient is the sum of dz over the row. This sum follows from the sums of d, d * y and y.
+Here, sum(y) is the true sum, which may differ from 1 by rounding errors:
 
     softmax       sum(dz) = sum(d y) (1 - sum(y))       if dz was not divided by sum(y)
                   sum(dz) = 0                           if it was
@@ -191,7 +191,7 @@ def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) 
 
     The bias has n values. Several rows of x may use the same value. Its gradient is the sum of dz
     (the gradient of the logits) over all elements of these rows. `totals` and `weights` are the
-    formula's row sums: sum(d y) and sum(y) for softmax, sum(d) and sum(exp(y)) for log_softmax.
+    formula's row sums: sum(d * y) and sum(y) for softmax, sum(d) and sum(exp(y)) for log_softmax.
     """
     # If the call renormalises, sum(dz) is 0 (see the module's docstring). But if the row's total is
     # infinite or NaN, sum(dz) must be NaN. ``totals - totals`` is 0 for a finite total, and NaN
