@@ -285,7 +285,7 @@ def pipelined_narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Compute a formula with `narrow_rows_backward`, and return the results of that function."""
+    """Run `narrow_rows_backward` with the computation of a formula, and return its results."""
     tile = schedule.tile(operands.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 

@@ -66,8 +66,8 @@ class Stages:
       count: number of stages.
       steps: number of steps of the block.
       full: a barrier per stage. The stage's copies signal it when they have arrived.
-      copies: ``copies(k, stage)`` returns (source, target) of each copy that loads step k. Each
-        copy moves consecutive bytes.
+      copies: ``copies(k, stage)`` returns a pair (source, target) for each copy that loads step k.
+        Each copy moves consecutive bytes.
       ring: index of this ring of stages if each warpgroup of the block has its own ring. None if
         the block has a single ring.
     """
@@ -288,8 +288,8 @@ class _PipelinedKernel:
                 if stale is not None:
                     terms = [jnp.where(stale, jnp.float32(0), term) for term in terms]
                 totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
-        # Annotate the layout of the results only. Annotations of all loads slow down layout
-        # inference.
+        # Annotate the layout of the results only. Annotating all loads would slow down Mosaic's
+        # layout inference.
         layout = self.ring.layout
         of_steps = [total for row in totals for total in row]
         parts = [jnp.sum(plgpu.layout_cast(total, layout), axis=1) for total in of_steps]

@@ -1,11 +1,12 @@
 """Partitions of a row: which columns each warpgroup has in registers, in one or two fragments.
 
 If several warpgroups share a row, each processes a *partition* of the row's columns. A warpgroup
-loads a *unit* at a time: one vector for each thread. Mosaic has no masked loads or stores. So if
-complete units cannot divide the row equally among the partitions, each partition has two
-*fragments*, which are ranges of columns: a body of complete units, and a tail of one unit that ends
-at or before the end of the row. The first columns of a tail may overlap another fragment. Such
-columns are *stale*: reductions skip them, and they are stored twice with the same value.
+loads a *unit* at a time: one vector for each thread. Often, the row cannot be divided into
+partitions that all have the same number of complete units. Each partition then has two *fragments*,
+which are ranges of columns: a body of complete units, and a tail of one unit. Mosaic has no masked
+loads or stores, so a tail must end at or before the end of the row, and its first columns may
+overlap another fragment. Such columns are *stale*: reductions skip them, and they are stored twice
+with the same value.
 """
 
 import dataclasses

@@ -82,9 +82,9 @@ class Pipelined(Tile):
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Return (source, target) of each copy that loads a row (or group) into its buffers.
+        """Return a pair (source, target) for each copy that loads a row (or group of rows).
 
-        Each copy moves consecutive bytes.
+        The target is a buffer in shared memory. Each copy moves consecutive bytes.
         """
         raise NotImplementedError
 

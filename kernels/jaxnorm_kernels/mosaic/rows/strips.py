@@ -188,7 +188,7 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) for each copy that loads a range of columns.
+    """Return a pair (first column, number of columns) for each copy that loads a range of columns.
 
     These are asynchronous copies (TMA). First columns are relative to the start of the range.
     """

@@ -88,7 +88,7 @@ class Unit:
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
         """Store the unit's columns in a row of `ref`, except for the stale columns.
 
-        Another unit stores the stale columns, or they are padding.
+        A stale column is stored by another unit, or it is padding.
         """
         width = WARPGROUP_THREADS * self.vector
         if self.fresh is None:

@@ -81,7 +81,9 @@ def _tile(spec: Spec) -> InRegisters | None:
 
 
 def _placed_tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule for short rows that are masked, biased or causal; None for longer rows.
+    """Return a schedule for short rows of a softmax that has a mask or a bias, or is causal.
+
+    For longer rows, None is returned.
 
     A warp, or some of its threads, processes a row. All rows of a block must belong to one run (see
     `run_of_rows`). If this is not possible, the block processes a single row.
