@@ -3,20 +3,22 @@
 With G = scale + scale_offset, row by row::
 
     w = G * weight                       rounded to the matmul's dtype, before the kernel
-    z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
+    z = rstd * (x @ w) + bias            rstd = 1 / sqrt(mean(x^2) + epsilon)
     y = activation(z)
 
 The kernel computes the sum of squares from the tiles of x that it multiplies, so rstd is available
 when the matmul is finished. The normalised array is never stored. In float16, G * weight might
-overflow, so w is c * G * weight. The factor c is a power of 2 with c |G| <= 1, and the result of
-the matmul is multiplied by 1 / c.
+overflow, so w is c * G * weight. The factor c is a power of 2 with c * |G| <= 1. The result of the
+matmul is multiplied by 1 / c.
 
 Each block computes several tiles of y, one after the other. Its third warpgroup copies tiles of x
-and weight to a ring of buffers in shared memory. The first two warpgroups multiply half of a tile's
-rows each. They have up to two matmul instructions in flight, and meanwhile add the squares of x.
+and weight to a ring of buffers in shared memory. The first two warpgroups multiply; each of them
+computes half of the rows of a tile of y. A warpgroup has up to two matmul instructions in flight,
+and adds the squares of x while they run.
 
-Multiplying x by G inside the kernel takes more time than a separate pass over weight. Times for
-8192 rows of bfloat16 on an H100, relative to a matmul with cuBLAS without the norm::
+It would be possible to multiply x by G inside the kernel, instead of weight by G before the kernel.
+This takes more time. The table has times for 8192 rows of bfloat16 on an H100. They are relative to
+the time of cuBLAS for the matmul without the norm::
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
@@ -25,9 +27,9 @@ Multiplying x by G inside the kernel takes more time than a separate pass over w
     x multiplied by G in shared memory       1.30           1.32           1.39
     XLA's norm, then cuBLAS                  1.18           1.09           1.05
 
-If x is multiplied in registers, no matmul may be in flight while x is written to them; otherwise,
-ptxas serialises all matmuls. If x is multiplied in shared memory, its reads and writes compete with
-those of the matrix instructions.
+If x is multiplied in registers, no matmul may be in flight while x is written to the registers.
+Otherwise, ptxas serialises all matmuls. If x is multiplied in shared memory, the loads and stores
+of x compete with the loads of the matrix instructions.
 """
 
 import dataclasses
@@ -63,12 +65,14 @@ from jaxnorm_kernels.specs import LinearActivation
 # matmuls with different tiles, stages and groups.
 
 
-#: Number of warpgroups per block that multiply. One more warpgroup copies.
+#: Number of multiplying warpgroups in a block. The block has one more warpgroup, which copies tiles
+#: to shared memory.
 MULTIPLY = 2
-#: Number of rows of y that a warpgroup computes at the same time: a wgmma instruction has 64 rows.
+#: Number of rows of y that a warpgroup computes at the same time. A wgmma instruction computes 64
+#: rows.
 ROWS = 64
-#: Number of columns of a tile of x. With 16 bits each, they fill a row of the widest swizzle, 128
-#: bytes.
+#: Number of columns of a tile of x. 64 values of 16 bits fill a row of the widest swizzle (128
+#: bytes).
 DEPTH = 64
 #: `STORED_BYTES`: number of neighbouring bytes that a store writes in each row of y.
 #: `STORES`: number of stores that a warpgroup may have in flight.
@@ -82,10 +86,10 @@ class ProductSchedule:
     Attributes:
       features: number of columns of a tile of y. A tile has 128 rows.
       stages: number of buffers for tiles of x and weight in shared memory.
-      group: width, in tiles, of the vertical bands in which y is computed. Within a band, tiles are
-        computed row by row. Tiles in the same column of tiles read the same columns of weight. In a
-        narrow band, they are computed shortly after each other, so that these columns are still in
-        the L2 cache.
+      group: y is computed in vertical bands, each of which is `group` tiles wide. Within a band,
+        tiles are computed row by row. Two tiles that are one above the other need the same columns
+        of weight. In a narrow band, one of them is computed soon after the other, so the columns of
+        weight are still in the L2 cache.
     """
 
     features: int
@@ -103,11 +107,12 @@ class ProductSchedule:
 
 
 # The larger the tiles are, the fewer bytes a matmul loads in total. So a tile has 256 columns, the
-# maximum of a wgmma instruction; with 192 columns, the kernel takes 1.09 times as long. `group` is
-# 8; with 4, 16 or 32, the kernel takes up to 1.11 times as long if weight does not fit in the L2
-# cache.
+# maximum of a wgmma instruction. A kernel with tiles of 192 columns takes 1.09 times as long. If
+# weight does not fit in the L2 cache, a kernel with a `group` of 4, 16 or 32 takes up to 1.11 times
+# as long as with 8.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
-# A narrow tile has half the size. It is used if y has fewer wide tiles than the GPU has SMs.
+# Narrow tiles are half as large as wide tiles. They are used if y has fewer wide tiles than the GPU
+# has SMs, because some SMs would then have no tile to compute.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
@@ -118,25 +123,27 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# The narrowest swizzle rearranges rows of 32 bytes. This is the number of 16-bit columns in such a
-# row. Arrays are padded with zeros to a multiple of this number.
+# Arrays are padded with zeros, so that their numbers of columns are multiples of this number. It is
+# the number of 16-bit values in 32 bytes, which is a row of the narrowest swizzle.
 _SWIZZLED = 16
 
 # Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
-# The three warpgroups share 65536 registers. Copying needs few, so the two others get the rest.
+# The three warpgroups of a block share 65536 registers. Copying needs only few registers, so the
+# two multiplying warpgroups get most of them.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
-# The numbers of rows and of columns of a tile must be multiples of 8 for asynchronous copies.
+# The kernel requires that the numbers of rows and columns of x, and the number of columns of
+# weight, are multiples of this number. Asynchronous copies need it.
 _MULTIPLE = 8
 # Row indices are int32. The limit is below 2^31, because the last tile may extend beyond the last
 # row, and its indices must not overflow either.
 _MAX_ROWS = 2**31 - 2**16
 
-# The setting ``jax.default_matmul_precision`` may be the name of an algorithm. Such names are in
-# upper case. For each dtype, this is the only algorithm that the kernel implements. Other settings,
-# such as "float32", are always satisfied: the kernel adds in float32, and products of 16-bit
-# numbers are exact in float32.
+# Maps each dtype to the only matmul algorithm that the kernel implements for it. The setting
+# ``jax.default_matmul_precision`` may name an algorithm, in upper case. The kernel then supports a
+# call only if this is its own algorithm. Other settings, such as "float32", are always satisfied:
+# the kernel adds in float32, and products of 16-bit numbers are exact in float32.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -233,10 +240,11 @@ def rms_norm_linear_fwd(
 def _scaled_weight(
     weight: jax.Array, scale: jax.Array | None, scale_offset: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return G * weight in `dtype`, multiplied by a factor c, and 1 / c as a ``(1,)`` array.
+    """Return two arrays: c * G * weight in `dtype`, and the number 1 / c as a ``(1,)`` array.
 
-    The factor prevents an overflow in float16: 1 / c is a power of 2 above the largest |G|. In
-    bfloat16, or without a scale, c is 1, and None is returned instead of 1 / c.
+    In float16, G * weight might overflow. The factor c prevents this: it is a power of 2, and c *
+    |G| is below 1 for every column. In bfloat16, or without a scale, c is 1, and None is returned
+    instead of 1 / c.
     """
     if scale is None:
         return weight.astype(dtype), None
@@ -250,7 +258,8 @@ def _scaled_weight(
 def _padded(array: jax.Array, name: str) -> jax.Array:
     """Pad an array with zeros, so that the sizes of its axes are multiples of 16.
 
-    There are two exceptions: the first axis of x (the number of rows), and the array "power".
+    Two things are not padded: the first axis of x (its rows), and the array named "power", which
+    has one element.
     """
     widths = [(0, -size % _SWIZZLED) for size in array.shape]
     if name in ("x", "power"):
@@ -261,7 +270,7 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 def _shared(
     schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return a dict from names to the shared memory and the barriers of a block."""
+    """Return the shared memory and the barriers of a block, as a dict with a name for each."""
     stages = schedule.stages
     shared = {
         # The matrix instructions require the same swizzle for x and weight.
@@ -281,9 +290,9 @@ def _shared(
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
-    The layout has the widest swizzle that fits. A swizzle of n bytes fits if n divides the number
-    of bytes in a row of the tile, and also in a row of each array of `arrays`. The maximum is 128
-    bytes. Arrays other than the first one are given if their tiles must have the same swizzle.
+    The layout has the widest swizzle that fits, up to 128 bytes. A swizzle of n bytes fits if n
+    divides the number of bytes in a row of the tile, and also in a row of each of `arrays`. If
+    tiles of several arrays must have the same swizzle, all of these arrays are in `arrays`.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
@@ -321,7 +330,8 @@ class _ProductKernel:
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
         """Call ``body(t, row, column)`` for each of the block's tiles of y.
 
-        t counts the tiles; row and column are the indices in y of the tile's first element.
+        `t` is the number of tiles that the block has processed before. `row` and `column` are the
+        indices in y of the tile's first element.
         """
         rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
@@ -360,7 +370,7 @@ class _ProductKernel:
 
         if "bias" in shared:
             # Load the bias last. It overwrites the bias of the previous tile of y, so wait until
-            # this tile is finished.
+            # the previous tile is finished.
             @pl.when(t > 0)
             def _() -> None:
                 plgpu.barrier_wait(shared["bias_empty"])
@@ -371,7 +381,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
-        """Compute the block's tiles of y: this warpgroup computes half of the rows of each."""
+        """Compute this warpgroup's half of the rows, for each of the block's tiles of y."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -409,20 +419,21 @@ class _ProductKernel:
     def _squares(self, step: Any) -> jax.Array:
         """Return partial sums of x^2 for this warpgroup's rows in a tile of x: ``(64, 8)``.
 
-        Each of the 8 sums per row covers 8 of the 64 columns. The caller adds the 8 sums only once,
-        after the last step of the tile of y.
+        Each of the 64 rows has 8 partial sums, and each partial sum covers 8 of the 64 columns. The
+        caller accumulates the partial sums over all steps, and adds the 8 sums of a row after the
+        last step.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
         return functools.reduce(jnp.add, [part * part for part in parts])
 
     def _rows_of_x(self, step: Any) -> Ref:
-        """Return the rows that this warpgroup multiplies, from the tile of x of a step."""
+        """Return this warpgroup's rows of the tile of x that belongs to a step."""
         rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the buffers of x and weight that `step` used. Its matmul is finished."""
+        """Release the buffers of x and weight that `step` used. Its matmul must be finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
@@ -445,8 +456,8 @@ class _ProductKernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # There are two buffers, and asynchronous stores use them in turn. Wait until this
-            # buffer is free. The previous store may still be in flight: it reads the other buffer.
+            # Asynchronous stores use two buffers in turn. Wait until the buffer of this store is
+            # free. The previous store may still be in flight, because it reads the other buffer.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

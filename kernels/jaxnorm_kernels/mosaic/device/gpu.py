@@ -17,11 +17,11 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: Maximum size of each cache of schedules (`kept` makes one cache for each `choose` function).
+#: Maximum number of schedules in a cache. `kept` makes one cache for each `choose` function.
 SCHEDULES_KEPT = 1024
 
-# Limits of all GPUs that have clusters: registers of a multiprocessor, and maximum number of
-# registers of a thread.
+# Limits of all GPUs that have clusters: the number of registers of a multiprocessor, and the
+# maximum number of registers of a thread.
 REGISTERS = 65536
 MOST_REGISTERS = 255
 # Limits of Hopper and B200, in bytes: shared memory of a multiprocessor, the part of it that the

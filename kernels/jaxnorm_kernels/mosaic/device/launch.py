@@ -23,7 +23,7 @@ from jaxnorm_kernels.specs import Spec
 BLOCK, CLUSTER, WARPGROUP = "block", "cluster", "warpgroup"
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
-#: Call this to find out whether kernels are currently traced for the interpreter.
+#: A function that returns True if kernels are currently traced for the interpreter.
 is_interpreted = _interpreted.get
 
 
@@ -36,8 +36,8 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
     """
     token = _interpreted.set(True)
     try:
-        # This JAX setting is part of `jax.jit`'s cache key. A function that was traced for a GPU
-        # before is therefore traced again.
+        # The next line changes a JAX setting that is part of `jax.jit`'s cache key. So a function
+        # that was traced for a GPU before is traced again, now for the interpreter.
         with plgpu.force_gpu_interpret_mode(params or plgpu.InterpretGPUParams()):
             yield
     finally:
@@ -66,7 +66,8 @@ def launch(
     """Run ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
 
     Pallas' automatic barriers are off, because Pallas would put a barrier around each vector store.
-    If one thread reads what another has written, the body itself must contain a barrier.
+    If one thread reads a value that another thread has written, the body itself must contain a
+    barrier.
 
     Args:
       body: the kernel body.
@@ -111,7 +112,7 @@ def launch(
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
-    """Split `refs` into consecutive groups of these sizes; the last group has the other refs."""
+    """Split `refs` into consecutive groups of these sizes, and one more group with the rest."""
     parts = []
     for size in sizes:
         parts.append(refs[:size])

@@ -1,4 +1,7 @@
-"""Register layouts (which thread has which elements of an array); loads and stores in them."""
+"""Register layouts, and loads and stores that use them.
+
+A register layout defines which thread has which elements of an array in its registers.
+"""
 
 import functools
 import math
@@ -19,9 +22,13 @@ from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
 
 WARPGROUP_THREADS = WARP * WARPS
-VECTOR_BYTES = 16  # maximum size of one load or store of a thread
-COPY_BYTES = 16  # the start and the size of an asynchronous copy are multiples of this
-LEAST_VECTOR = 4  # a thread loads 16-bit elements in vectors of 4 or of 8
+# Maximum number of bytes that one load or store of a thread moves.
+VECTOR_BYTES = 16
+# The start address and the number of bytes of an asynchronous copy must be multiples of this
+# number.
+COPY_BYTES = 16
+# Minimum number of elements in a vector that `fitting_vector` may return instead of a longer one.
+LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.
 Layout = Any
@@ -37,8 +44,9 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
     """Return the number of elements that one thread loads at once.
 
     The elements take at most `VECTOR_BYTES` in each of `dtypes`. Their number divides `cols`,
-    because otherwise rows would not start at aligned addresses. It is less than `cols`, because
-    Mosaic has no canonical form for a layout with one thread per row.
+    because otherwise rows would not start at aligned addresses. The number is less than `cols`.
+    With `cols` elements, one thread would have an entire row, and Mosaic has no canonical form for
+    such a layout.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
     while cols % width or cols == width:
@@ -47,17 +55,17 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
 
 
 def fitting_vector(cols: int, vector: int, threads: int) -> int:
-    """Return `vector`, or half of it if a shorter vector fits the row better.
+    """Return the number of elements that a thread should load at once: `vector` or half of it.
 
-    `vector` is the number of elements that a thread loads at once. A row has `threads` threads, so
-    they load ``threads * vector`` columns at once. If this number does not divide the row, some
-    columns are read twice, because the last load overlaps an earlier one. Half of `vector` is
-    returned in two cases:
+    `threads` threads share a row, so they load ``threads * vector`` columns at once. If this number
+    does not divide the row, some columns are read twice, because the last load overlaps an earlier
+    one. Half of `vector` is returned in two cases:
 
     * The row has fewer than ``threads * vector`` columns.
-    * With half of `vector`, fewer columns are read twice, and the difference is more than a tenth
-      of the row. For softmax over 1152 columns of bfloat16, half of `vector` raises the bandwidth
-      from 0.94 to 1.00 of a copy's (H100).
+    * Too many columns are read twice. Let n be the number of columns that are read twice with
+      `vector`, and n' the number with half of it. Half of `vector` is returned if n - n' is more
+      than a tenth of the row. For softmax over 1152 columns of bfloat16, this raises the bandwidth
+      from 0.94 to 1.00 of a copy's bandwidth (H100).
     """
     if vector <= LEAST_VECTOR:
         return vector
@@ -106,7 +114,10 @@ def strip_layout(vector: int, threads: int) -> Layout:
 
 @functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
-    """Layout of an ``(n,)`` array, such as a scale: columns are distributed as in `rows_layout`."""
+    """Layout of an ``(n,)`` array, such as a scale, that is combined with rows in `rows_layout`.
+
+    Each thread has the same columns of both arrays.
+    """
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
@@ -114,8 +125,8 @@ def columns_layout(vector: int, threads: int) -> Layout:
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
     """Return an int32 array whose elements are 0, 1, 2 ... in row-major order.
 
-    If `axes` is given, only the first `axes` axes are counted: elements that differ only in their
-    indices along the other axes have the same number.
+    If `axes` is given, the numbers count along the first `axes` axes only. Elements that differ
+    only in their indices along the other axes then have the same number.
     """
     counted = shape if axes is None else shape[:axes]
     if is_interpreted():
@@ -192,8 +203,8 @@ def load_wide_columns(
 ) -> list[jax.Array]:
     """Load several column ranges from each ``(rows, cols)`` ref, as float32 arrays.
 
-    Each range has `width` columns and begins at one of `starts`. The returned list has the arrays
-    of the first ref in the order of `starts`, then those of the next ref.
+    Each range has `width` columns and begins at one of `starts`. The returned list contains the
+    arrays of the first ref in the order of `starts`, then the arrays of the next ref.
     """
     if not refs:
         return []

@@ -39,9 +39,12 @@ except ImportError as error:
         f"with; they were tried with jax 0.11.2 and 0.12.0.1: {error}"
     ) from error
 
-WARP = 32  # threads per warp
-WARPS = 4  # warps per warpgroup
-_GLOBAL, _SHARED = 1, 3  # numbers of LLVM's address spaces for global and shared memory
+# Number of threads per warp.
+WARP = 32
+# Number of warps per warpgroup.
+WARPS = 4
+# LLVM's numbers for the address spaces of global memory and of shared memory.
+_GLOBAL, _SHARED = 1, 3
 
 
 def i32(value: int) -> Any:
@@ -93,7 +96,7 @@ def load_floats(address: Word, count: int) -> list[Any]:
 
 
 def is_signed(kind: Any) -> bool | None:
-    """Return the argument `is_signed` for an array of type `kind`: None for floats, else True."""
+    """Return Mosaic's flag `is_signed` for arrays of this type: None for floats, otherwise True."""
     return None if isinstance(kind, ir.FloatType) else True
 
 
@@ -107,7 +110,10 @@ def elements_of(register: Any) -> list[Any]:
 
 
 def in_global(address: Any) -> Any:
-    """Convert a generic pointer to a pointer to global memory, whose accesses are faster."""
+    """Convert a generic pointer to a pointer in the address space of global memory.
+
+    Loads and stores through the returned pointer are faster.
+    """
     return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
 
 
@@ -131,7 +137,7 @@ def in_shared(address: Word) -> Any:
 
 
 class Places(NamedTuple):
-    """Positions of the elements of an array that each thread has in its registers.
+    """The positions in memory of the array elements that each thread has in its registers.
 
     A position is counted in elements from the start of the array.
 
@@ -161,7 +167,7 @@ class Places(NamedTuple):
 
 @functools.cache
 def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Places:
-    """Return the positions in memory of the elements that each thread has in its registers.
+    """Return the positions in memory of the array elements that each thread has in its registers.
 
     `layout` is the tiled Mosaic layout of the array's registers. `strides` are the strides of the
     array in memory, in elements, along each axis of `shape`.
@@ -192,7 +198,7 @@ def places(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pla
 
 
 def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return an address for each register of an array: where its elements begin in `ref`.
+    """For each register of an array, return the address in `ref` of the register's first element.
 
     `ref` is in global memory. The array in registers has the given tiled layout and shape.
     """
@@ -208,10 +214,10 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """From each ref, load one array for each of `starts`.
+    """Load one array from each ref for each of `starts`.
 
-    The arrays have the given shape and tiled layout. A start is a distance from the beginning of
-    the ref, in elements.
+    The arrays have the given shape and tiled layout. A start is the position in the ref at which an
+    array begins, counted in elements.
     """
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:

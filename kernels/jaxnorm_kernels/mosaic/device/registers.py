@@ -2,8 +2,8 @@
 
 They replace Mosaic operations that are slow or do not exist:
 
-* loads of a range of columns, of masks, and of one table row for each row of x;
-* stores to global memory, also of rows that start or end at an unaligned address;
+* loads of a range of columns, of masks, and of the table row that each row of x uses;
+* stores to global memory, including rows that start or end at an unaligned address;
 * splitting an array into its even and its odd columns, and joining them again.
 
 In the interpreter, which has no registers, these functions use JAX operations.
@@ -113,9 +113,10 @@ def opaque(value: jax.Array) -> jax.Array:
 def renewed(value: jax.Array) -> jax.Array:
     """Return an int32 scalar unchanged, but as a new value for the compiler.
 
-    The scalar passes through a warp shuffle, so even the assembler (ptxas) does not recognise it.
-    Whatever earlier code computed from the scalar is computed again from the result, instead of
-    occupying registers in the meantime.
+    Use this to free registers. The compiler cannot reuse values that earlier code computed from the
+    scalar: it computes them again from the new value, instead of keeping them in registers. The
+    scalar passes through a warp shuffle, so even the assembler (ptxas) does not recognise that the
+    value is the same.
     """
     return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
@@ -160,11 +161,11 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield tuples of registers and an address in `ref`, which is in global memory.
+    """Yield one tuple ``(*registers, address)`` for each register of an array.
 
     `values` are arrays with the same shape and layout, so they have the same number of registers.
-    Tuple number i has register number i of each array, and then the address in `ref` at which the
-    elements of this register begin.
+    Tuple number i contains register number i of each array. Its last entry is the address in `ref`
+    at which the elements of this register begin. `ref` is in global memory.
     """
     first, *_ = values
     at = mgpu.addresses(ref, first.layout, first.shape)
@@ -238,8 +239,8 @@ def store_vectors(
     """Store those elements of `value` whose index in `ref` is in the range [first, end).
 
     `ref` is an ``(n,)`` ref in global memory. The first element of `value` has index `start` in
-    `ref`, and the others follow. Each thread's vector must be either entirely inside the range or
-    entirely outside.
+    `ref`, the next element has index ``start + 1``, and so on. Each thread's vector must be either
+    entirely inside the range or entirely outside.
     """
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
@@ -303,7 +304,8 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
 def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]:
     """Return the even columns and the odd columns of the last axis, as two arrays.
 
-    `wide` is the layout of `value` and `half` that of the results. No data moves between threads.
+    `wide` is the layout of `value`. `half` is the layout of both results. No data moves between
+    threads.
     """
     shape = (*value.shape[:-1], value.shape[-1] // 2)
     if is_interpreted():
@@ -327,10 +329,10 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
 
 
 def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) -> jax.Array:
-    """Return an array with the even columns `first` and the odd columns `second`.
+    """Return an array that takes its even columns from `first` and its odd columns from `second`.
 
-    This is the inverse of `split_pairs`. `half` is the layout of both arguments, and `wide` that of
-    the result.
+    This is the inverse of `split_pairs`. `half` is the layout of both arguments. `wide` is the
+    layout of the result.
     """
     shape = (*first.shape[:-1], 2 * first.shape[-1])
     if is_interpreted():
@@ -359,15 +361,14 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """Load one row of each operand for each row of x in a tile.
+    """Load from each table the rows that belong to a tile of x, one table row per row of x.
 
-    The operands are ``(n, cols)`` refs in global memory, for example tables of rotations. Several
-    rows of x may use the same row of the operands.
+    Several rows of x may use the same table row.
 
     Args:
-      refs: the operands.
-      row_of: ``row_of(shared, row)`` returns which row of the operands is used by row `row` of x.
-      shared: describes how rows of x share rows of the operands.
+      refs: the tables, ``(n, cols)`` refs in global memory, for example cos and sin of a rotation.
+      row_of: ``row_of(shared, i)`` returns the index of the table row that row i of x uses.
+      shared: describes how rows of x share table rows.
       first: index of the tile's first row in x.
       layout: layout of the results.
       shape: ``(rows, cols)``, the shape of the results, which are float32.

@@ -30,8 +30,9 @@ from jaxnorm_kernels.mosaic.device.numerics import exp2
 
 OF_THREADS = (WARPS, WARP)
 
-# Number of elements that are inverted with one reciprocal instruction. Per clock, an SM computes
-# only 16 reciprocals, but 128 multiplications.
+# Number of elements whose reciprocals are computed from a single reciprocal instruction, which
+# inverts their product (see `_reciprocals`). Per clock, an SM computes only 16 reciprocals, but 128
+# multiplications.
 _SHARING = 4
 
 
@@ -75,8 +76,8 @@ def tanh(unit: jax.Array, times: float) -> jax.Array:
     """Compute ``tanh(times * unit)`` with an absolute error of at most 8 ulp of 1.
 
     The formula is ``1 - 2 / (1 + exp(2 * times * unit))``. `_reciprocals` multiplies several of the
-    denominators, and this product must not overflow. So the argument of exp has an upper limit. It
-    only affects results within 2^-28 of 1, which become 1.
+    denominators, and this product must not overflow. So the argument of exp has an upper limit. The
+    limit changes only results that are within 2^-28 of 1: they become 1.
 
     The reciprocal has an error of up to 3 ulp, of which 1 ulp is from the instruction. The
     exponential adds up to a quarter ulp. The factor 2 in the formula doubles these errors.

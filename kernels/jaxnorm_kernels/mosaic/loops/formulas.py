@@ -93,7 +93,7 @@ class Formula(Protocol):
     * `stats` and `totals`: values that depend only on the row.
     """
 
-    #: Number of row operands that `terms` reads. They are the first ones of all row operands.
+    #: Number of row operands that `terms` reads: the first `summed` of all row operands.
     summed: int
     #: Number of sums along a row that `finish` needs.
     row_sums: int
@@ -107,8 +107,8 @@ class Formula(Protocol):
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         """Return the terms of the sums along the row: a list with one array for each sum.
 
-        The kernel adds up the terms. `elements` contains only as many row operands as the attribute
-        `summed` says, because the sums do not need the others.
+        The kernel adds up the terms. `elements` contains only the first `summed` row operands,
+        because the sums do not need the others.
         """
         ...
 
@@ -118,7 +118,7 @@ class Formula(Protocol):
         """Return two lists: the results per element, such as dx, and the terms of column sums.
 
         The second list has one array per column sum: the values that this row adds to it. `totals`
-        are the results of adding up, along the row, the arrays that the method `terms` returns.
+        are the sums along the row: one sum for each array that the method `terms` returns.
         """
         ...
 

@@ -93,10 +93,11 @@ def run(
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
-    """Return the values of a parameter, ``(cols,)``, for the group of rows that a row belongs to.
+    """Return the ``(cols,)`` part of a parameter for the group of rows that a row belongs to.
 
-    A ``(cols,)`` parameter is returned as it is, because it has no groups. `rows` is the number of
-    rows of the array. ``index()`` returns the index of the row, or of several rows of one group.
+    `param` is ``(groups, cols)``. If it is ``(cols,)``, there are no groups, and `param` itself is
+    returned. `rows` is the number of rows of the array. ``index()`` returns the index of the row.
+    It may also return a slice of rows that belong to the same group.
     """
     if len(param.shape) == 1:
         return param
@@ -106,7 +107,7 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
 
 
 def store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Store row statistics. Only the first warpgroup does so, as all have the same values."""
+    """Store row statistics. Only the first warpgroup stores, because all have the same values."""
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:

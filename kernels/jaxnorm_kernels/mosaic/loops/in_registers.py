@@ -2,7 +2,7 @@
 
 All inputs of a row are loaded at once, in the same tiles as in the forward pass. A block processes
 one tile of rows and ends. A block that computes the gradient of a bias processes several tiles
-(`BiasSums`). Backward passes that sum over all rows, such as those of norms, are in `pipelined` and
+(`BiasSums`). The backward passes of norms, which sum over all rows, are in `pipelined` and
 `narrow_rows`.
 """
 
@@ -41,7 +41,7 @@ class BiasSums:
 
     Attributes:
       tile: how a block distributes its rows over threads.
-      shared: how the bias is broadcast over the rows of x. It is not broadcast over the columns.
+      shared: how the bias is broadcast over the rows of x. The bias has a value for each column.
       dtype: dtype of the bias's gradient.
       splits: number of blocks that share the work for one row of the gradient.
     """
@@ -58,7 +58,7 @@ class BiasSums:
 
     @property
     def output(self) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of the array in which each block stores ``tile.rows`` rows of sums."""
+        """Shape and dtype of the array of partial sums. A block stores ``tile.rows`` rows of it."""
         rows = self.blocks * self.tile.rows
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
@@ -160,13 +160,14 @@ def in_registers_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a backward kernel whose formula uses neither parameters nor statistics.
 
-    Returns the results per element, then `row_values` arrays of row sums. If `sums` is given, the
-    last array has the column sums of the blocks.
+    Returns a tuple of arrays: first the results per element, then `row_values` arrays with row
+    sums. If `sums` is given, there is one more array at the end, with the column sums of the
+    blocks.
 
     Args:
       formula: the equations of the backward pass.
       operands: arrays ``(rows, cols)``.
-      read: loads the formula's row operands.
+      read: a function that loads the formula's row operands (see `Read`).
       tile: how a block distributes its rows over threads.
       rows: number of rows.
       results: dtypes of the results per element.

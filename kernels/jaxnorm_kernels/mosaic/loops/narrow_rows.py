@@ -7,8 +7,8 @@ row need no exchange between warps. At the end, the column sums of all warps are
 memory.
 
 If the number of rows is not a multiple of the rows per stage, the last stage overlaps the previous
-one. The rows that are in both are called *stale* in the last stage. Their results are stored twice,
-but they are left out of the column sums the second time.
+one. The rows that are in both stages are called *stale* in the last stage. Their results are stored
+twice, but the column sums leave them out the second time.
 """
 
 import dataclasses
@@ -51,8 +51,9 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# A block accumulates column sums separately for each row of a tile. When all tiles are processed,
-# it adds these rows of sums. This is the number of rows of sums that a thread loads at once.
+# Number of partial sums of a column that a thread loads at once. A block accumulates one partial
+# sum of each column for each row index of a tile: it adds the row with this index of all tiles.
+# When all tiles are processed, the block adds the partial sums of each column.
 _ADDED_AT_A_TIME = 8
 
 #: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
@@ -95,8 +96,9 @@ class _NarrowRowsKernel:
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
-      shared: refs in shared memory, one for each fragment (range of columns). At the end, a ref
-        contains column sums: one row of sums for each row of a tile. These rows are then added.
+      shared: refs in shared memory, one for each fragment (range of columns). They are used after
+        the last step. Until then, each row of a tile has its own column sums, in registers. A ref
+        receives these sums, ``(rows of a tile, columns)``, and its rows are then added.
     """
 
     work: TileWork
@@ -152,7 +154,8 @@ class _NarrowRowsKernel:
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
         """Return `term` with 0 in stale rows, whose terms the previous step has already added.
 
-        The rows of `term` are those of step `k`, from the row with index `first` on.
+        Row i of `term` belongs to the row with index ``first + i`` of the array, which is a row of
+        step `k`.
         """
         if not self.share.has_stale_rows:
             return term
@@ -188,12 +191,13 @@ def narrow_rows_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a pipelined kernel over narrow rows.
 
-    The kernel returns the results per element, followed by the column sums. A column sum is a
-    float32 array with one row of partial sums per block.
+    Returns the results per element, followed by the column sums. Each column sum is returned as a
+    float32 array with one row of partial sums per block, which the caller must add.
 
     Args:
-      start: returns the `TileWork` of a block. It is called after the block has started its first
-        copies, so that its own loads run at the same time as the copies.
+      start: a function that returns the `TileWork` of a block. It may also load data, such as
+        parameters. It is called after the block has started its first copies, so that these loads
+        run at the same time as the copies.
       operands: the arrays.
       tile: how a warpgroup distributes rows over its threads.
       rows: number of rows per stage.
@@ -251,7 +255,8 @@ class PipelinedNarrowRows:
       vector: number of neighbouring elements that one thread loads and stores at once.
       threads: number of threads that share a row, at most the 32 threads of a warp.
       rows: number of rows per stage, a multiple of `height`.
-      stages: number of stages, the buffers in shared memory. Asynchronous copies fill them in turn.
+      stages: number of stages. A stage is a buffer in shared memory. Asynchronous copies fill the
+        stages in turn.
       blocks_per_sm: number of blocks that fit on an SM at the same time.
     """
 
@@ -280,12 +285,15 @@ def pipelined_narrow_rows_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Compute a formula with `narrow_rows_backward`, and return the results of that function."""
+    """Run `narrow_rows_backward` with the computation of a formula, and return its results."""
     tile = schedule.tile(operands.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Load a tile's rows in float32: a list for each fragment, with an array per operand."""
+        """Load a tile's rows in float32.
+
+        Returns one list per fragment (range of columns). It contains one array per operand.
+        """
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
         return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
 

@@ -66,9 +66,10 @@ class Stages:
       count: number of stages.
       steps: number of steps of the block.
       full: a barrier per stage. The stage's copies signal it when they have arrived.
-      copies: ``copies(k, stage)`` returns (source, target) of each copy that loads step k. Each
-        copy moves consecutive bytes.
-      ring: index of this ring if each warpgroup has its own ring. None if the block has one ring.
+      copies: ``copies(k, stage)`` returns a pair (source, target) for each copy that loads step k.
+        Each copy moves consecutive bytes.
+      ring: index of this ring of stages if each warpgroup of the block has its own ring. None if
+        the block has a single ring.
     """
 
     count: int
@@ -94,7 +95,7 @@ class Stages:
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to load step ``k + count`` into the buffer of step `k`, which is finished."""
+        """Start to load step ``k + count`` into the buffer of step `k`, which must be finished."""
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -111,11 +112,12 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows that one block processes: every n-th step, if n blocks share a group of rows.
+    """The rows that one block processes, divided into steps.
 
-    A group consists of consecutive rows with the same parameters. A step consists of `height`
-    neighbouring rows. If `height` does not divide the number of rows of a group, the last step
-    overlaps the previous one.
+    A group consists of consecutive rows with the same parameters. Its rows are divided into steps
+    of `height` neighbouring rows. If n blocks share a group, each of them processes every n-th
+    step. If `height` does not divide the number of rows of a group, the last step overlaps the
+    previous one.
 
     Attributes:
       rows: number of rows of a group.
@@ -202,7 +204,10 @@ class PipelinedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape in registers of a unit (one vector per thread): one row per warp."""
+        """Shape in registers of a unit, which consists of one vector per thread.
+
+        The first axis has an index for each warp.
+        """
         return WARPS, WARP * self.vector
 
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
@@ -216,13 +221,13 @@ class _PipelinedKernel:
     """One warpgroup's loop over rows. The warpgroup processes its partition of the columns.
 
     Attributes:
-      formula: what is computed for each row.
-      ring: the schedule.
+      formula: the computation for each row.
+      ring: the schedule of the kernel.
       refs: the kernel's operands and results.
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, columns)``.
       share: which rows the block processes.
-      sums: the exchange of row sums.
+      sums: the object that exchanges row sums between warps.
       exchanged: the scratch memory of `sums`.
       units: the columns of the partition, split into units of one vector per thread.
       columns: for each unit, the values per column (`Formula.columns`).
@@ -272,7 +277,7 @@ class _PipelinedKernel:
         return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
-        """Sum the rows of step `k` over each warp's columns, and publish the sums to all warps."""
+        """Add up each warp's columns of each row of step `k`, and publish the sums to all warps."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
@@ -283,8 +288,8 @@ class _PipelinedKernel:
                 if stale is not None:
                     terms = [jnp.where(stale, jnp.float32(0), term) for term in terms]
                 totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
-        # Annotate the layout of the results only. Annotations of all loads slow down layout
-        # inference.
+        # Annotate the layout of the results only. Annotating all loads would slow down Mosaic's
+        # layout inference.
         layout = self.ring.layout
         of_steps = [total for row in totals for total in row]
         parts = [jnp.sum(plgpu.layout_cast(total, layout), axis=1) for total in of_steps]
@@ -344,9 +349,9 @@ def pipelined_backward(
 ) -> tuple[jax.Array, ...]:
     """Run a pipelined kernel with a formula.
 
-    The kernel returns the results per element, followed by the column sums. A column sum is a
-    float32 array with one row of partial sums per block. `blocks` is the number of blocks (or of
-    clusters, if `schedule.cluster` is above 1) for each group of rows.
+    Returns the results per element, followed by the column sums. Each column sum is returned as a
+    float32 array with one row of partial sums per block, which the caller must add. `blocks` is the
+    number of blocks (or of clusters, if `schedule.cluster` is above 1) for each group of rows.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.stages < 2 or rows // groups < ring.rows:

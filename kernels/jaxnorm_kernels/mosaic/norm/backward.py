@@ -9,7 +9,8 @@ RMSNorm):
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 xh is the normalised input. If an activation follows the norm, the backward pass starts from the
-saved input. It recomputes the activation's argument n = xh G + bias, and d is dy * activation'(n).
+saved input. It recomputes the activation's argument n = xh * G + bias, and d is
+dy * activation'(n).
 
 As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
 dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
@@ -100,8 +101,8 @@ class NormFormula:
         saved, dy, *dh = elements
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
-        # In this form, dx takes two fused multiply-adds per element. The form r (d G - c1 - xh c2)
-        # would take one fused multiply-add and two other operations.
+        # In this form, dx takes two fused multiply-adds per element. In the form r * (d * G - c1 -
+        # xh * c2), it would take one fused multiply-add and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -126,9 +127,10 @@ class NormFormula:
     def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return d, d G, z and 1 / G, as defined in the module's docstring.
+        """Return d, d * G, z and 1 / G, as defined in the module's docstring.
 
-        If the input is saved, xh is returned in place of z. 1 / G is None if it is not needed.
+        z is defined only if the output is saved. If the input is saved, the third value is xh
+        instead. 1 / G is None if it is not needed.
         """
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
@@ -177,9 +179,9 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # The formula depends neither on the operation (for example norm or add_norm), nor on `wrt`, the
-    # operands that need gradients. Here, `wrt` is replaced by (), so that calls which differ only
-    # in it have equal formulas and use the same kernel.
+    # The formula does not use the operation's name (for example norm or add_norm), nor `wrt`, the
+    # operands that need gradients. So `wrt` is replaced by (). Calls that differ only in `wrt` then
+    # have equal formulas, and share one kernel.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
@@ -200,9 +202,9 @@ def _run(
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
     """Run the kernel of a formula.
 
-    Returns the results per element, which have the dtypes in `results`, and a dict from the name of
-    each parameter to its gradient. `names` are the parameters' names. If `op` is given, the kernel
-    is named after it instead of the call's operation.
+    Returns two values: the results per element, which have the dtypes in `results`, and a dict that
+    maps the name of each parameter to its gradient. `names` are the parameters' names. If `op` is
+    given, the kernel is named after it instead of the call's operation.
     """
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
     outputs = _kernel(
@@ -501,9 +503,10 @@ class TwoNormsFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return xh, u, z, xh' and d G', as defined in the equations above the class.
+        """Return xh, u, z, xh' and d * G', as defined in the equations above the class.
 
-        If the input is saved, xh' is returned in place of z.
+        z is defined only if the output is saved. If the input is saved, the third value is xh',
+        like the fourth.
         """
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd

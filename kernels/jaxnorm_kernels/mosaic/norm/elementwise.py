@@ -1,4 +1,8 @@
-"""Elementwise parts of norms, in float32: scale, bias, output, and activations with derivatives."""
+"""Elementwise computations of norms, in float32.
+
+They apply the scale and the bias, compute the output, and compute activations and their
+derivatives.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +26,7 @@ from jaxnorm_kernels.specs import Activation, Spec
 #
 # z' is the derivative of z. gelu is the tanh approximation; it can be written with the sigmoid
 # because (1 + tanh(v)) / 2 = s(2 v). The exponent of s is rounded, which causes a relative error of
-# |g| 2^-24 in s. This error is large only for very negative g, where s itself is about exp(g).
+# |g| * 2^-24 in s. This error is large only for very negative g, where s itself is about exp(g).
 
 
 _LOG2_E = math.log2(math.e)
@@ -67,8 +71,8 @@ def _leaky_relu(g: jax.Array) -> ValueAndSlope:
     return g * slope, slope
 
 
-#: Maps the name of an activation to a function. It returns the activation's value and its
-#: derivative; the compiler removes the one that a kernel does not use.
+#: Maps the name of an activation to a function that returns the activation's value and its
+#: derivative. If a kernel uses only one of the two, the compiler removes the other.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -84,14 +88,17 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh G has underflowed to 0 and 1 /
-# G may be infinite, so the normalised input xh is taken to be 0. This occurs only in float16: for
-# other dtypes, `Spec.scale_floor` is a higher limit of |G|.
+# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh * G has underflowed to 0, and 1
+# / G may be infinite. The normalised input xh is then taken to be 0. This occurs only in float16.
+# In other dtypes, |G| is at least `Spec.scale_floor`, which is greater than this number.
 _NO_RECIPROCAL = 2.0**-100
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """Return G = scale + scale_offset; its magnitude is raised to at least `Spec.scale_floor`."""
+    """Return G = scale + scale_offset.
+
+    Where |G| is less than `Spec.scale_floor`, it is raised to this limit.
+    """
     g = scale.astype(jnp.float32)
     if spec.norm.scale_offset:
         g = g + spec.norm.scale_offset

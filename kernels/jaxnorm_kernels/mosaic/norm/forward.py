@@ -20,9 +20,10 @@ With a gate, y is rounded once, after the multiplication::
     norm_gated       y = norm(x) * activation(gate)    or y = norm(x * activation(gate))
 
 The variance is never computed as E[x^2] - E[x]^2, which suffers from cancellation. Instead, a row
-in registers is reduced twice: for the mean, then for the sum of squares about it. If several warps
-each reduce a part of a row, part p of size n_p has its own mean_p and M_p, the sum of squares about
-mean_p. The parts are merged as by Chan, Golub and LeVeque (1979)::
+in registers is reduced twice: first for the mean, then for the sum of (x - mean)^2. If several
+warps share a row, each of them reduces a part of it. Part p has n_p elements and the mean mean_p,
+and M_p = sum((x - mean_p)^2) over the part. The parts are merged as by Chan, Golub and LeVeque
+(1979)::
 
     mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
 """
@@ -80,14 +81,14 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.norm.residual_dtype
 
 
-#: For each fragment (range of columns) of a row, the parameters of these columns, such as G and the
-#: bias.
+#: Parameters in registers, such as G and the bias. There is one list for each fragment (range of
+#: columns) of a row. It contains one array per parameter.
 Columns = list[list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """The parameters of a call: first those of each norm, then branch_scale, if present.
+    """The parameters of a call: first the parameters of each norm, then branch_scale, if present.
 
     Attributes:
       tile: how a block distributes its rows over threads.
@@ -111,10 +112,10 @@ class _Params:
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
-        """Load the parameters in ``refs[k]``.
+        """Load the parameters in ``refs[k]``: one list per parameter, with one array per fragment.
 
-        ``index()`` returns the index of the row that uses them, or of several rows of one group. It
-        selects the parameters if each group of rows has its own (see `of_group`).
+        ``index()`` returns the index of the row (or rows) that the parameters are applied to. If
+        each group of rows has its own parameters, the index selects the group (see `of_group`).
         """
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
@@ -146,8 +147,8 @@ class _Row:
       tile: how a block distributes its rows over threads.
       loaded: the row.
       scratch: shared memory for the exchange of statistics.
-      columns: ``columns(k)`` returns the parameters of norm k, or branch_scale (see
-        `_Params.columns`).
+      columns: ``columns(k)`` returns G and the bias of norm number k. If the call has a
+        branch_scale, ``columns(1)`` returns it, because such calls have a single norm.
       stats: statistics of the norms, appended as they are computed.
     """
 
@@ -159,11 +160,11 @@ class _Row:
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
     def x(self) -> Fragments:
-        """Return the elements to normalise in float32: x, x + residual or x * activation(gate)."""
+        """Return the elements to normalise: x, x + residual or x * activation(gate), in float32."""
         return self.loaded.read(0)
 
     def other(self) -> Fragments:
-        """Return the second array that the operation needs: h, the residual or the gate.
+        """Return the row's second array: h in add_norm, the gate in norm_gated, else the residual.
 
         It is not converted to float32.
         """
@@ -222,9 +223,9 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 def _scaled_add_norm(row: _Row) -> NamedResults:
     h = row.scaled_sum()
     yield "h", h
-    # The norm uses h several times. If the tile has no registers for entire rows, and reads x from
-    # shared memory again for each use, h must not stay in registers either. So recompute it each
-    # time.
+    # The norm uses h several times. Some tiles have too few registers for entire rows, and read x
+    # again from shared memory for each use (`rereads`). Such a tile has no registers for h either,
+    # so h is recomputed for each use.
     yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
@@ -249,10 +250,11 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """The kernel's body: load, normalise and store each row of the block."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return a tuple of one or two arrays, from the elements of the row operands.
+        """Return the arrays that the operation needs, from the elements of the row operands.
 
-        The first array has the elements to normalise. The second one is h, the residual or the
-        gate. It is absent if the operation does not need it after the norm.
+        The first array contains the elements to normalise. A second array is returned if the
+        operation uses one besides the norm: h in add_norm, the gate if it follows the norm, and the
+        residual in other operations with a residual.
         """
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
@@ -317,10 +319,10 @@ def _merge(
     square: Stat,
     spec: Spec,
 ) -> tuple[Stat | None, Stat]:
-    """Merge the statistics of a row's parts into the row's mean and sum of squares of x - mean.
+    """Merge the statistics of a row's parts. Return the row's mean and its sum of (x - mean)^2.
 
     Each warp has a part of the row, of `size` columns. `mean` is the mean of this part, and
-    `square` the part's sum of squares of x - mean. `gather` returns the values of all parts to
+    `square` is the sum of (x - mean)^2 over the part. `gather` returns the values of all parts to
     every warp (`rows.exchange.Gather`).
     """
     if mean is None:

@@ -100,10 +100,10 @@ class _RotatedRows:
     Attributes:
       spec: the call's spec.
       tile: how a warpgroup distributes its rows over threads.
-      rstd: statistics of the rows.
-      tables: cos and sin.
-      gains: two lists: G of each part of the columns, and 1 / G of each part. Both are empty
-        without a scale.
+      rstd: ref of the rows' reciprocal standard deviations, ``(rows,)``.
+      tables: refs of the tables of cos and sin.
+      gains: two lists with an array for each part of the columns. The first list contains G, the
+        second contains 1 / G. Without a scale, both lists are empty.
     """
 
     spec: Spec
@@ -137,7 +137,7 @@ class _RotatedRows:
     def _normalised(
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
-        """Return the normalised input xh, and n = xh G; n is None if the input is saved."""
+        """Return the normalised input xh, and n = xh * G. n is None if the input is saved."""
         if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table

@@ -4,12 +4,12 @@ An index along the last axis is called an inner element; in GroupNorm, it is a c
 bias have one value per inner element. GroupNorm normalises groups of neighbouring inner elements
 together: each inner element has statistics over its columns, which are merged over the group.
 
-The equations are those of `norm.forward` and `norm.backward`, with two differences:
+The equations are the same as in `norm.forward` and `norm.backward`, with two differences:
 
-* G and the bias do not depend on the column, so dscale and dbias are sums over the columns of an
-  inner element. Because G is a constant in these sums, sum(d G xh) = G * dscale and sum(d G) =
-  G * dbias. The means c2 and c1 are computed from these products. So c2 is mean(d G xh) even if the
-  output is saved, where `norm.backward` uses mean(d z).
+* G and the bias do not depend on the column, so dscale = sum(d xh) and dbias = sum(d) are sums over
+  the columns of an inner element. In these sums, G is a constant, so sum(d G xh) = G * dscale and
+  sum(d G) = G * dbias. The means c2 and c1 are these products, divided by the number of elements.
+  (If the output is saved, `norm.backward` computes c2 as mean(d z) instead.)
 * If the input is saved, only c = x - mean is computed for each column. The factors r, G and r r c2
   are the same for all columns, so their products are computed once per inner element:
 
@@ -43,15 +43,16 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: ``gather(merge, stats)`` merges the statistics of all warps that share a strip. It calls `merge`
-#: for this. `stats` are the statistics of this warpgroup.
+#: A function ``gather(merge, stats)`` that returns the merged statistics of all warps that share a
+#: strip. `merge` is the function that merges them, and `stats` are the statistics of this
+#: warpgroup.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
     """Run the forward pass on an array ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    # G and r both belong to inner elements, so r G is computed once per inner element.
+    # G and r both belong to inner elements, so r * G is computed once per inner element.
     joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)
@@ -88,7 +89,11 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, scale and bias. The last two are sums over the middle axis."""
+    """Return the gradients of x, scale and bias.
+
+    The kernel sums the gradients of scale and bias over the middle axis. Then XLA sums them over
+    the outer axis.
+    """
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     bias = residuals.bias if spec.reads_bias else None
     params = [param for param in (residuals.scale, bias) if param is not None]
@@ -152,8 +157,9 @@ def _in_strips(
     `gather` merges statistics, and `refs` contains the refs of `others` and of the outputs.
 
     Args:
-      finish: computes and stores the results of a strip. In its first pass over the strip, and only
-        there, it must wait for the strip's copies (``waits=True`` in `Strip.sum`).
+      finish: a function that computes and stores the results of a strip. In its first pass over the
+        strip, it must wait for the strip's copies (``waits=True`` in `Strip.sum`). Later passes
+        must not wait.
       strips: how the arrays are split into strips.
       rows: arrays ``(outer, cols, inner)``, which are loaded into shared memory.
       others: further arrays, such as statistics and parameters.
@@ -257,12 +263,15 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return two lists: dscale and dbias, and what each inner element adds to c2 and c1.
+        """Return two lists, computed from `sums`, the sums over the columns of each inner element.
 
-        All values are computed from `sums`, the sums over the columns of each inner element. c2 and
-        c1 are the row sums of the backward pass (see `norm.backward`). To get them, the caller adds
-        the values in the second list over the inner elements of a group. dscale and dbias are left
-        out if they are not needed. `params` are the results of `columns`.
+        * The first list contains dscale and dbias. A gradient is left out if the call has no such
+          parameter.
+        * The second list contains two terms of each inner element: a term of c2 and, in LayerNorm,
+          a term of c1. c2 and c1 are the row sums of the backward pass (see `norm.backward`). The
+          caller adds the terms of all inner elements of a group.
+
+        `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:
@@ -273,7 +282,7 @@ class _StripFormula(NormFormula):
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """Return r G, or r if there is no scale."""
+        """Return r * G, or r if there is no scale."""
         return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(

@@ -33,8 +33,8 @@ from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm,
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
-#: A message is one ``st.async`` instruction, which sends 1, 2 or 4 float32 values to another block.
-#: This is the largest number of values.
+#: Maximum number of float32 values in a message. A message is one ``st.async`` instruction, which
+#: sends 1, 2 or 4 values to another block.
 MESSAGE = 4
 
 
@@ -168,7 +168,8 @@ def send(
 # the bytes arriving there. The time depends on the number of messages (``st.async`` instructions),
 # not on their length: with 64 messages per row instead of 512, LayerNorm's backward pass over 16
 # blocks takes a third less time (H200). So if only sums over all warps are needed, and not
-# immediately, the warps of each warpgroup add their values before one of them sends the sums.
+# immediately, the four warps of each warpgroup add their values first. Then the warpgroup sends
+# only the sums.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ class ClusterExchange:
       added: True if only the sums over all warps are needed. Each warpgroup then adds its warps'
         values before it sends them.
       stages: number of exchanges that may be in flight. The fastest warp may send the values of
-        exchange ``k + stages - 1`` while the slowest still reads those of exchange k.
+        exchange ``k + stages - 1`` while the slowest still reads the values of exchange k.
     """
 
     warpgroups: int
@@ -207,9 +208,11 @@ class ClusterExchange:
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """Shape of a stage, with one axis for values and one for the contributions to each value.
+        """Shape of a stage, which is the memory for one exchange.
 
-        The axis of values is the first one, or the last one if `added`.
+        A stage has an element for each value and each contribution to the value (see `parts`). If
+        `added` is False, the shape is (values, contributions). If `added` is True, it is
+        (contributions, values), and the number of values includes the padding of `_width`.
         """
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
@@ -279,7 +282,10 @@ class ClusterExchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce to the barrier how many bytes the block will receive for this warpgroup."""
+        """Announce to the barrier this warpgroup's share of the bytes that the block will receive.
+
+        The warpgroups of a block announce equal shares.
+        """
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
@@ -307,7 +313,7 @@ class ClusterExchange:
         self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
-        """Return the sums over the warps of all blocks. Call this only if `added` is True.
+        """Return the sum of each value over the warps of all blocks. This requires `added`.
 
         All blocks add in the same order, so they get identical bits.
         """
@@ -429,7 +435,10 @@ class Exchange:
 
     @property
     def _of_warpgroup(self) -> Any:
-        """Index (a slice) of the columns of a stage that belong to this warpgroup's four warps."""
+        """Slice that selects the four columns of a stage in which this warpgroup's warps write.
+
+        A stage in shared memory has one column for each warp of the block.
+        """
         return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
 
 
@@ -455,10 +464,10 @@ class Gather(Exchange):
         """Exchange values between all warps, and return one array for each argument of `values`.
 
         Each argument is a ``(4,)`` array with an element for each warp of this warpgroup. The
-        returned array has the elements of all warps of the block or, in a cluster, of all blocks.
-        The order of the elements is the same in every warp. The lanes of each warp together have
-        all elements, so a warp can reduce them without another exchange. `count` is the number of
-        earlier calls in this block.
+        returned array has the elements of all warps of the block or, in a cluster, of all warps of
+        all blocks. Every warp gets all of these elements, in the same order, spread over its lanes.
+        So each warp can reduce the array by itself, without another exchange. `count` is the number
+        of earlier calls in this block.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)
@@ -482,8 +491,8 @@ class RowSums(Exchange):
     A persistent kernel exchanges `values` sums in each of its steps: `publish` writes a warpgroup's
     contributions, and `collect` waits for all contributions and adds them. With a `depth` of 2, a
     step may be published before the previous step is collected. Mosaic's own reduction over the
-    warps of a warpgroup would be a race, because all warpgroups of a block would use the same
-    scratch memory.
+    warps of a warpgroup cannot be used. It would cause a race, because all warpgroups of a block
+    would use the same scratch memory.
 
     Attributes:
       in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
@@ -499,7 +508,10 @@ class RowSums(Exchange):
         return 2 * self.depth
 
     def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the object that exchanges values in a cluster. It sends only sums over warps."""
+        """Return the object that exchanges values in a cluster.
+
+        It sends only sums, each over the four warps of a warpgroup.
+        """
         return dataclasses.replace(super().in_cluster(values), added=True)
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:

@@ -43,7 +43,8 @@ from jaxnorm_kernels.mosaic.device.registers import (
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 
-#: Rows in registers, as an array for each part of the columns (see the module's docstring).
+#: Rows in registers: a list with one array for each part of the columns. The parts are defined in
+#: the module's docstring.
 Parts = list[jax.Array]
 
 
@@ -58,7 +59,7 @@ class HeadTile:
       cols: number of columns of a head.
       rotated: number of leading columns that are rotated.
       interleaved: True if the columns of a pair are neighbours (see `NormOptions`).
-      vector: number of neighbouring columns per thread, in each of the first two parts.
+      vector: number of neighbouring columns per thread in the first part, and also in the second.
       rest: number of neighbouring columns per thread in the third part, which is not rotated.
       threads: number of neighbouring threads that share a row.
       rows: number of rows of the tile.
@@ -111,7 +112,10 @@ class HeadTile:
         return self.rows_layout(self.vector).reduce(1)
 
     def load(self, ref: Ref, rows: Any) -> Parts:
-        """Load rows of a ``(rows, cols)`` ref, as an array for each part of the columns."""
+        """Load rows of a ``(rows, cols)`` ref.
+
+        Returns a list with one array for each part of the columns (see the class's docstring).
+        """
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[rows, pl.ds(start, width)], layout)
@@ -119,8 +123,9 @@ class HeadTile:
         return self._parts(of, self.rows_layout)
 
     def load_shared(self, ref: Ref, top: int) -> Parts:
-        """Load the tile's rows from shared memory, as a float32 array for each part of the columns.
+        """Load the tile's rows from shared memory, in float32.
 
+        Returns a list with one array for each part of the columns (see the class's docstring).
         `top` is the index of the tile's first row in the ref.
         """
         of_tile = ref.at[pl.ds(top, self.rows)]
@@ -139,7 +144,10 @@ class HeadTile:
         return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Parts:
-        """Load a ``(cols,)`` ref that all rows share, as an array for each part of the columns."""
+        """Load a ``(cols,)`` ref that all rows share.
+
+        Returns a list with one array for each part of the columns (see the class's docstring).
+        """
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load(ref.at[pl.ds(start, width)], layout)
@@ -151,10 +159,10 @@ class HeadTile:
         return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
 
     def load_tables(self, refs: Sequence[Ref], shared: Shared, first: Any) -> list[jax.Array]:
-        """Load the elements of the tables (cos and sin) for the pairs of a tile's rows, in float32.
+        """Load cos and sin for each pair of each row of a tile, in float32.
 
-        `first` is the index of the tile's first row, and `shared` describes how rows share table
-        rows.
+        `refs` are the tables of cos and sin. `first` is the index of the tile's first row. `shared`
+        describes which table row each row uses.
         """
         if not self.has_one_position(shared):
             layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
@@ -171,9 +179,10 @@ class HeadTile:
         return not has_each and size % self.rows == 0
 
     def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
-        """Store rows, given as an array for each part of the columns, in global memory.
+        """Store rows in `ref`, a ``(rows, cols)`` array in global memory.
 
-        They are rounded to the dtype of `ref`, which is ``(rows, cols)``.
+        `parts` is a list with one array for each part of the columns (see the class's docstring).
+        The values are rounded to the dtype of `ref`.
         """
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
@@ -182,7 +191,10 @@ class HeadTile:
         self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
 
     def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
-        """Store a ``(cols,)`` operand, given as an array for each part, in global memory."""
+        """Store an array of columns in `ref`, a ``(cols,)`` array in global memory.
+
+        `parts` is a list with one array for each part of the columns (see the class's docstring).
+        """
 
         def to(start: int, value: jax.Array, layout: Layout) -> None:
             store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
@@ -192,8 +204,9 @@ class HeadTile:
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` contains the terms of the sum, as an array for each part of the columns. A row may
-        have several terms per column: then `parts` has several arrays for each part.
+        `parts` is a list of arrays of terms, and all of their elements in a row are added. Usually,
+        the list has one array for each part of the columns (see the class's docstring). It may have
+        several arrays per part, in any order.
         """
         total, *others = [jnp.sum(part, axis=1) for part in parts]
         for other in others:
@@ -238,13 +251,16 @@ class HeadTile:
 
 
 def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Rotate each pair (a, b) by its angle. The result is (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair (a, b) by its angle, to (a * cos - b * sin, b * cos + a * sin)."""
     a, b, *rest = parts
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 
 
 def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
-    """Apply the transposed rotation to each pair (a, b): (a cos + b sin, b cos - a sin)."""
+    """Rotate each pair (a, b) back, to (a * cos + b * sin, b * cos - a * sin).
+
+    This is the transpose of `rotated`.
+    """
     a, b, *rest = parts
     return [a * cos + b * sin, b * cos - a * sin, *rest]
 

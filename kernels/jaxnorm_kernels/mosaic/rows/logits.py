@@ -43,10 +43,11 @@ def scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Return how the mask and the bias are broadcast over the rows of x, as a list.
+    """Return a list that describes how the mask and the bias are broadcast over the rows of x.
 
-    The list has an entry for the mask, if the pass reads a mask, and then an entry for the bias, if
-    there is one. An entry is a `Shared`, or None if the spec does not describe the broadcast.
+    The first entry is for the mask; it is left out if the pass reads no mask. The next entry is for
+    the bias; it is left out if there is no bias. An entry is a `Shared`, or None if the spec does
+    not describe the broadcast.
     """
     bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
     return [spec.logits.mask_rows] * spec.reads_mask + bias
@@ -71,10 +72,10 @@ def run_of_rows(spec: Spec) -> int:
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     """Increase the threads per row until all rows of a block belong to one run.
 
-    Returns the number of threads and the vector size. A run is defined in `run_of_rows`. With more
-    threads per row, a block has fewer rows. The vector shrinks if the row is too short for it. If
-    the maximum number of threads does not suffice, a block processes one row, which all warps
-    share.
+    Returns the number of threads and the vector size. A run is defined in `run_of_rows`. The more
+    threads share a row, the fewer rows a block has. If ``threads * vector`` would exceed the number
+    of columns, `vector` is halved. If the rows of a block belong to several runs even with the
+    maximum number of threads, the caller must choose a block with a single row.
     """
     run = run_of_rows(spec)
     while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
@@ -84,8 +85,9 @@ def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
     return threads, vector
 
 
-# Causal rows with at least this many columns have a schedule of their own. Shorter causal rows have
-# the same schedule as other rows; no other schedule was timed for them.
+# Causal rows with at least this many columns have smaller units than other rows (see
+# `causal_unit`). Shorter causal rows have the same units as other rows, because no other units were
+# timed for them.
 _LEAST_CAUSAL_COLS = 512
 # Minimum number of bytes that a thread loads at once in a causal row.
 _LEAST_LOAD_BYTES = 8
@@ -115,7 +117,7 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 class Place:
     """The rows of x that a block processes, with their mask or bias.
 
-    All of them belong to one run (see `run_of_rows`).
+    All of these rows belong to one run (see `run_of_rows`).
 
     Attributes:
       tile: how the block distributes the rows over its threads.
@@ -250,7 +252,7 @@ class Place:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """Load one value per row of the tile, or a single value if all rows use the same value."""
+        """Load one value for each row of the tile, or a single value if all rows use the same."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)
@@ -285,10 +287,10 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
 
 
 def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
-    """Return the index in x of one of the rows that use row `shared_row` of an operand.
+    """Return the index of a row of x. This function is the inverse of `operand_row`.
 
-    The operand is a mask, a bias or a table. Of all rows of x that use this row of the operand, the
-    result is the row with number `nth`.
+    An operand (mask, bias or table) is broadcast over the rows of x, so several rows of x use its
+    row `shared_row`. The result is the index in x of row number `nth` among them.
     """
     row, rows_inside = jnp.int32(0), 1
     for size, has_each in reversed(shared.segments):

@@ -1,11 +1,12 @@
 """Partitions of a row: which columns each warpgroup has in registers, in one or two fragments.
 
 If several warpgroups share a row, each processes a *partition* of the row's columns. A warpgroup
-loads a *unit* at a time: one vector for each thread. Mosaic has no masked loads or stores. So if
-complete units cannot divide the row equally among the partitions, each partition has two
-*fragments*, which are ranges of columns: a body of complete units, and a tail of one unit that ends
-at or before the end of the row. The first columns of a tail may overlap another fragment. Such
-columns are *stale*: reductions skip them, and they are stored twice with the same value.
+loads a *unit* at a time: one vector for each thread. Often, the row cannot be divided into
+partitions that all have the same number of complete units. Each partition then has two *fragments*,
+which are ranges of columns: a body of complete units, and a tail of one unit. Mosaic has no masked
+loads or stores, so a tail must end at or before the end of the row, and its first columns may
+overlap another fragment. Such columns are *stale*: reductions skip them, and they are stored twice
+with the same value.
 """
 
 import dataclasses
@@ -67,15 +68,16 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The columns of a row that one warpgroup processes.
+    """A partition of a row: the range of its columns that one warpgroup processes.
 
-    If a warpgroup processes several rows, a partition is an entire row. A unit then consists of one
-    vector for each of the threads that process the row together.
+    A warpgroup loads a unit at a time, which consists of one vector per thread. If a warpgroup
+    processes several rows at the same time, a partition is an entire row. A unit of this row then
+    has one vector for each thread that shares the row.
 
     Attributes:
       cols: number of columns of the row.
       slices: number of partitions of the row, one for each warpgroup that shares it.
-      unit: number of columns of a unit, which a warpgroup (or the threads of a row) loads at once.
+      unit: number of columns of a unit.
       index: index of this partition.
     """
 
@@ -107,7 +109,10 @@ class Partition:
 
     @property
     def width(self) -> int:
-        """Number of columns in this partition, including the tail, which may overlap others."""
+        """Number of columns in this partition, including the tail.
+
+        The tail may contain columns that other partitions contain, too.
+        """
         return self.body_width + self.has_tail * self.unit
 
     def body(self) -> Fragment:
@@ -134,6 +139,6 @@ class Partition:
         return [self.body(), *self.tail()]
 
     def cut(self, body: Fragment) -> list[Fragment]:
-        """Split a column range into fragments of one unit (a vector per thread) each."""
+        """Split a column range into fragments of one unit each. A unit is one vector per thread."""
         starts = range(0, body.width, self.unit)
         return [Fragment(body.start + at, self.unit, at) for at in starts]

@@ -41,10 +41,11 @@ class Pipelined(Tile):
     """A tile whose rows are loaded by asynchronous copies, ahead of their use.
 
     Attributes:
-      slots: number of buffers for rows in shared memory. Each warpgroup has its own slots, which
-        contain its columns.
+      slots: number of buffers in shared memory that each warpgroup has. A buffer contains the
+        warpgroup's columns of one row (or group of narrow rows).
       tiles: number of rows (or groups of narrow rows) that a block processes.
-      tail: number of rows (or groups) at the end of the array that have a block each.
+      tail: number of rows (or groups) at the end of the array. Each of them is processed by a block
+        that processes no other row (or group).
       rereads: True if a row stays in shared memory until its results are stored, and is read again
         for each use. It then occupies no registers in between.
     """
@@ -61,7 +62,7 @@ class Pipelined(Tile):
     def whole_blocks(self, rows: int) -> int:
         """Return the number of blocks that process `tiles` rows (or groups of rows) each.
 
-        Every other block processes one row (or group).
+        The remaining blocks process one row (or group) each.
         """
         return max(0, super().blocks(rows) - self.tail) // self.tiles
 
@@ -81,14 +82,17 @@ class Pipelined(Tile):
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """Return (source, target) of each copy that loads a row (or group) into its buffers.
+        """Return a pair (source, target) for each copy that loads a row (or group of rows).
 
-        Each copy moves consecutive bytes.
+        The target is a buffer in shared memory. Each copy moves consecutive bytes.
         """
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """Load a row from its buffers in shared memory, in the dtype of x, as fragments."""
+        """Load a row from its buffers in shared memory, in the buffers' dtype.
+
+        Returns a list with one array for each fragment (range of columns).
+        """
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -106,17 +110,17 @@ class Pipelined(Tile):
         parts = len(self.slot_shapes())
         arrays = scratch[-1 - len(operands) * parts : -1]
         in_plain_order(*arrays)
-        # A list for each operand, with a buffer for each of its fragments (column ranges). A buffer
-        # has room for all slots.
+        # One list per operand, with one ref per fragment (range of columns). A ref contains the
+        # fragment's columns in all slots.
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]
         self.open(scratch)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
-            # The copies below are executed if ``k < count``. If the compiler knew that this is
-            # true, it would remove the branch, and could then move the wait for `params` above the
-            # copies. So hide the number of tiles from the compiler.
+            # The copies below are executed if ``k < count``. If the compiler knew that this
+            # condition is true, it would remove the branch, and could then move the wait for
+            # `params` above the copies. So hide the number of tiles from the compiler.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
@@ -167,7 +171,7 @@ class Pipelined(Tile):
             loaded = steps.params()
         else:
             # Load column parameters before the rows, because all rows wait for them. This raises
-            # the bandwidth of LayerNorm over 5120 columns from 0.92 to 0.94 of a copy's.
+            # the bandwidth of LayerNorm over 5120 columns from 0.92 to 0.94 of a copy's bandwidth.
             loaded = steps.params()
             start()
         shared = steps.prepare(loaded)

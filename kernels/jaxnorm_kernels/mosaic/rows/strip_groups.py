@@ -1,17 +1,18 @@
 """Statistics of groups of neighbouring inner elements, for GroupNorm.
 
-An array ``(outer, cols, inner)`` is normalised over its middle axis, in strips of `width`
-neighbouring inner elements (see `strips`). In GroupNorm, each group of `group` neighbouring inner
-elements is normalised together, so it has one mean and one variance. In registers, a group's
-statistic is repeated for each of its elements, ``(width,)``, with identical bits. In memory, it is
-stored once, ``(width / group,)``.
+An array ``(outer, cols, inner)`` is normalised over its middle axis. An index along the last axis
+is called an inner element. A strip, which one block processes, has `width` neighbouring inner
+elements (see `strips`). In GroupNorm, `group` neighbouring inner elements form a group. A group is
+normalised together, so it has one mean and one variance. In registers, a statistic is a
+``(width,)`` array, in which all elements of a group have the same value, with identical bits. In
+memory, it is a ``(width / group,)`` array, with one value per group.
 
 If the group size is a power of 2, a group lies in one thread's vector or in the vectors of
 neighbouring threads, which exchange values by warp shuffles. For other group sizes, functions whose
 names end in ``_any`` use shared memory and a `Span`. A strip may then contain only a part of its
 first and last group. The statistics of such incomplete groups are meaningless and are not stored.
-Mosaic's layouts do not support groups, so this code works on single registers, except in the
-interpreter.
+Mosaic's layouts do not support groups, so this code handles the registers of each thread one by
+one. In the interpreter, which has no registers, it uses ordinary array operations.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
-    """Replace each element by the sum of its group of `group` neighbouring elements."""
+    """Replace each element by the sum over its group, which has `group` neighbouring elements."""
     if is_interpreted():
         return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 
@@ -70,7 +71,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
 
 
 def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> jax.Array:
-    """Load a statistic per group, and repeat it for each element of the group: ``(width,)``.
+    """Load one value per group, and repeat it for each element of the group: ``(width,)``.
 
     The ref is in global memory, with the shape ``(width / group,)``.
     """
@@ -118,7 +119,7 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """For each group that overlaps this thread's vector, return the address of its value."""
+    """Return the address of the value of each group that overlaps this thread's vector."""
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)
@@ -137,8 +138,8 @@ class Span:
 
     Attributes:
       start: index of the strip's first element along the inner axis.
-      first, end: the range of indices that this strip stores. It consists of complete groups and
-        complete vectors.
+      first, end: the strip stores the elements with indices from `first` to ``end - 1`` along the
+        inner axis. They form complete groups and complete vectors.
       width: number of elements of the strip.
       group: number of elements in a group.
       vector: number of neighbouring elements per thread in `layout`.
@@ -159,9 +160,9 @@ class Span:
 
 
 def load_of_any(ref: Ref, span: Span) -> jax.Array:
-    """Load the value of each group, and repeat it for the inner elements of the group.
+    """Load the value of each group, and repeat it for each inner element of the group.
 
-    The ref is ``(inner / group,)``, in global memory.
+    The ref is ``(inner / group,)``, in global memory. The result is ``(width,)``.
     """
     return load_each(ref, jnp.int32(0), lax.div(span.inner(), jnp.int32(span.group)), span.layout)
 
@@ -186,10 +187,10 @@ def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
 
 
 def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
-    """Store the elements in ``[span.first, span.end)``, rounded to the dtype of `ref`.
+    """Store those elements of `value` whose index along the inner axis is in the span's range.
 
-    The shape of `value` is ``(4, columns of a warp, width)``. `ref` is ``(columns, width)``, in
-    global memory.
+    The range is ``[span.first, span.end)``. Values are rounded to the dtype of `ref`. The shape of
+    `value` is ``(4, columns of a warp, width)``. `ref` is ``(columns, width)``, in global memory.
     """
     if is_interpreted():
         first, end = span.first - span.start, span.end - span.start
@@ -201,17 +202,18 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
-    """Compute `group_sum` for any group size, through shared memory.
+    """Do the same as `group_sum`, for any group size, through shared memory.
 
-    Each warp writes its elements to shared memory, and each thread reads the groups that its vector
-    overlaps. `scratch` is the warpgroup's ``(4 width,)`` part of shared memory.
+    Each warp writes its elements to shared memory. Then each thread reads all elements of the
+    groups that overlap its vector. `scratch` is the warpgroup's scratch memory: a ``(4 * width,)``
+    ref in shared memory.
     """
     group, width, v = span.group, span.width, span.vector
     if is_interpreted():
         groups = lax.div(span.inner(), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
-    # Maximum number of groups that overlap a thread's vector: the end of one, complete groups, and
-    # the beginning of another.
+    # Maximum number of groups that overlap a thread's vector. It includes the groups at the two
+    # ends of the vector, of which the vector may contain only a part.
     count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
     @plgpu.inline_mgpu(

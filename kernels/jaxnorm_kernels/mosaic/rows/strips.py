@@ -120,7 +120,7 @@ class Strips:
 
     @property
     def across(self) -> int:
-        """Number of strips per outer index."""
+        """Number of strips that cover the inner axis, for each index of the outer axis."""
         return 1 + -(-(self.inner - self.width) // self.pitch)
 
     @property
@@ -188,7 +188,7 @@ class Strips:
 
 
 def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) for each copy that loads a range of columns.
+    """Return a pair (first column, number of columns) for each copy that loads a range of columns.
 
     These are asynchronous copies (TMA). First columns are relative to the start of the range.
     """
@@ -215,8 +215,9 @@ class Strip:
       start: index of the strip's first element along the inner axis.
       fresh: index of the first inner element that no earlier strip stores.
       partition: the warpgroup's columns.
-      stages: shared memory with the loaded arrays, and then the scratch memory of
-        `strip_groups.sum_of_any`, if any.
+      stages: a list of refs in shared memory, one for each loaded array. If the group size requires
+        `strip_groups.sum_of_any`, the scratch memory of this function is one more entry, at the end
+        of the list.
       full: barriers, one for each part of each warpgroup's columns. The copies that load a part
         signal its barrier.
     """
@@ -279,12 +280,18 @@ class Strip:
         return widen(load(staged, layout, self.strips.shape), layout)
 
     def broadcast(self, stat: Stat) -> jax.Array:
-        """Broadcast a statistic of the inner elements to a unit of columns."""
+        """Repeat a statistic, which has one value per inner element, for each column of a unit.
+
+        A unit consists of one vector per thread. The result has the shape `Strips.shape`.
+        """
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
     def stat(self, ref: Ref) -> Stat:
-        """Load the statistic of each inner element of the strip (see `Strips.stats_shape`)."""
+        """Load a statistic from a ref of `Strips.stats_shape`, for each inner element of the strip.
+
+        All elements of a group have the same value.
+        """
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
             return load(ref.at[self.outer, self.inner], layout)
@@ -293,10 +300,10 @@ class Strip:
         return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
 
     def inner_param(self, ref: Ref) -> Stat:
-        """Load the strip's elements of a parameter along the inner axis.
+        """Load the elements of a parameter for the strip's inner elements.
 
-        The parameter is ``(inner,)``; or ``(n, inner)`` if n equal parts of the outer axis have
-        different parameters.
+        The parameter is ``(inner,)``. It is ``(n, inner)`` if the outer axis is divided into n
+        equal parts that have different parameters.
         """
         if len(ref.shape) == 2:
             ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
@@ -326,9 +333,9 @@ class Strip:
         )
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:
-        """Store a statistic of each inner element in an ``(outer, inner)`` ref.
+        """Store a statistic in an ``(outer, inner)`` ref: one value for each inner element.
 
-        The statistic is ``(width,)``, and every warp has a complete copy.
+        The statistic is ``(width,)``, and every warp has a complete copy of it.
         """
         strips = self.strips
         if strips.holds_groups:
@@ -341,10 +348,10 @@ class Strip:
 
     @property
     def _span(self) -> strip_groups.Span:
-        """The strip's inner elements and the range of elements that the strip stores, as a `Span`.
+        """The strip's inner elements, and the range of elements that the strip stores.
 
-        A `Span` is used if the group size is not a power of 2, or does not divide the width. Groups
-        at the ends of the strip may then be incomplete. The strip does not store their elements.
+        The property is used only if `Strips.holds_groups` is False. Groups at the ends of the strip
+        may then be incomplete, and the strip does not store their elements.
         """
         strips = self.strips
         end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
@@ -372,7 +379,7 @@ class Strip:
         return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
 
     def group_sum(self, stat: Stat) -> Stat:
-        """Return each group's sum of a statistic, repeated for each inner element."""
+        """For each inner element, return the sum of a statistic over the element's group."""
         group = self.strips.group
         if group == 1:
             return stat
@@ -390,9 +397,9 @@ class Strip:
     ) -> list[Stat]:
         """Compute `count` sums over each warp's columns.
 
-        ``terms(fragment)`` returns the terms of the sums for a range of columns. Asynchronous
-        copies load the columns in several parts. If `waits` is True, wait for the copies of a part
-        before reading the part.
+        ``terms(fragment)`` returns one array of terms for each sum, for a range of columns.
+        Asynchronous copies load the columns in several parts. If `waits` is True, wait for the
+        copies of a part before reading the part.
         """
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
@@ -403,7 +410,10 @@ class Strip:
         return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
-        """Return how many columns each warp sums up. Stale columns are not counted."""
+        """Return the number of columns that each warp sums up, without stale columns.
+
+        It is a float if all warps have the same number, otherwise a statistic.
+        """
         if not self.partition.has_tail:
             return self.partition.width / WARPS
         (sizes,) = self.sum(lambda fragment: [self._all(1)])
@@ -586,7 +596,8 @@ class StripExchange:
         equal in all warps.
 
         Args:
-          scratch: the shared memory that `scratch` describes.
+          scratch: the shared memory and barriers of the exchange, in the order in which the method
+            `scratch` describes them.
           merge: the function that merges statistics. It is applied to the warps of a block, and in
             a cluster once more to its blocks.
           stats: statistics of this warpgroup's four warps.
@@ -610,7 +621,7 @@ class StripExchange:
         return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
     def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Wrap the statistics of all parts of a strip as `Parts`.
+        """Return the statistics of all parts of a strip, as a `Parts` object.
 
         If an entry of `stats` is a number, all parts have this value. The other statistics differ
         between parts, and are read from `slots`, in shared memory.
@@ -628,9 +639,9 @@ class StripExchange:
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
         """Send this block's statistics to all blocks of the cluster.
 
-        Any `Strips.threads` neighbouring threads together have all statistics of the strip. Each
-        such group of threads sends them to a different block, so that the work is shared. If there
-        are more groups than blocks, the remaining groups send nothing.
+        The threads of the block form groups of `Strips.threads` neighbouring threads. Every group
+        has a complete copy of the strip's statistics. Group i sends its copy to block i of the
+        cluster. If there are more groups than blocks, the remaining groups send nothing.
         """
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout

@@ -8,8 +8,8 @@ registers::
     SplitRow       several warpgroups share a row    reductions within a warp, then a `Gather`
 
 The module `partitions` determines which columns of a row each warpgroup has, in which fragments. If
-the number of rows is not a multiple of the rows per block, the last block starts earlier, so its
-rows overlap those of the previous block.
+the number of rows is not a multiple of the rows per block, the last block starts earlier, and its
+first rows are also rows of the previous block.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 #: an array over the four warps of a warpgroup, until the warps have exchanged their values.
 Stat = jax.Array
 
-#: Values of a row: an array for each fragment (range of columns).
+#: Values of a row: a list with one array for each fragment (range of columns).
 Fragments = list[jax.Array]
 
 
@@ -101,7 +101,7 @@ class Tile:
     Attributes:
       cols: number of columns of a row.
       vector: number of neighbouring elements that a thread loads at once.
-      apart: True if each unit (one vector per thread) is a fragment of its own, so that it can be
+      apart: True if each unit (one vector per thread) is a separate fragment, so that it can be
         loaded or skipped separately.
       index: maps the shape of a fragment to its precomputed column indices. It may be empty.
     """
@@ -162,10 +162,10 @@ class Tile:
         return -(-rows // self.rows)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        """Return a block's shared memory and barriers.
+        """Return the shared memory and the barriers that a block needs.
 
-        `stats` is the maximum number of values per exchange, and `dtypes` are the row operands'
-        dtypes.
+        `stats` is the maximum number of values per row that the warps sharing a row exchange at a
+        time. `dtypes` are the dtypes of the arrays that are loaded row by row.
         """
         del stats, dtypes
         return []
@@ -186,8 +186,8 @@ class Tile:
         self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
     ) -> None:
         """Run `steps` on each row (or group of rows) that this block processes."""
-        # Load parameters before the row: RMSNorm over 16384 columns, float32 to bfloat16, then
-        # reaches 1.02 of a copy's bandwidth instead of 0.94 (H200).
+        # Load parameters before the row. This raises the bandwidth of RMSNorm over 16384 columns
+        # (float32 input, bfloat16 output) from 0.94 to 1.02 of a copy's bandwidth (H200).
         shared = steps.prepare(steps.params())
         self.open(scratch)
         row = self.first_row(rows)
@@ -235,7 +235,7 @@ class Tile:
         ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
-        """Store a row in `ref`, given as an array for each fragment (column range).
+        """Store a row in `ref`. `values` has one array for each fragment (range of columns).
 
         Elements that are in two fragments are stored twice, with equal values.
         """
@@ -251,15 +251,18 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Broadcast one value per row to the shape of `like`, an array with some columns."""
+        """Broadcast one value per row to the shape of `like`.
+
+        `like` is an array with some columns of the rows.
+        """
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
         """Return a function ``f(like)`` that broadcasts `stat` to the shape of `like`.
 
         `stat` has one value per row, and `like` is an array with the shape of a fragment (column
-        range). Fragments have one or two different shapes. `stat` is broadcast to each of them now,
-        and ``f`` only selects a result.
+        range). Fragments have one or two different shapes. `of_fragments` broadcasts `stat` to each
+        of these shapes, and ``f`` only selects one of the results.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
@@ -350,7 +353,10 @@ class RowTile(Tile):
         return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
-        """Store a ``(cols,)`` operand, given as an array for each fragment (column range)."""
+        """Store a ``(cols,)`` array in `ref`.
+
+        `values` has one array for each fragment (range of columns).
+        """
         for p, value in zip(self.fragments(), values):
             store(ref.at[p.columns()], value)
 
@@ -382,8 +388,8 @@ class WarpgroupRow(Tile):
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        # A reduction over the warpgroup needs barriers. So add (or compare) the row's vectors
-        # elementwise first, and reduce the result once.
+        # A reduction over the warpgroup needs barriers. So combine all units of the row into one
+        # unit first, element by element, and then reduce this unit once.
         if len(x) == 1:
             return within(x[0])
         if self.apart:
@@ -397,10 +403,11 @@ class WarpgroupRow(Tile):
 def _folded(
     units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Combine all arrays of equal shape elementwise, with `pairwise`.
+    """Combine all arrays of the same shape into one array, element by element.
 
-    The result has one array for each shape: one for the complete units, and another one for the
-    tail of the row if its shape is different.
+    `pairwise` combines two arrays, for example by adding them. The result is a list with one array
+    for each shape: one for the complete units of a row, and another one for the row's tail if its
+    shape is different.
     """
     shapes = dict.fromkeys(unit.shape for unit in units)
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
@@ -408,12 +415,12 @@ def _folded(
 
 @dataclasses.dataclass(frozen=True)
 class SplitRow(Tile):
-    """A row that all warpgroups of a block share, or all warpgroups of a cluster of blocks.
+    """A row that is shared by all warpgroups of a block, or of all blocks of a cluster.
 
     `max` and `sum` reduce only the columns of each warp; `gather` exchanges the results. Mosaic's
-    own reduction over a warpgroup cannot be used, because it would use the same scratch memory for
-    all warpgroups of the block. Neither Mosaic nor the interpreter reports this race (jax 0.11.2
-    and 0.12.0).
+    own reduction over a warpgroup cannot be used. It would use the same scratch memory for all
+    warpgroups of the block, which is a race. Neither Mosaic nor the interpreter reports this race
+    (jax 0.11.2 and 0.12.0).
 
     Attributes:
       warpgroups: number of warpgroups per block.
@@ -465,7 +472,11 @@ class SplitRow(Tile):
         return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
-        """Return how many columns of the row each warp reduces. Stale columns are not counted."""
+        """Return the number of columns of the row that each warp reduces, without stale columns.
+
+        It is a float if all warps have the same number, otherwise an array with one number per
+        warp.
+        """
         body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 

@@ -60,12 +60,12 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape in registers of an array with the unit's elements."""
+        """Shape that an array of the unit's elements has in registers."""
         return (WARPS, WARP * self.vector)
 
     @property
     def layout(self) -> Layout:
-        """Register layout of an array with the unit's elements."""
+        """Register layout of an array of the unit's elements."""
         return warps_layout(self.vector)
 
     def has(self, column: jax.Array) -> jax.Array:
@@ -86,7 +86,10 @@ class Unit:
         return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
-        """Store the unit in a row of `ref`, except for stale columns, which another unit stores."""
+        """Store the unit's columns in a row of `ref`, except for the stale columns.
+
+        A stale column is stored by another unit, or it is padding.
+        """
         width = WARPGROUP_THREADS * self.vector
         if self.fresh is None:
             store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
@@ -95,7 +98,7 @@ class Unit:
 
 
 def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
-    """Load units with equal `vector` from a row of a ``(rows, cols)`` ref, in its dtype."""
+    """Load units from a row of a ``(rows, cols)`` ref, in its dtype. All have the same `vector`."""
     shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
     return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
 
@@ -107,7 +110,7 @@ class Units:
     Attributes:
       cols: number of columns of a row.
       vector: number of neighbouring columns per thread, in the units of the body.
-      end: columns from this index on are treated as stale; they are padding.
+      end: index of the first column of padding. Columns of padding are treated as stale.
     """
 
     cols: int
@@ -151,16 +154,17 @@ class Units:
 
     @functools.cached_property
     def whole(self) -> int:
-        """Number of leading units of the body that have no stale columns, whatever the row.
+        """Number of units at the start of the body that have no stale columns in any row.
 
-        A unit consists of one vector per thread. A column is stale if it is also in an earlier
-        unit, or if it is padding.
+        A unit consists of one vector per thread. The body of a row is the part that is loaded in
+        vectors of 16 bytes. A column is stale if it is also in an earlier unit, or if it is
+        padding.
         """
         latest = (self.vector - 1) * self.has_edges
         return min(self.body, self.end - latest) // self.width
 
     def first(self, row: Any) -> Any:
-        """Return the column at which a row's body begins.
+        """Return the index of the column at which a row's body begins.
 
         It is the first column whose address is a multiple of 16 bytes.
         """
@@ -172,8 +176,10 @@ class Units:
     def unit(self, row: Any, index: Any, *, whole: bool = False) -> Unit:
         """Return unit number `index` of the body of a row.
 
-        If `whole` is True, the caller promises that no column of the unit is stale. If the index is
-        beyond the body, all columns of the returned unit are stale.
+        The body of a row is the part that is loaded in vectors of 16 bytes. A column of a unit is
+        stale if an earlier unit also contains it, or if it is padding; it is left out of sums and
+        not stored. If `whole` is True, the caller promises that no column of the unit is stale. If
+        the index is beyond the last unit of the body, all columns of the returned unit are stale.
         """
         first = self.first(row)
         at = index * self.width
@@ -191,5 +197,5 @@ class Units:
         return [Unit(0, 1, (0, self._fresh(first))), Unit(last, 1, behind)]
 
     def _fresh(self, column: Any) -> Any:
-        """Return `column`, but at most `end`."""
+        """Return `column`, or `end` if that is smaller."""
         return column if self.end == self.cols else jnp.minimum(column, self.end)

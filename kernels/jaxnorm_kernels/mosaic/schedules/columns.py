@@ -1,21 +1,22 @@
-"""Number of registers and bytes of memory that each column of a row needs."""
+"""How many registers and how many bytes of memory each column of a row needs."""
 
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
-#: Registers that a thread of a backward pass needs besides those for its columns. They contain
-#: addresses, and the current unit (one vector per thread) of both inputs.
+#: Number of registers that a thread of a backward pass needs in addition to the registers for its
+#: columns. They contain addresses, and the thread's current vector of each of the two inputs.
 OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
     """Return how many registers a thread needs for each of its columns of a row: 1 or 2.
 
-    If x is the only operand, the number is 1. It is 2 for a softmax with a bias that has a value
-    for each column. For a call with a residual or a gate, the number is 1 if x and this operand
-    have at most 16 bits each and are combined before the norm, otherwise 2.
+    * If x is the only operand, the number is 1.
+    * For a softmax with a bias that has a value for each column, it is 2.
+    * For a call with a residual or a gate, it is 1 if this operand is combined with x before the
+      norm and both have at most 16 bits. Otherwise, it is 2.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)

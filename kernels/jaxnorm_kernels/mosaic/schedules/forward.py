@@ -2,17 +2,18 @@
 
 The rules follow from these properties of the hardware (H100, H200):
 
-* An SM has 64 registers per thread for 1024 threads, or 128 per thread for 512. Each column of a
-  row takes one register, so with 32 columns per thread, 8 warpgroups fit on an SM. A residual that
-  is added after the norm takes a second register per column (see `registers`), so the rules treat
-  a row with such a residual like a row of twice the length.
+* An SM has 65536 registers: 64 for each of 1024 threads, or 128 for each of 512 threads. Each
+  column of a row takes one register. A thread with 32 columns needs at most 64 registers in all, so
+  1024 threads (8 warpgroups) fit on an SM. A residual that is added after the norm takes a second
+  register per column (see `registers`), so the rules treat a row with such a residual like a row of
+  twice the length.
 * About 64 KiB of loads in flight per SM saturate the memory bandwidth. Rows in registers reach this
   because an SM runs several blocks: some load while others reduce or store. If rows have 32 KiB or
   more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
 * A kernel with one block per row reaches 0.97 of a copy's bandwidth. If the rows are divided evenly
   between a few blocks per SM instead, the kernel reaches 0.91, apparently because it waits for the
   slowest SM. So a block processes several rows only if it can then load its parameters once for all
-  of them. Even then it processes only a few rows, and each of the last rows has a block of its own.
+  of them. Even then it processes only a few rows, and each of the last rows has a separate block.
 * A rule's limit on the bytes of a row includes the row of the residual, because both rows are in
   flight at the same time.
 * If groups of rows have different parameters, a block processes rows of one group only.
@@ -72,8 +73,8 @@ class ForwardSchedule:
         pipelined_row).
       tiles: number of rows, or groups of rows, that a block processes (pipelined_tile,
         pipelined_row).
-      tail: number of rows, or groups of rows, at the end of the array that have a block each
-        (pipelined_tile, pipelined_row).
+      tail: number of rows, or groups of rows, at the end of the array. Each of them is processed by
+        a block that processes no other row or group (pipelined_tile, pipelined_row).
       rereads: True if a row is read from shared memory for each use, so that it occupies no
         registers in between (pipelined_tile, pipelined_row).
       params_first: True if scale and bias are loaded before the row is reduced. This hides their
@@ -127,26 +128,27 @@ class ForwardSchedule:
 class ForwardRule:
     """A rule of the table of schedules, with its conditions and the sizes that it sets.
 
-    If a column takes two registers (see `registers`), `cols` and `values` are halved.
+    If a column needs two registers (see `registers`), the limits `cols` and `values` are half as
+    large.
 
     Attributes:
       kind: the kind of tile that the rule selects.
       cols: the rule applies to rows of at most this many columns (None: any number).
       waves: the rule applies to calls with at most this many rows per SM (None: any number).
       row_bytes: the rule applies to rows of at most this many bytes, including the residual.
-      params: minimum ratio of parameter bytes to row bytes. Parameter bytes are the bytes per
-        column, summed over all parameters. Row bytes are the bytes per column, summed over all
-        arrays that are loaded or stored row by row.
+      params: the rule applies to calls in which the ratio of parameter bytes to row bytes is at
+        least this number. Parameter bytes are the bytes per column, summed over all parameters. Row
+        bytes are the bytes per column, summed over all arrays that are loaded or stored row by row.
       most_params: the rule applies to calls with at most this many parameters.
       op: the rule applies to this operation only.
       causal: if True, the rule applies to causal softmaxes only.
-      values: maximum number of columns per thread (split_row, pipelined_row). It determines how
-        many warpgroups share a row. 0 stands for the number in `_VALUES`, which depends on the
-        number of parameters.
+      values: maximum number of columns per thread (only in the kinds split_row and pipelined_row).
+        It determines how many warpgroups share a row. If it is 0, the kind pipelined_row uses the
+        number in `_VALUES` instead, which depends on the number of parameters.
       cluster: maximum number of blocks that share a row.
       least: preferred number of warpgroups per block.
-      warpgroups: number of warpgroups per block that replaces `least` for long rows. A row is long
-        if it would need more than `cluster` blocks of `least` warpgroups.
+      warpgroups: number of warpgroups per block for long rows. It is used instead of `least` if a
+        row does not fit in `cluster` blocks of `least` warpgroups.
     """
 
     kind: Kind
@@ -178,65 +180,69 @@ class ForwardRule:
 
 
 # Number of bytes that a thread should load for a tile of several rows: two loads of 16 bytes. With
-# more bytes, fewer blocks fit on an SM: with eight loads, RMSNorm over 64 to 512 columns of float32
-# took up to 4 % longer (H200).
+# more bytes, fewer blocks fit on an SM. RMSNorm over 64 to 512 columns of float32 took up to 4 %
+# longer with eight loads per thread than with two (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
 # Number of units into which a causal row is split. A unit consists of the columns that a row's
-# threads load at once. Units of a fixed size, 32 vectors of 16 bytes, are slower. Compared with
-# them, softmax takes 9 % less time for rows of 512 bfloat16 columns, 3 % less for 1024 bfloat16
-# columns, and 4 % less for 512 float32 columns (H100).
+# threads load at once. An alternative would be units of a fixed size: 32 vectors of 16 bytes.
+# Compared with this alternative, softmax takes 9 % less time for rows of 512 bfloat16 columns, 3 %
+# less for 1024 bfloat16 columns, and 4 % less for 512 float32 columns (H100).
 _CAUSAL_PARTS = 8
 
-# The threads that share a row load one unit of columns after the other. If the unit does not divide
-# the row, some columns are loaded twice. This is the maximum of (columns loaded in total) /
-# (columns of the row).
+# Limit for the ratio (number of columns that are loaded) / (number of columns of a row). The
+# threads that share a row load one unit of columns after the other; all units have the same size.
+# If this size does not divide the row, some columns are loaded twice, and the ratio is above 1.
 _MOST_READ = 9 / 8
 
-# A block of the kind pipelined_tile loads its parameters once, and then processes one tile of rows
-# or two. Two tiles are processed only if rows have more than `_SHORT_COLS` columns, and if there
-# are at least `_GROUPS_OF_SM` tiles per SM. With shorter rows, a tile has so many rows that loading
-# the parameters for each tile costs little, so one tile per block is enough.
+# A block of the kind pipelined_tile loads its parameters once. Then it processes one or two tiles,
+# each of which has several rows. It processes two tiles if rows have more than `_SHORT_COLS`
+# columns and there are at least `_GROUPS_OF_SM` tiles per SM. Tiles of shorter rows have more rows,
+# so the time to load the parameters matters less, and one tile per block is fast enough.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
-# In the kind split_row, the parameters are loaded before the row is reduced, if the parameters and
-# the row's columns together take at most `_ROOM` registers per thread. In a block of
-# `_SPLIT_WARPGROUPS` warpgroups, a thread has only 64 registers. There, the limit is
-# `_MANY_WARPGROUPS_ROOM`.
+# The kind split_row can load the parameters before it reduces the row. It does so if the parameters
+# and the row's columns together take at most `_ROOM` registers per thread. In a block of
+# `_SPLIT_WARPGROUPS` warpgroups, a thread has only 64 registers, so the limit is
+# `_MANY_WARPGROUPS_ROOM` there.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
 # Maps the number of parameters to the maximum number of columns per thread of a pipelined row. A
 # column takes one register for its value and one for each parameter. The numbers are from the sweep
 # `benchmarks/sweeps/forward.py`.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
-# Limits for the number of slots (buffers in shared memory, each for one row) of a pipelined row.
-# `_MOST_SLOTS` is the maximum. All slots of a block together should take at most `_QUEUED_BYTES`,
-# because with more bytes, fewer blocks fit on an SM. The minimum number of slots has priority over
-# this limit. It is `_LEAST_SLOTS`, or `_LEAST_SLOTS_OF_CLUSTER` in a cluster, because the blocks of
-# a cluster wait for each other.
+# Limits for the number of slots in a block of the kind pipelined_row. A slot is a buffer in shared
+# memory for the block's columns of one row.
+#
+# - The maximum is `_MOST_SLOTS`.
+# - The minimum is `_LEAST_SLOTS`. In a cluster, it is `_LEAST_SLOTS_OF_CLUSTER`, because the blocks
+#   of a cluster wait for each other.
+# - All slots of a block together should take at most `_QUEUED_BYTES`, because fewer blocks fit on
+#   an SM if they take more. If the minimum number of slots takes more bytes, the minimum is used.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
 # Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
 # If a thread has more than `_HELD_VALUES` columns, a row is read from shared memory for each use.
-# This frees registers, so that more blocks fit on an SM. There is an exception: with two or more
-# parameters and more than `_REREAD_VALUES` columns per thread, only one or two blocks fit on an SM
-# in any case, because the parameters take many registers. Then the row stays in registers.
+# This frees registers, so that more blocks fit on an SM. There is an exception: the row stays in
+# registers if the call has two or more parameters and a thread has more than `_REREAD_VALUES`
+# columns. The parameters then take so many registers that only one or two blocks fit on an SM in
+# any case.
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
 #: Maps the number of blocks per cluster to the best number of rows per block, as measured on an
-#: H200. The numbers hold for parameters that take as many bytes per column as x and y together. If
-#: parameters take r times as many bytes, `_tiles_of_a_block` multiplies the number of rows by r^2.
+#: H200. It was measured with parameters that have as many bytes per column as x and y together. If
+#: parameters have r times as many bytes, `_tiles_of_a_block` multiplies the number of rows by r^2.
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 # Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
-# Maximum number of rows per block if each group of rows has its own parameters. With two, LayerNorm
-# over 2048 columns of bfloat16 and 16 groups of 1024 rows reaches 1.00 of a copy's bandwidth; with
-# four, 0.97 (H100).
+# Maximum number of rows per block if each group of rows has its own parameters. LayerNorm over 2048
+# columns of bfloat16, with 16 groups of 1024 rows, reaches 1.00 of a copy's bandwidth with two rows
+# per block, and 0.97 with four (H100).
 _MOST_OF_GROUP = 2
-# Number of rows per SM at the end of the array that have a block each. In clusters, it is the
-# number of rows for each cluster that can run at the same time. Without these rows, if every block
-# processed several rows, the last SM finished 5 % later than the average SM (LayerNorm over 5120
-# columns of bfloat16, H200).
+# The last rows of the array are processed by blocks that process only one row each. This is the
+# number of these rows per SM or, if clusters are used, per cluster that can run at the same time.
+# If all blocks processed several rows, the last SM would finish 5 % later than the average SM
+# (measured for LayerNorm over 5120 columns of bfloat16, H200).
 _TAIL = 2
 
 
@@ -273,8 +279,8 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1 or has_places(spec):
-        # All rows of a tile must use the same parameters. If they are masked, biased or causal,
-        # they must also belong to one run (see `run_of_rows`).
+        # All rows of a tile must use the same parameters. If the softmax has a mask or a bias, or
+        # is causal, the rows must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # `rows` is 0 if a group of rows is smaller than any tile. Then a warpgroup processes one row.
@@ -292,7 +298,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
 def _threads(cols: int, vector: int) -> int:
     """Return the number of threads per row.
 
-    It is as large as possible without loading much of the row twice.
+    It is the largest number for which only few columns are loaded twice (see `_MOST_READ`).
     """
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
@@ -334,9 +340,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
-    # In a large cluster with two parameters, each block has an SM for itself and loads many
-    # parameters. So no more blocks are launched than run at the same time, and each block processes
-    # several rows.
+    # In a large cluster with two parameters, a block occupies an entire SM, and loading its
+    # parameters takes long. So launch only as many blocks as can run at the same time. Each of them
+    # processes several rows, but loads its parameters only once.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
@@ -360,10 +366,11 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
 def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
-    With more rows per block, starting a block and loading its parameters costs less per row. With
-    fewer rows, all SMs finish at about the same time. The best number grows with the bytes of the
-    parameters. This function uses their square: with twice the bytes per column, a block processes
-    four times as many rows.
+    Many rows per block have an advantage: starting a block and loading its parameters takes less
+    time per row. Few rows per block have another one: all SMs finish at about the same time. The
+    best number of rows grows with the bytes of the parameters. This function assumes that it grows
+    with their square: with twice the parameter bytes per column, a block processes four times as
+    many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -376,8 +383,9 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
     """Return the number of tiles that a block processes.
 
-    It is `tiles`, or a smaller number if rows of one block would otherwise use different
-    parameters. A tile has `rows` rows.
+    If groups of rows have different parameters, all rows of a block must belong to one group. The
+    result is then the largest number that allows this, at most `tiles` and at most
+    `_MOST_OF_GROUP`. Without groups, it is `tiles`. A tile has `rows` rows.
     """
     if spec.groups == 1:
         return tiles
@@ -386,15 +394,19 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Return how many rows (or groups of rows) at the end of the array have a block each."""
+    """Return the number of rows (or groups of rows) in the tail, the end of the array.
+
+    A block that processes a row of the tail processes no other row. `tiles` is the number of rows
+    (or groups) that each other block processes.
+    """
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:
-    """Return how many warpgroups (a power of 2) must share a row.
+    """Return the number of warpgroups that share a row, a power of 2.
 
-    There are enough warpgroups for each thread to have at most `values` columns. But the number is
-    limited, so that each thread has at least one vector of columns.
+    It is large enough that each thread has at most `values` columns. But if each thread would then
+    have less than one vector of columns, the number is smaller.
     """
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
@@ -414,35 +426,35 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # Rules for calls whose parameters together take at least as many bytes per column as x, y and
-    # the other arrays of rows together. Loading these parameters from the L1 or L2 cache for each
-    # row would take too much of the caches' bandwidth, so they stay in registers for all rows of a
-    # block.
+    # Rules for calls with large parameters (`params=1`): per column, all parameters together have
+    # at least as many bytes as all arrays of rows (x, y and others) together. Loading these
+    # parameters from the L1 or L2 cache for each row would take too much of the caches' bandwidth.
+    # So they stay in registers for all rows of a block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
     # A rule for calls with at most as many rows as the GPU has SMs. The time of such a call is the
-    # latency of one row, so each row is distributed over many threads, on several SMs if they are
-    # free.
+    # latency of one row, so each row is distributed over many threads. If some SMs would be idle,
+    # several SMs share a row.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # More rules for calls whose parameters take at least as many bytes per column as all arrays of
-    # rows. The parameters stay in registers. In the first rule, rows are so short that several
-    # blocks fit on an SM.
+    # More rules for calls with large parameters (see the first rules), which stay in registers. In
+    # the next rule, rows are so short that several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
-    # In the next two rules, rows are longer, so only one or two blocks fit on an SM, and each
-    # thread has more columns.
+    # In the next two rules, rows are longer, so each thread has more columns, and only one or two
+    # blocks fit on an SM.
     ForwardRule(
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
     ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
-    # A thread has up to 64 columns, so an SM has room for 4 warpgroups, each of which processes a
-    # row of its own.
+    # A thread has up to 64 columns, so 4 warpgroups fit on an SM. Each of them processes a
+    # different row.
     ForwardRule("warpgroup_row", cols=8192),
-    # log_softmax needs x again after it has computed the exponentials. They take as many registers
-    # as x, so x stays in shared memory meanwhile. Each block has two warpgroups, so that a row is
-    # split into fewer blocks: here, they wait less for each other than twice as many blocks of one
-    # warpgroup do. (In the backward pass of norms, many blocks of one warpgroup wait less.)
+    # log_softmax needs x again after it has computed the exponentials. The exponentials take as
+    # many registers as x, so x stays in shared memory in the meantime. Each block has two
+    # warpgroups instead of one, so a row needs only half as many blocks. In this kernel, the blocks
+    # of a row then wait less for each other. (In the backward pass of norms, it is the opposite:
+    # the waits are shorter with more blocks of one warpgroup each.)
     ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
     # As in `warpgroup_row`, a thread has up to 64 columns. A block has only one or two warpgroups,
     # so that an SM runs several blocks: some load while others reduce.
@@ -454,11 +466,12 @@ TABLE = (
 )
 
 
-#: Rules for softmaxes that are causal or have a mask or a bias. There are no pipelined rules,
-#: because the copies of pipelined tiles load only x. Causal rows of up to 2048 columns use a
+#: Rules for softmaxes that are causal or have a mask or a bias. No rule selects a pipelined tile,
+#: because its asynchronous copies load complete rows. They cannot load a broadcast mask or bias,
+#: and cannot leave out columns above the diagonal. Causal rows of up to 2048 columns use the kind
 #: row_tile, because its units are small. (A unit is the range of columns that a row's threads load
-#: at once.) A unit is not loaded if all of it is above the diagonal. With smaller units, more of
-#: the columns above the diagonal are skipped.
+#: at once.) A unit is not loaded if all of its columns are above the diagonal. The smaller the
+#: units are, the more columns are skipped.
 PLACED = (
     ForwardRule("row_tile", row_bytes=2048),
     ForwardRule("row_tile", cols=2048, causal=True),

@@ -1,6 +1,9 @@
 """Schedules of norms with a rotation: threads per head, vector sizes, and stages of the pipeline.
 
-All numbers were measured on an H200 (`benchmarks/sweeps/heads.py`).
+A rotation acts on pairs of columns of a head. A thread loads the first columns of its pairs with
+one load, and the second columns with another. But if the columns of a pair are neighbours
+(interleaved), one load has both. All numbers were measured on an H200
+(`benchmarks/sweeps/heads.py`).
 """
 
 import dataclasses
@@ -13,31 +16,35 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
-# Maximum number of columns per thread. The backward pass needs six values for each column; with 20
-# columns, registers spill to memory.
+# Maximum number of columns per thread. The backward pass needs six values for each column, so
+# registers would spill to memory if a thread had 20 columns.
 _MOST_COLUMNS = 16
 #: Maximum number of columns of a head, so that it fits in the registers of one warp.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: Minimum number of rows of a call, so that every call fills at least one tile. This is the size of
-#: the largest tile, in which two threads share each row.
+#: Minimum number of rows of a call. It is the number of rows of the largest tile, in which two
+#: threads share each row. So every supported call has enough rows for one tile.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.
 _TILE_BYTES = 2 * VECTOR_BYTES
-# Maximum number of neighbouring pairs that a thread loads at once. It loads their first columns and
-# their second columns separately. With loads of half the widest possible size, the forward pass
-# reaches 0.96 to 0.97 of a copy's bandwidth over 64 to 256 columns of 16 bits; with the widest
-# loads, 0.88 to 0.91.
+# Maximum number of neighbouring pairs that a thread loads at once: their first columns with one
+# load, and their second columns with another. With 16-bit elements, a load then has 8 bytes, half
+# of the maximum. With this limit, the forward pass over 64 to 256 columns of 16 bits reaches 0.96
+# to 0.97 of a copy's bandwidth. With loads of 16 bytes, it reaches 0.88 to 0.91.
 _MOST_OF_PAIRS = 4
-# Pipeline of the backward pass: bytes of both inputs per stage, number of stages, and blocks per
-# SM. With these, it reaches 0.86 of a copy's bandwidth over 128 columns of bfloat16, 0.98 over 128
-# of float32, 0.82 over 64 of bfloat16 and 0.91 over 64 of float32. With three blocks per SM, it
-# reaches 0.80, 0.92, 0.73 and 0.87.
+# Pipeline of the backward pass: number of bytes of both inputs per stage, number of stages, and
+# number of blocks per SM. Bandwidths, relative to a copy:
+#
+#                                four blocks per SM    three blocks per SM
+#     128 columns of bfloat16           0.86                  0.80
+#     128 columns of float32            0.98                  0.92
+#     64 columns of bfloat16            0.82                  0.73
+#     64 columns of float32             0.91                  0.87
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# Maximum number of bytes that a thread of the backward pass loads at once. A thread loads the first
-# columns of its pairs with one load, and their second columns with another. This maximum is half of
-# the widest possible load. Compared with the widest loads, twice as many threads share a row, and
-# each has half as many columns. So four blocks fit in an SM's registers.
+# Maximum number of bytes that a thread of the backward pass loads at once from the first columns of
+# its pairs, and likewise from the second columns. It is half of the widest possible load. Twice as
+# many threads then share a row as with the widest loads, and each thread has half as many columns.
+# So four blocks fit in an SM's registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # The size of an asynchronous copy must be a multiple of this number of bytes.
 _COPY_BYTES = 16
@@ -116,12 +123,15 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 
 
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
-    """Return ``(vector, rest, threads)`` of `Heads`, or None if the heads are not supported.
+    """Return ``(vector, rest, threads)``, or None if the heads are not supported.
 
-    The first criterion is that a thread's columns fit in its registers. Among the triples that
-    satisfy it, those with the widest vectors are best. Among these, the triple with the most
-    threads is returned. A thread loads the first columns of its pairs and their second columns
-    separately; `of_pairs` is the maximum number of bytes of such a load.
+    These are the attributes of `Heads`: the number of pairs per load, the number of columns per
+    load among the columns that are not rotated, and the number of threads per row. Several triples
+    are possible. The preferred ones have few enough columns per thread to fit in its registers.
+    Among these, the widest loads are preferred, and then the largest number of threads.
+
+    A thread loads the first columns of its pairs with one load, and the second columns with
+    another. `of_pairs` is the maximum number of bytes of each of these loads.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None

@@ -1,4 +1,4 @@
-"""Schedules of the backward pass of norms: which kernel, with which sizes, and why.
+"""Schedules of the backward pass of norms: which kernel runs, and with which sizes.
 
 The numbers are for Hopper (H100, H200): an SM has 65536 registers and 228 KiB of shared memory, and
 needs about 32 KiB of loads in flight. On a GPU with less shared memory, pipelines have fewer
@@ -34,29 +34,31 @@ NormSchedule = PipelinedRows | PipelinedNarrowRows
 
 # Shared memory of a block for barriers, for the sums that warps exchange, and for Mosaic itself.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Sizes for the narrow-rows kernel, from the sweep `benchmarks/sweeps/backward.py`. A stage has up
-# to `_STAGE_BYTES`. If a row takes at most `_SHORT_ROW_BYTES`, summed over all inputs, a stage has
-# only up to `_SHORT_STAGE_BYTES`. `_MOST_ROW_STAGES` is the maximum number of stages.
+# Sizes for the narrow-rows kernel, from the sweep `benchmarks/sweeps/backward.py`. A pipeline stage
+# has at most `_STAGE_BYTES`. If a row has at most `_SHORT_ROW_BYTES`, summed over all inputs, a
+# stage has at most `_SHORT_STAGE_BYTES`. `_MOST_ROW_STAGES` is the maximum number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
-# With at most this many columns per thread, three blocks fit in an SM's registers; otherwise two.
+# If a thread has at most this many columns, three blocks fit in an SM's registers. If it has more,
+# only two blocks fit.
 _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return how many blocks (or clusters) per group of rows minimise the kernel's estimated time.
+    """Return the number of blocks (or clusters) per group of rows with the least estimated time.
 
     The blocks are persistent: each processes many rows. If several numbers have the same estimated
-    time, the smallest is returned. Each block stores a row of partial sums, which must be loaded
-    and added later, so fewer blocks are better.
+    time, the smallest is returned. Fewer blocks are better, because each block stores a row of
+    partial sums, which must be loaded and added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # Estimate the time for each number of blocks. The unit of time is a pipeline step. If more
-    # blocks are launched than can run at the same time, they run in rounds. A round takes as long
-    # as one block: its steps, plus the steps during which its stages are filled.
+    # Estimate the time for each number of blocks, in pipeline steps. If more blocks are launched
+    # than can run at the same time, they run in rounds. A round takes as long as one block: the
+    # steps in which the block processes its rows, plus as many steps as the pipeline has stages, to
+    # fill the pipeline.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -65,37 +67,43 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
 
 
 # Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a row is
-# split into so many blocks of one warpgroup that no thread exceeds the preferred number. This is
-# faster than a few blocks of several warpgroups, which wait longer for each other's sums. If the
-# GPU's clusters are too small for this, a thread may have up to the maximum number of columns. That
-# many still fit in its 255 registers.
+# split into so many blocks of one warpgroup that no thread has more than the preferred number. This
+# is faster than a few blocks of several warpgroups, because such blocks wait longer for each
+# other's sums. If the GPU's clusters are too small for this, a thread may have up to the maximum
+# number of columns, which still fit in its 255 registers.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
-# Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps: with less, the memory
-# is idle at times; with more, the stores of dx become slow. The following limits serve this goal.
-# The bytes of a row are summed over all inputs.
+# Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps. With less, the memory
+# is idle at times. With more, the stores of dx become slow. The following limits serve this goal. A
+# block processes a part of each row (or entire rows, without clusters). The size of this part is
+# its number of bytes, summed over all inputs.
 #
-# - A step has two rows, whose sums are exchanged together, if a block's part of a row has at most
-#   `_TWO_ROWS_BYTES`. Otherwise, and in calls with two norms, a step has one row.
-# - If blocks have one warpgroup, an SM runs two blocks. It runs three blocks if a step has at most
-#   `_THREE_BLOCKS_BYTES`, including dx and other results.
-# - A block has several warpgroups, and an SM runs only one block, if two conditions hold: a single
-#   warpgroup would exceed the preferred number of columns per thread, and a block's part of a row
-#   has at least `_ONE_BLOCK_BYTES`.
+# - Rows per step: if the part has at most `_TWO_ROWS_BYTES`, a step has two rows, and their sums
+#   are exchanged together. Otherwise, a step has one row. In calls with two norms, it always has
+#   one.
+# - Warpgroups per block: usually one. A block has several warpgroups if the part has at least
+#   `_ONE_BLOCK_BYTES`, and one warpgroup would have too many columns (more than the preferred
+#   number per thread).
+# - Blocks per SM: if a block has several warpgroups, an SM runs only this block. Otherwise, an SM
+#   runs two blocks, or three if a step has at most `_THREE_BLOCKS_BYTES`, including dx and other
+#   results.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Number of registers that a thread needs if there is a third input, such as a gate. They contain a
-# vector of this input, and a vector of its gradient.
+# Number of additional registers that a thread needs if there is a third input, such as a gate: for
+# a vector of this input, and for a vector of its gradient.
 _KEPT_REGISTERS = 32
 
-# If rows have at least this many columns, a warpgroup processes a row; otherwise a warp does. The
-# warps of a warpgroup must exchange the sums of each row. The time of the exchange is hidden if a
-# step has two rows, or if an SM runs three blocks. Measured bandwidths of LayerNorm, relative to a
-# copy (H100): over 768 columns of float32, 0.97 with a warpgroup per row, 0.92 with a warp per row;
-# over 512 columns of bfloat16, 0.83 with a warpgroup per row, 0.87 with a warp per row.
+# A row with at least this many columns is processed by an entire warpgroup, and a shorter row by
+# one warp. If a warpgroup processes a row, its warps must exchange the row's sums, which takes
+# time. LayerNorm reaches these bandwidths, relative to a copy (H100):
+#
+#                                warpgroup per row    warp per row
+#     768 columns of float32           0.97               0.92
+#     512 columns of bfloat16          0.83               0.87
 _WARPGROUP_ROWS = 768
-# Minimum number of rows for the narrow-rows kernel, so that every call fills at least one tile.
-# This is the size of the largest tile, in which two threads share each row.
+# Minimum number of rows for the narrow-rows kernel. It is the number of rows of the largest tile,
+# in which two threads share each row. So a call that uses this kernel always has enough rows for
+# one tile.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
@@ -139,7 +147,7 @@ def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     """Return the schedule for rows that are each split over a block or a cluster of blocks.
 
     Clusters of many blocks with one warpgroup each are preferred to few blocks with several
-    warpgroups. None means that the rows are too long.
+    warpgroups. If the rows are too long, None is returned.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -225,9 +233,10 @@ def is_copied(spec: Spec) -> bool:
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
-    """Return the dtypes of the rows that a norm's backward pass loads.
+    """Return the dtypes of the arrays that a norm's backward pass loads row by row.
 
-    Their order is: x (only for two norms), the saved array, further saved arrays, dy and dh.
+    The list has an entry for each of these arrays, in this order: x, if the call has two norms; the
+    saved output or input; other saved arrays, such as a gate; dy; dh, if h is a result.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype

@@ -17,15 +17,17 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
-# Pairs (maximum number of columns of a row, number of warpgroups per block). A thread has at most
-# 48 columns in its registers, because fewer blocks would fit on an SM if it had more.
+# Pairs (maximum number of columns of a row, number of warpgroups per block). The first pair that a
+# row satisfies is used. A thread then has at most 48 columns in its registers. If it had more,
+# fewer blocks would fit on an SM.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# Pairs of the same kind as in `_HELD`, but for kernels that also add up the gradient of a bias.
-# These kernels need more registers per column, so a thread has at most 32 columns.
+# The corresponding pairs for kernels that also compute the gradient of a bias. These kernels need
+# more registers per column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# A row of the bias's gradient is a sum over many rows of x. Several blocks may share this sum; each
-# stores partial sums in float32. Each of them adds up at least this many rows of x (or tiles of
-# rows), so that storing the partial sums costs little in comparison.
+# Minimum number of rows of x (or tiles of rows) that a block adds up. A row of the bias's gradient
+# is a sum over many rows of x. Several blocks may share this work. Each of these blocks then stores
+# its partial sums in float32. Because of the minimum, storing takes little time compared with
+# loading the rows of x.
 _ROWS_OF_SPLIT = 8
 # Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
@@ -35,14 +37,15 @@ _WARPGROUP_VECTORS = 4 * WARP
 # A causal row with at most this many columns is processed by one warp, or by some of its threads.
 _CAUSAL_TILE = 2048
 # Number of units into which a causal row is split. A unit consists of the columns that a row's
-# threads load at once. Units of a fixed size, 32 vectors of 16 bytes, are slower. Compared with
-# them, the backward pass takes less time (H100): 15 % less for rows of 512 bfloat16 columns, 8 %
-# for 1024 and 3 % for 2048; in float32, 7 % less for 512 columns and 3 % for 1024.
+# threads load at once. An alternative would be units of a fixed size: 32 vectors of 16 bytes.
+# Compared with this alternative, the backward pass takes less time (H100). With bfloat16, it takes
+# 15 % less for rows of 512 columns, 8 % less for 1024 and 3 % less for 2048. With float32, it takes
+# 7 % less for 512 columns and 3 % less for 1024.
 _CAUSAL_PARTS = 16
-# A thread has several columns of a row in registers, for each input. `_HELD_BYTES` is the maximum
-# number of bytes of these columns in one input. `_HELD_VECTORS` is the maximum number of vectors,
-# each of which takes one load; all of these loads are in flight at the same time. It is the
-# stricter limit if vectors have fewer than 4 bytes.
+# Two limits for the columns of a row that a thread has in registers. They apply to each input
+# separately. `_HELD_BYTES` is the maximum number of bytes of these columns. `_HELD_VECTORS` is the
+# maximum number of vectors, because a thread loads each vector with one load, and all loads are in
+# flight at the same time. `_HELD_VECTORS` is the stricter limit if vectors have fewer than 4 bytes.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # Rows that are too long for one block are distributed over a cluster of blocks.
 # `_SPREAD_COLUMNS` is the maximum number of columns per thread in a cluster, and
@@ -63,9 +66,9 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 
 def _tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule in which threads of one warp share a row, or None.
+    """Return a schedule in which threads of one warp share a row, or None if this is impossible.
 
-    None means that a row is too long, or that there are fewer rows than a tile has.
+    It is impossible if rows are too long, or if the array has fewer rows than a tile.
     """
     vector = row_vector(spec)
     vectors = spec.cols // vector
@@ -78,7 +81,9 @@ def _tile(spec: Spec) -> InRegisters | None:
 
 
 def _placed_tile(spec: Spec) -> InRegisters | None:
-    """Return a schedule for short rows that are masked, biased or causal; None for longer rows.
+    """Return a schedule for short rows of a softmax that has a mask or a bias, or is causal.
+
+    For longer rows, None is returned.
 
     A warp, or some of its threads, processes a row. All rows of a block must belong to one run (see
     `run_of_rows`). If this is not possible, the block processes a single row.
@@ -127,10 +132,10 @@ def _sums_columns(spec: Spec) -> bool:
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
-    """Return how many blocks (or clusters) share the work for one row of the bias's gradient.
+    """Return the number of blocks (or clusters) that share the work for a row of dbias.
 
-    This row is the sum over all rows of x that use the same row of the bias. The number is limited
-    so that all blocks can run at the same time.
+    A row of dbias, the gradient of the bias, is the sum over all rows of x that use the same row of
+    the bias. The number is limited so that all blocks can run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:

@@ -1,6 +1,7 @@
 """Schedules of norms over an axis other than the last: a table of strip sizes.
 
-Strips, defined in `rows.strips`, avoid a transpose. The numbers are for Hopper (H100, H200).
+The kernels split an array into strips, which `rows.strips` defines. So they need no transpose of
+the array. The numbers are for Hopper (H100, H200).
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ _KIB = 1024
 class StripRule:
     """A rule of the table of strip sizes.
 
-    It applies if the arrays that a block loads take at most `kib` KiB in total.
+    The rule applies if all data that a block loads, from all arrays, have at most `kib` KiB.
 
     Attributes:
       width: number of inner elements of a strip.
@@ -49,48 +50,50 @@ class StripRule:
     itemsize: int | None = None
 
 
-#: Maximum number of KiB that a block loads, in total over all arrays, if the rule has no limit of
-#: its own. A low limit has an advantage: an SM runs several blocks, which load, reduce and store at
-#: different times. It also has a disadvantage: more blocks share a strip and must merge their
-#: statistics. Times of GroupNorm followed by silu, over 32x64x64x256 bfloat16, on an H100: the
-#: forward pass takes 52 us with this limit and 55 us with 96 KiB; the backward pass takes 80 us
-#: with this limit and 107 us with 132 KiB.
+#: Maximum number of KiB that a block loads from all arrays together, for rules without a limit. A
+#: low limit has an advantage: an SM runs several blocks, which load, reduce and store at different
+#: times. It also has a disadvantage: more blocks share a strip and must merge their statistics.
+#: Times of GroupNorm followed by silu, over 32x64x64x256 bfloat16 elements, on an H100: the forward
+#: pass takes 52 us with this limit, and 55 us with a limit of 96 KiB. The backward pass takes 80 us
+#: with this limit, and 107 us with a limit of 132 KiB.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
-# Most strips are 32 elements wide. A column of such a strip has 128 bytes, an entire cache line, if
-# elements have 32 bits, and 64 bytes if they have 16 bits. A wider strip loads entire cache lines
-# of 16-bit elements, too. But it also has more statistics to exchange, which usually costs more
-# time. Only blocks that load few bytes gain from wider strips, so only their strips are wider.
+# Most strips are 32 elements wide. If elements have 32 bits, a column of such a strip has 128
+# bytes, an entire cache line. If elements have 16 bits, it has only half a cache line, and a strip
+# must be 64 elements wide to load entire lines. But wider strips have more statistics to exchange,
+# which usually takes more time than the loads gain. Only blocks that load few bytes become faster
+# with wider strips, so only their strips are wider.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
     StripRule(width=64, kib=68, direction="bwd", itemsize=2),
-    # With many columns, several blocks share a strip. Strips are at least as wide as a memory
-    # sector.
+    # Several blocks (a cluster) share a strip if it has too many columns for one block. Narrower
+    # strips would also have fewer bytes, but a strip must be at least as wide as a memory sector
+    # (32 bytes).
     *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=96, cluster=16),
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=192, cluster=8),
     StripRule(width=8, kib=192, cluster=8),
     # Wider strips, which are used if no rule above applies. A strip must be at least as wide as the
-    # least common multiple of the group size and of a thread's vector. This multiple may be above
-    # 32, especially if the group size is not a power of 2.
+    # least common multiple of two numbers: the group size and the size of a thread's vector. This
+    # multiple may be above 32, especially if the group size is not a power of 2.
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
-# Number of KiB per warpgroup. A block has one warpgroup for each `_WARPGROUP_KIB` KiB that it loads
-# of one array. The number of warpgroups is rounded down to a power of 2, and is at least 1.
+# A block has one warpgroup for each `_WARPGROUP_KIB` KiB that it loads from one array. The number
+# of warpgroups is rounded down to a power of 2, and is at least 1.
 _WARPGROUP_KIB = 64
 # Maps the number of elements in a thread's vector to the maximum number of warpgroups per block.
-# With more warpgroups, the statistics take more shared memory, because each warp stores them for
-# each inner element.
+# The number is limited because every warp stores statistics of each inner element in shared memory.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
 # Shared memory of a block besides its arrays: 1 KiB for barriers and Mosaic itself, plus the part
 # that the system reserves.
 _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
-#: Reasons why the strip kernels cannot run a call. Such calls are transposed to rows instead.
+#: Reasons why the strip kernels cannot run a call. The operands of such a call are transposed
+#: instead, so that the normalised axis is the last one.
 _CANNOT: Table = (
     *NO_KERNEL,
     (

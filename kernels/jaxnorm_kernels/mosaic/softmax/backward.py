@@ -7,12 +7,13 @@ z = scale * x + bias are the logits. With d = dy, and sums over the row:
     both          dx = scale * dz
                   dbias = sum(dz) over the rows of x that use the same row of the bias
 
-If y is rounded to 16 bits, its sum may differ from 1 and is computed (`Spec.renormalises`);
-otherwise it is taken as 1. If the bias has one value per row, its gradient is the sum of dz over
-the row. This sum follows from the sums of d, d y and y:
+If y is rounded to 16 bits, its sum may differ from 1, so the kernel computes it and divides by it
+(`Spec.renormalises`). Otherwise, the division by sum(y) is left out. If the bias has one value per
+row, its gradient is the sum of dz over the row. This sum follows from the sums of d, d * y and y.
+Here, sum(y) is the true sum, which may differ from 1 by rounding errors:
 
-    softmax       sum(dz) = sum(d y) (1 - sum(y))       if sum(y) is taken as 1 above
-                  sum(dz) = 0                           if sum(y) is computed
+    softmax       sum(dz) = sum(d y) (1 - sum(y))       if dz was not divided by sum(y)
+                  sum(dz) = 0                           if it was
     log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
 Masked elements have y = 0 (softmax) or y = -inf (log_softmax). Their d counts as 0, even if it is
@@ -20,9 +21,9 @@ infinite. The backward pass of softmax reads no mask, and treats elements with y
 including those whose y was rounded to 0. There is one exception: with a finite
 `SoftmaxOptions.masked_logit`, masked elements have a nonzero y but dz = 0, so the mask is read.
 
-If a cotangent of the row is NaN or infinite, so is the sum over the row, and 0 times this sum is
-NaN. Calls with a mask, and causal calls, therefore select 0 where y or exp(y) is 0, instead of
-multiplying.
+If a cotangent of the row is NaN or infinite, the sum over the row is NaN or infinite, too, and 0
+times this sum is NaN. Calls with a mask, and causal calls, therefore do not rely on the product in
+masked elements, but select 0 where y or exp(y) is 0.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ class SoftmaxFormula:
 
     @property
     def bias(self) -> Shared | None:
-        """Describes how the bias is broadcast over rows. None if no bias needs a gradient."""
+        """How the bias is broadcast over the rows of x. None if no bias needs a gradient."""
         return (
             None
             if self.spec.softmax.logits_bias_dtype is None
@@ -100,10 +101,11 @@ class SoftmaxFormula:
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
-        """Return `multiple`, but 0 where y (or, in log_softmax, exp(y)) is 0.
+        """Return `multiple`, with 0 in excluded elements.
 
-        `multiple` is the product of a factor with y or with exp(y). The factor may be NaN. If the
-        call excludes no elements, `multiple` is returned unchanged.
+        `multiple` is the product of a factor with y (or, in log_softmax, with exp(y)). An element
+        is excluded if this y or exp(y) is 0. The factor may be NaN there, so the product would be
+        NaN instead of 0. If the call excludes no elements, `multiple` is returned unchanged.
         """
         if not self.spec.drops_entries:
             return multiple
@@ -163,9 +165,10 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """Load rows: return, for each fragment (range of columns), y and d = dy in float32.
+    """Load a tile's rows: return one tuple (y, d) for each fragment (range of columns).
 
-    If `SoftmaxOptions.masked_logit` is finite, the mask is returned, too.
+    y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, each tuple also
+    contains the mask, which is True for unmasked elements.
     """
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
@@ -184,14 +187,15 @@ def _read(
 
 
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the gradient of a bias with one value per row of x, as an ``(n, 1)`` array.
+    """Return the gradient of a bias that is constant along each row of x, as an ``(n, 1)`` array.
 
-    It is the sum of dz (the gradient of the logits) over all rows that use the same value. `totals`
-    and `weights` are the formula's row sums: sum(d y) and sum(y) for softmax, sum(d) and
-    sum(exp(y)) for log_softmax.
+    The bias has n values. Several rows of x may use the same value. Its gradient is the sum of dz
+    (the gradient of the logits) over all elements of these rows. `totals` and `weights` are the
+    formula's row sums: sum(d * y) and sum(y) for softmax, sum(d) and sum(exp(y)) for log_softmax.
     """
-    # If sum(y) is computed, sum(dz) is 0 (see the module's docstring). But it must be NaN in rows
-    # whose total is infinite or NaN. `totals - totals` is 0 or NaN in just these cases.
+    # If the call renormalises, sum(dz) is 0 (see the module's docstring). But if the row's total is
+    # infinite or NaN, sum(dz) must be NaN. ``totals - totals`` is 0 for a finite total, and NaN
+    # otherwise.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

@@ -5,10 +5,10 @@ With m = max(z) over the unmasked elements of a row:
     softmax      y = exp(z - m) / sum(exp(z - m))       0 if masked
     log_softmax  y = z - m - log(sum(exp(z - m)))       -inf if masked
 
-If several warps each reduce a part of a row, part p has a maximum m_p and a sum s_p of its own.
-They are merged:
+If several warps share a row, each of them reduces a part of it. Part p has the maximum m_p, and the
+sum s_p = sum(exp(z - m_p)) over its elements. These maxima and sums are merged:
 
-    m = max(m_p)        sum(exp(z - m)) = sum(s_p exp(m_p - m))        s_p = sum(exp(z - m_p))
+    m = max(m_p)        sum(exp(z - m)) = sum(s_p exp(m_p - m))
 """
 
 from collections.abc import Callable
