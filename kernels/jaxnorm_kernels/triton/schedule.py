@@ -316,8 +316,8 @@ NORM_BACKWARD = (
     # This line is only for RMSNorm. Registers hold all sums but not the scale, which is loaded from
     # the L1 cache. Rows of 8193 to 12288 columns, to which this line applies, were not timed.
     Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
-    # With this line, 64 to 128 bytes per thread spill. The only alternative is the last line of this
-    # table, with which rows are loaded twice: 16384 columns would take 1.33 to 1.52 times as long.
+    # With this line, 64 to 128 bytes per thread spill. With the last line of this table, rows would
+    # be loaded twice, and 16384 columns would take 1.33 to 1.52 times as long as with this line.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
     # A program processes only one piece of each row, because its registers have room for the sums
     # of only one piece. dx depends on means over whole rows. An earlier kernel computes these
