@@ -244,7 +244,11 @@ def _read(row, col, exists, logits: tl.constexpr):
 
 @triton.jit
 def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
-    """Return a mask of the elements of a tile that no mask excludes: given or causal."""
+    """Return a mask of the included elements of a tile.
+
+    An element is included if it is loaded, if the mask (if any) is True for it, and if it is not
+    above the diagonal of a causal softmax.
+    """
     takes_part = read
     if logits.queries > 0:
         takes_part = takes_part & (col <= (row % logits.queries)[:, None])
