@@ -70,7 +70,7 @@ _LOWEST_U = tl.constexpr(-128.0)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two `Cap`: p has the scale and the cap of P's logits, q those of Q's logits."""
+    """A pair of `Cap`: `p` for the logits of P, and `q` for the logits of Q."""
 
     p: Cap
     q: Cap
