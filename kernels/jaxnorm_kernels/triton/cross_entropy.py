@@ -1,7 +1,8 @@
 """Kernels of cross-entropy, and of a label's log-probability with the entropy of the row.
 
-x is a row of V classes, l is its label, and x_l is the label's logit. r is x_l, or 0 if x_l is
-infinite. With a = label_smoothing, b = z_loss and d = dloss::
+x is a row of V classes, l is its label, and x_l is the label's logit. [j = l] is 1 in the label's
+column and 0 elsewhere. r is x_l, or 0 if x_l is infinite. With a = label_smoothing, b = z_loss and
+the cotangent d of the loss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
@@ -9,7 +10,7 @@ infinite. With a = label_smoothing, b = z_loss and d = dloss::
                                           targets = (1 - a) [j = l] + a / V
 
 Usually, r is close to the mean of the row, so that the sum of x - r loses little accuracy. For the
-log-probability and the entropy H, with d = dlog_prob and e = dentropy::
+log-probability and the entropy H, with their cotangents d and e::
 
     log_prob = -(D + log(s))      H = log(s) - T / s      T = sum(exp(x - m) (x - m))
     dx = d ([j = l] - p) - e p (log(p) + H)

@@ -2,8 +2,8 @@
 
 The divergence is KL(P || Q). P is the teacher's distribution and Q is the student's; with
 ``reverse``, P is the student's and Q is the teacher's. The module `loss_rows` defines the logits,
-z = f * g(x). The *depth* of a logit z is d = z - max(z), the maximum of its row subtracted from it.
-A subscript P or Q names the distribution:
+z = f * g(x). The *depth* of a logit z is d = z - max(z), where max(z) is the maximum of the row. A
+subscript P or Q names the distribution:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 

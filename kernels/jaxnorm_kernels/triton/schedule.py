@@ -9,8 +9,8 @@ at the same time are called *pieces*. The tables follow from these hardware limi
   second array and sums over rows.
 * A row that is held in registers is split into pieces of 4, 8 or 16 values per thread. The row may
   end inside the last piece. With smaller pieces, fewer threads are then idle. 8 values of 16 bits
-  are one 16-byte load. With 4 values, a thread loads the 32-bit parameters that it uses; with 8 or
-  16, the parameters are exchanged between threads after the load.
+  are one 16-byte load. With 4 values, a 16-byte load of 32-bit parameters loads exactly the
+  parameters that a thread uses. With 8 or 16 values, threads exchange parameters after the load.
 * About 64 KiB of loads in flight in each SM saturate memory bandwidth (measured on an H200). For
   short rows, several programs per SM reach this number. A persistent program has no loads in flight
   while it exchanges sums and stores, unless it prefetches the next rows into shared memory
@@ -132,7 +132,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a schedule table: the schedule of calls to which its conditions apply.
+    """A line of a schedule table: conditions, and the schedule of the calls that satisfy them.
 
     Attributes:
       cols: the line is only for rows of up to this many columns; None for any number of columns.
@@ -391,11 +391,12 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 # 2 blocks of 16-bit elements, or 1 block of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
-# The default number of warps of a program, the maximum, and a number of bytes: a program gets more
-# than the default only if each warp still loads at least this many bytes of a row. By default,
-# programs are small, so that some programs start while others load. If each warp loads enough
-# bytes, the time for starting a program and for merging its sums does not matter. Large programs
-# are then better: fewer rows are in flight, so all SMs finish at about the same time.
+# A program has _LOSS_WARPS warps by default, and at most _MOST_LOSS_WARPS. It gets more warps than
+# the default if each of them still loads at least _LOSS_BYTES_OF_A_WARP bytes of a row, or if there
+# are few rows. By default, programs are small, so that some programs start while others load. If
+# each warp loads enough bytes, the time for starting a program and for merging its sums does not
+# matter. Large programs are then better: fewer rows are in flight, so all SMs finish at about the
+# same time.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 

@@ -3,14 +3,15 @@
 Cross-entropy
 -------------
 
-For a row of V logits x with label l, let a = label_smoothing and b = z_loss. Sums with targets are
-over all columns. All other sums are over the unmasked columns:
+For a row of V logits x with label l, let a = label_smoothing and b = z_loss. [j = l] is 1 in the
+label's column and 0 elsewhere. Sums with targets are over all columns. All other sums are over the
+unmasked columns:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
     loss     = lse - sum(targets x) + b lse^2
 
-With p = exp(x - m - log(s)) and d = dloss:
+With p = exp(x - m - log(s)) and the cotangent d of the loss:
 
     dx = d (p - targets + 2 b lse p) + e p        e = the cotangent of lse
 
@@ -271,7 +272,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return T, computed in the way that is fastest on a CPU.
+        """Return T (see `_exponents`), computed in the way that is fastest on a CPU.
 
         Without the barrier, XLA would store x - m in the forward pass in order to reuse it in the
         backward pass.

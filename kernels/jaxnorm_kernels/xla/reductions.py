@@ -89,7 +89,9 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """Return a mask of the rows that have an unmasked entry. `like` is x, or an array like x.
+    """Return a mask of the rows that have an unmasked entry.
+
+    `like` is x, or an array that varies over the same mesh axes.
 
     Inside `jax.shard_map`, `lax.psum` over several mesh axes requires that its operand varies over
     all of them. A mask that is broadcast along a sharded axis is equal on all shards, so in JAX's
