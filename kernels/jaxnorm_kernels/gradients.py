@@ -18,15 +18,16 @@ def add_partials(
 ) -> list[jax.Array | None]:
     """Return the gradient of each parameter, given the partial sums that a kernel's blocks stored.
 
-    A gradient has its parameter's dtype. A single reduction adds up all partial sums, because XLA
-    would run two reductions as two kernels.
+    A gradient has the dtype of its parameter. A single reduction adds up all partial sums, because
+    XLA would run two reductions as two kernels.
 
     Args:
-      partials: for each parameter that is present, an array ``(n, cols)`` of n partial sums.
-      dtypes: the dtype of each parameter; None if the parameter is absent.
-      groups: for each parameter, a number n. The rows of x form n groups, and the parameter has
-        separate values for each group. If n is above 1, the parameter has the shape ``(n, cols)``,
-        and its partial sums are ordered by group. If `groups` is None, every n is 1.
+      partials: for each parameter that is present, an array ``(sums, cols)``. Each row of it is a
+        partial sum.
+      dtypes: for each parameter, its dtype; None if the parameter is absent.
+      groups: for each parameter, the number n of groups of rows of x that have separate values of
+        the parameter. If n is above 1, the parameter has the shape ``(n, cols)``, and its partial
+        sums are ordered by group. If `groups` is None, every n is 1.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)
@@ -62,7 +63,8 @@ def two_norms_bwd(
 ) -> Operands:
     """Run the backward pass of y = norm(residual + norm(x)) as the backward passes of two norms.
 
-    `norm_bwd` runs the backward pass of one norm. The dx of the second norm is the dy of the first.
+    `norm_bwd` runs the backward pass of one norm. It first runs for the outer norm. The dx of the
+    outer norm is the dy of the inner norm.
     """
     assert residuals.x is not None
     rstd, next_rstd = residuals.stats

@@ -5,43 +5,44 @@ A softmax takes logits, z = logits_scale * x + logits_bias::
     softmax          y = exp(z) / sum(exp(z))
     log_softmax      y = z - log(sum(exp(z)))
 
-A loss takes a label for each row, masks, and logits z = logits_scale * x. If the logits are capped,
-z = c * tanh(logits_scale * x / c), where c is the cap::
+A loss takes a label for each row, masks, and logits z = logits_scale * x. If the logits have a cap
+c, they are z = c * tanh(logits_scale * x / c)::
 
     cross_entropy           y = logsumexp(z) - sum(targets * z) + z_loss * logsumexp(z)^2
                             targets = (1 - a) * one_hot(label) + a / cols    a = label_smoothing
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
     log_probs_and_entropy   y_i = log(p[candidate_i]) for k candidates    entropy as above
 
-A divergence takes the logits of a student and of a teacher; the teacher's are constants::
+A divergence takes the logits of a student and of a teacher. The teacher's logits are constants::
 
     kl_divergence           y = sum(p log(p / q))    p = softmax(teacher's z)    q = softmax(z)
                             reversed: y = sum(q log(q / p))
 
-A norm may be fused with the residual addition before or after it::
+A residual may be added before or after a norm, in the same operation::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
-A norm may follow an addition in which x is scaled (LayerScale, adaLN-zero)::
+x may be scaled before the residual is added and the sum is normalised (LayerScale, adaLN-zero)::
 
     scaled_add_norm  h = residual + branch_scale * x        y = norm(h)
 
-The norm of an attention head may be followed by a rotation of its pairs of columns (RoPE)::
+After the norm of an attention head, its pairs of columns may be rotated (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
-A gate may multiply the norm's result or the norm's input::
+The norm's result or the norm's input may be multiplied by an activated gate::
 
     norm_gated       y = norm(x) * activation(gate)       or y = norm(x * activation(gate))
 
-An activation after a plain norm, y = activation(norm(x)), is a static option and not an operation.
+If a plain norm has an activation, y = activation(norm(x)). This is a static option of the operation
+"norm" and not an operation of its own.
 
 An operation has three passes: forward, tangent and backward. The tangent is linear in the tangents
-of the operands, the backward pass is linear in the cotangents, and each is the transpose of the
-other::
+of the operands. The backward pass is linear in the cotangents of the results. As linear functions,
+each is the transpose of the other::
 
     pass    takes                      returns
     fwd     operands                   results, statistics
@@ -71,12 +72,16 @@ Op = Literal[
 ]
 Family = Literal["softmax", "loss", "norm"]
 
-#: The kind of an operand or a result. It determines the shape. An "array" has x's shape. A "mask"
-#: or a "logits_bias" broadcasts to x's shape. A "stat" (statistic) has one number for each row. A
-#: "label" also has one number for each row, but no gradient. A "candidate" has several labels for
-#: each row, along an additional last axis. A parameter ("scale", "bias", "branch_scale") has the
-#: normalised axes. A "table" (cos or sin of a rotation) has a number for each pair of columns, and
-#: broadcasts to the other axes.
+#: The kind of an operand or a result. It determines the shape:
+#:
+#: * An "array" has x's shape.
+#: * A "mask" or a "logits_bias" broadcasts to x's shape.
+#: * A "stat" (statistic) has one number for each row.
+#: * A "label" has one number for each row, too, but no gradient.
+#: * A "candidate" has several labels for each row, along an additional last axis.
+#: * A parameter ("scale", "bias" or "branch_scale") has the normalised axes.
+#: * A "table" (cos or sin of a rotation) has one number for each pair of columns, and broadcasts to
+#:   the other axes.
 Kind = Literal[
     "array",
     "mask",
@@ -91,10 +96,10 @@ Kind = Literal[
 ]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
-#: The kinds of operands that are broadcast to x's shape and have gradients. The gradient is a sum
-#: over the elements of x that use the same element of the operand.
+#: The kinds of operands that have gradients and are broadcast to x's shape. An element of such a
+#: gradient is a sum over the elements of x that use the same element of the operand.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
-#: The kinds of operands that are booleans or integers, which have no tangents.
+#: The kinds of operands that are booleans or integers. They have no tangents.
 CONSTANTS: tuple[Kind, ...] = ("mask", "label", "candidate")
 
 #: The kind of each operand.
@@ -123,30 +128,33 @@ class Operation:
     """An operation, as an entry of the table `OPERATIONS`.
 
     Attributes:
+      family: the family of operations: softmaxes, losses or norms.
       operands: names of the arrays that the forward pass takes, in binding order. These are
         optional: scale, bias, next_scale, mask, positions, logits_bias and logits_scale. All others
         are required.
-      results: names and kinds of the arrays that the forward pass returns. y is the output; h is
-        the sum that is normalised.
+      results: maps the names of the arrays that the forward pass returns to their kinds. y is the
+        output. h is the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
-        is present only if a LayerNorm saves its input.
-      saves: a pair of names: the array that is saved with save="output", and the array that is
-        saved with save="input". The derivative recomputes other arrays from the saved array.
+        is present only in a LayerNorm that saves its input.
+      saves: two names: the name of the array that is saved with save="output", and the name of the
+        array that is saved with save="input". The derivative recomputes other arrays from the saved
+        array.
       starts_from_x: True if the derivative takes x in addition to the saved array. This is so in
         operations that normalise x, or multiply it by branch_scale, before they add the residual.
       keeps: names of other operands and results that are also saved for the derivative.
-      constants: names of operands that are treated as constants: they have no tangent, although
+      constants: names of operands that are treated as constants. They have no tangent, although
         other operands of the same kind may have one.
       through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
         h, but its backward pass may take an extra cotangent of x under the name h.
-      norms: the norms in a call: "first" is the norm of x before a sum, "last" the norm whose
-        result is y.
-      derivative: the name of another operation whose tangent and backward pass this operation uses,
-        or None if it has its own. They do not include the residual: its gradient is the cotangent
-        of y.
+      norms: the norms in a call. "first" is the norm of x before the residual is added. "last" is
+        the norm whose result is y.
+      derivative: the name of another operation, or None. If it is set, this operation uses the
+        tangent and the backward pass of the other operation. The other operation has no residual,
+        so the residual's gradient is the cotangent of y.
       has_kernels: False if only the xla implementation has the operation.
-      out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies, or
-        None. If the derivative starts from h, h is named `out_name` too.
+      out_name: the name of y for `jax.checkpoint` policies, or None. If the derivative starts from
+        h, h has this name, too.
+      statistics_name: the name of the statistics for `jax.checkpoint` policies, or None.
     """
 
     family: Family
@@ -166,14 +174,14 @@ class Operation:
 
     @functools.cached_property
     def y_is_sum(self) -> bool:
-        """True if y includes the residual and has its dtype."""
+        """True if y is the sum of the residual and a norm. y then has the residual's dtype."""
         return "residual" in self.operands and "h" not in self.results
 
     @property
     def may_add_dh(self) -> bool:
-        """True for a plain norm.
+        """True if the operation is a plain norm.
 
-        Its backward pass may take an extra cotangent of x, under the name h.
+        The backward pass of a plain norm may take an extra cotangent of x, under the name h.
         """
         return bool(self.through_h) and "h" not in self.results
 
@@ -211,7 +219,7 @@ _LOSS = Operation(
     operands=("x", "labels", "mask", "positions", "logits_scale"),
     results={"y": "stat"},
     saves=("x", "x"),
-    # positions is not saved: the derivative recognises masked positions by log_sum = -inf.
+    # positions is not saved. The derivative recognises masked positions by log_sum = -inf.
     keeps=("labels", "mask", "logits_scale"),
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
@@ -303,10 +311,10 @@ class Function:
     Attributes:
       op: the operation that the function runs by default.
       subtract_mean: True if the function is a LayerNorm.
-      gated: the operation that a call with ``gate=`` runs, in which the gate scales x before the
-        addition. None if the function has no such argument.
-      several: the operation that a call with several labels for each position runs. None if the
-        function takes only one label.
+      gated: the operation that the function runs if the call has ``gate=``. The gate scales x
+        before x is added to the residual. None if the function has no argument ``gate``.
+      several: the operation that the function runs if the call has several labels for each
+        position. None if the function takes only one label.
     """
 
     op: Op

@@ -6,8 +6,8 @@ from jaxnorm_kernels.specs import Spec
 
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 
-#: Reasons why no kernel can run a call. A row of the table is a reason, as users read it, and a
-#: function that returns True if the reason applies.
+#: Reasons why no kernel can run a call. Each entry of the table has the text of a reason, which is
+#: shown to users, and a function that returns True if the reason applies.
 NO_KERNEL: Table = (
     ("there is no kernel of this operation yet", lambda s: not s.operation.has_kernels),
     (
@@ -69,13 +69,13 @@ NO_ROWS: Table = (
 )
 
 # If x has at most this many bytes, the forward pass of a norm takes only a few microseconds on a
-# GPU. The host needs at least as long to launch a separate kernel. There is no extra launch if XLA
-# fuses the norm with other operations.
+# GPU. The host needs at least this time to launch a separate kernel. If XLA fuses the norm with
+# other operations, no additional launch is needed.
 _SMALL_BYTES = 4 * 2**20
 
-#: Reasons not to run a kernel that supports the call: XLA fuses the call with the operations around
-#: it, and the whole program is faster. This was measured in larger programs (`python -m
-#: benchmarks.run stacks blocks`).
+#: Reasons not to run a kernel although it supports the call: if XLA runs the call, it fuses the
+#: call with the operations around it, and the whole program is faster. This was measured in larger
+#: programs (`python -m benchmarks.run stacks blocks`).
 BETTER_FUSED: Table = (
     (
         "its kernels would need a transpose of an axis that is not the last, in and out",
@@ -95,10 +95,11 @@ BETTER_FUSED: Table = (
 
 
 def first(table: Table, spec: Spec) -> str | None:
-    """Return the first reason in the table that applies to `spec`, or None if none applies.
+    """Return the first reason in the table that applies to `spec`, or None if no reason applies.
 
-    A backward pass with a residual consists of the backward passes of the norms in the call. So a
-    reason that applies to one of these norms applies to the call, too.
+    If a call has a residual, its backward pass consists of the residual's gradient and the backward
+    passes of the call's norms (one or two). So if a reason applies to one of these norms, it
+    applies to the call, too.
     """
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]

@@ -1,9 +1,9 @@
-"""Times of the Triton kernels relative to XLA's, which decide whether a kernel is the default.
+"""Times of the Triton kernels, divided by XLA's times. They decide whether a kernel is the default.
 
-They decide the default on Ampere, Ada and RTX 50 GPUs. None of these GPUs was available for timing.
-Instead, kernels were compiled and scheduled for an A100, and timed on an H100, which can run code
-for an A100. `python -m benchmarks.triton_defaults` generates the table from the committed results,
-and `tests/test_triton_defaults.py` checks that they agree.
+They do so on Ampere, Ada and RTX 50 GPUs. None of these GPUs was available for timing. Instead,
+kernels were compiled and scheduled for an A100, and timed on an H100, which can run code for an
+A100. `python -m benchmarks.triton_defaults` generates the table from the committed results, and
+`tests/test_triton_defaults.py` checks that the table agrees with them.
 """
 
 import dataclasses
@@ -11,20 +11,22 @@ import dataclasses
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Spec
 
-#: Where and how the kernels were timed.
+#: Where and how the kernels were timed, as part of a sentence for users.
 TIMED_ON = "an H100, with kernels compiled for an A100"
 
-#: A kernel is the default if its time, divided by the time of XLA's code, is at most this number.
+#: A kernel is the default if its time is at most this multiple of the time of XLA's code.
 LIMIT = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Ratios of a kernel's time to the time of XLA's code, for forward and backward pass together.
+    """The time of a kernel, divided by the time of XLA's code.
+
+    Both are the times of a forward and a backward pass together.
 
     Attributes:
-      ratio: the median over the shapes and dtypes that were timed.
-      least, most: the smallest and the largest ratio.
+      ratio: the median ratio of the shapes and dtypes that were timed.
+      least, most: the smallest and the largest of these ratios.
     """
 
     ratio: float
@@ -32,13 +34,13 @@ class Timing:
     most: float
 
     def __str__(self) -> str:
-        """Return the ratio as text, as `implementation_for` prints it."""
+        """Return a text with the ratios, as a part of what `implementation_for` prints."""
         if self.least == self.most:
             return f"{self.ratio:.2f} of XLA's time"
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
 
 
-#: The timings. Their keys are the names that `name_of` returns.
+#: The timings of all kernels that were timed. A key is a name that `name_of` returns.
 TIMINGS: dict[str, Timing] = {
     "softmax": Timing(0.7, 0.51, 0.72),
     "log_softmax": Timing(0.82, 0.65, 0.84),
@@ -64,7 +66,7 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """Return a call's key in `TIMINGS`, such as "softmax" or "softmax with where".
+    """Return the key of the call `spec` in `TIMINGS`, such as "softmax" or "softmax with where".
 
     The key is the name of the public function. If the call uses an option that changes the time,
     such as `where`, the option is part of the key.
@@ -90,7 +92,7 @@ def name_of(spec: Spec) -> str:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why XLA runs this call by default, or None if the kernel runs it."""
+    """Return the reason why XLA runs the call `spec` by default, or None if the kernel runs it."""
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:
@@ -101,7 +103,10 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence that compares the kernel's time with XLA's, or None if it was not timed."""
+    """Return a sentence that compares the kernel's time with XLA's time.
+
+    Return None if the kernel was not timed.
+    """
     timing = TIMINGS.get(name_of(spec))
     if timing is None:
         return None

@@ -1,4 +1,7 @@
-"""Triton kernels for NVIDIA GPUs since Ampere, called through jax-triton: the extra ``triton``."""
+"""Triton kernels for NVIDIA GPUs since Ampere, called through jax-triton.
+
+They need Triton and jax-triton, which are optional dependencies (the extra ``triton``).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +26,8 @@ from jaxnorm_kernels.triton.support import (  # noqa: E402
     why_unsupported,
 )
 
-# The functions that run the passes. A key is an operation or a family of operations. An operation
-# without a key of its own uses the key of its family.
+# The functions that run the passes. A key is the name of an operation or of a family of operations.
+# If an operation has no entry, the entry of its family is used.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,
@@ -43,13 +46,13 @@ _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
-    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
     kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
     return kernel(operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
-    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
     return kernel(residuals, cotangents, spec, **schedule)
 

@@ -1,37 +1,41 @@
-"""Cross-entropy of a row x with the label l; or log-probability of l and entropy of the row.
+"""Kernels of cross-entropy, and of a label's log-probability with the entropy of the row.
 
-With a = label_smoothing, b = z_loss, d = dloss::
+x is a row of V classes, l is its label, and x_l is the label's logit. [j = l] is 1 in the label's
+column and 0 elsewhere. r is x_l, or 0 if x_l is infinite. With a = label_smoothing, b = z_loss and
+the cotangent d of the loss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
     dx = d (p - targets + 2 b lse p)      p = exp(x - m - log(s))
                                           targets = (1 - a) [j = l] + a / V
 
-With d = dlog_prob, e = dentropy and the entropy H::
+Usually, r is close to the mean of the row, so that the sum of x - r loses little accuracy. For the
+log-probability and the entropy H, with their cotangents d and e::
 
     log_prob = -(D + log(s))      H = log(s) - T / s      T = sum(exp(x - m) (x - m))
     dx = d ([j = l] - p) - e p (log(p) + H)
 
-r is x_l, or 0 if x_l is infinite. Usually, r is close to the mean of the row, so that the sum of x
-- r loses little accuracy. With a scale or a cap, the logits are z = f * g(x); see `loss_rows`. Then
-g(x) replaces x above, differences of g(x) are multiplied by f, and dx is dz * (dz / dx).
+With a scale or a cap, the logits are z = f * g(x); see `loss_rows`. Then g(x) replaces x in these
+formulas, and differences of g(x) are multiplied by f. The formulas of dx then give the gradient of
+z, which is multiplied by the derivative of z with respect to x.
 
-The forward pass reads a row once, block after block, without exchange between threads. Each thread
-holds the maximum m of the elements that it has read so far, and the sums s and T relative to it
-(Milakov, Gimelshein 2018):
+The forward pass reads a row once, block after block. The threads exchange nothing while they read.
+Each thread holds the maximum m of the elements that it has read so far, and its sums s and T are
+relative to this m (Milakov, Gimelshein 2018). A new block x changes them to:
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-The maxima and sums of the threads are merged at the end. s_o is the sum of all terms of s except
-the label's term exp(-D). For a small s_o, log1p(s_o) is accurate, but the logarithm of the rounded
-sum 1 + s_o is not:
+The maxima and sums of the threads are merged at the end. The label's term of s, which is exp(-D),
+is added last. Let s_o be the sum of all other terms:
 
-    log(s) = log1p(s_o)                 where D = 0
-             log1p(s_o - 1 + exp(-D))   elsewhere; s_o contains the term of the maximum, which is 1
+    log(s) = log1p(s_o)                 if D = 0, because the label's term is then 1
+             log1p(s_o - 1 + exp(-D))   if D > 0; the term 1 of the maximum is then part of s_o
 
-A row that ``positions`` excludes has log(s) = -inf and dx = 0. If the label of a row is not a
-class, log(s) and dx are NaN.
+For a small s_o, log1p(s_o) is accurate, but the logarithm of the rounded sum 1 + s_o is not.
+
+If ``positions`` is False for a row, its log(s) is -inf and its dx is 0. If the label of a row is
+not a class, log(s) and dx are NaN.
 """
 
 import dataclasses
@@ -68,13 +72,13 @@ from jaxnorm_kernels.triton.tiles import LOWEST
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The compile-time parameters of a kernel, besides the tile sizes and the layout of rows.
+    """The compile-time parameters of a kernel, apart from the tile sizes and the layout of rows.
 
     Attributes:
       classes: the number of columns that are classes; these are the first columns.
       label_smoothing, z_loss: the options of the public function with these names.
-      cap: scale and cap of the logits.
-      entropy: True to compute log-probability and entropy instead of a loss.
+      cap: the scale and the cap of the logits.
+      entropy: True if the kernel computes log-probability and entropy, False if it computes a loss.
     """
 
     classes: int
@@ -85,7 +89,7 @@ class Options:
 
     @property
     def factor(self) -> float:
-        """The factor f of the logits."""
+        """The number f in the logits z = f * g(x)."""
         return self.cap.factor
 
     @property
@@ -100,7 +104,7 @@ class Options:
 
     @classmethod
     def of(cls, spec: Spec) -> "Options":
-        """Return the compile-time parameters of a call."""
+        """Return the compile-time parameters of the call `spec`."""
         return cls(
             spec.classes,
             spec.loss.label_smoothing,
@@ -178,7 +182,7 @@ def _cross_entropy_fwd(
     counts = that_count(positions_ptr, row, exists)
     begin, lead = start(row, tiling.cols, layout.vector)
     at = label[:, None] + lead
-    # Do not load the logit of an invalid label: it would be outside the row.
+    # Do not load the logit of an invalid label, because it would be outside the row.
     read = counts[:, None]
     x_l = of_logits(tl.load(x_ptr + begin + at, read & is_class[:, None], 0.0), options.cap)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
@@ -229,16 +233,23 @@ def _add(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Add a block to the sums of each thread; see `over_blocks`.
+    """Add one block of the rows to the sums of each thread, and return the new sums.
 
-    The module docstring defines m, s, r, T and f.
+    The module docstring defines m, s, r, T and f. `over_blocks` calls this function.
 
     Args:
-      sums: three arrays `(tile_rows, lanes)`: m, s, and a third sum. This is T / f for an entropy,
-        and the sum of x - r for label smoothing.
-      of_rows: five arrays `(tile_rows, 1)`: the offset at which the first block of the row begins;
-        the number of elements from there to the row's first column; the number of elements from
-        there to the label's column; r; and True if the row is read.
+      sums: a tuple of three arrays `(tile_rows, lanes)` with one number per row and thread. The
+        first is m, the second is s. The third is T / f for an entropy, the sum of x - r for label
+        smoothing, and otherwise unused.
+      of_rows: a tuple of five arrays `(tile_rows, 1)`.
+        1. Pointers to the start of each row's first block.
+        2. The number of elements from this start to the row's first column.
+        3. The number of elements from this start to the label's column.
+        4. r.
+        5. A mask of the rows that are read.
+      first: the number of elements from the start of a row's first block to the start of this
+        block.
+      is_whole: True if the block lies entirely inside the row.
     """
     m, s, t = sums
     begin, lead, at, r, read = of_rows
@@ -260,9 +271,9 @@ def _add(
 
 @triton.jit
 def _rescaled(s, t, depth, options: tl.constexpr):
-    """Rescale the sums s and t if the maximum changes. `depth` is the old minus the new maximum."""
+    """Rescale s and t to a new maximum. `depth` is the old maximum minus the new one."""
     exp = tl.exp(options.factor * depth)
-    # `depth` is bounded from below, because -inf times a sum of 0 would be NaN.
+    # `depth` may be -inf. It gets a finite lower bound, because -inf times a sum of 0 would be NaN.
     if options.entropy:
         t = (t + s * tl.maximum(depth, FAR)) * exp
     return s * exp, t
@@ -300,11 +311,11 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of block number `nth`; see `store_block`."""
+    """Store dx of block number `nth` of the rows. `store_block` calls this function."""
     x_ptr, m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, dx_ptr = pointers
     offset, read, lane, first_col = block_at(row, exists, nth, layout, tiling, is_whole)
-    # Load the logits first. The row's few other numbers (statistics, cotangents) then arrive at the
-    # same time.
+    # Load the logits first, so that their loads overlap with the loads of the few numbers per row
+    # (statistics, cotangents).
     x = of_logits(tl.load(x_ptr + offset, read, 0.0), options.cap)
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
@@ -331,7 +342,10 @@ def _store_gradient(
 
 @triton.jit
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
-    """Return each row's label, or -1 if it is not a class, and whether it is a class."""
+    """Return two arrays: the label of each row, and a mask.
+
+    The mask is True if the label is a class. If it is not, -1 is returned as the label.
+    """
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column

@@ -1,8 +1,8 @@
 """Checks that compatible versions of Triton and jax-triton are installed.
 
-Without these checks, incompatible versions fail late and obscurely: if Triton is too old,
-jax-triton replaces Triton's NVIDIA backend by an empty class, which raises when the first kernel is
-compiled.
+Without these checks, incompatible versions fail late and with obscure errors. If Triton is too old,
+jax-triton replaces Triton's NVIDIA backend by an empty class, which raises an error when the first
+kernel is compiled.
 """
 
 import importlib
@@ -16,16 +16,16 @@ from jaxnorm_kernels.triton import support
 
 _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 
-# The first version of jax-triton that accepts None for an absent array.
+# The first version of jax-triton that accepts None in place of an absent array.
 _JAX_TRITON = (0, 4, 1)
 
-# Names that Triton has since version 3.7. If jax-triton cannot import them, it assumes that Triton
-# has no NVIDIA backend.
+# Names that exist in Triton's NVIDIA driver from version 3.7 on. If jax-triton cannot import them,
+# it assumes that Triton has no NVIDIA backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 
 def check() -> None:
-    """Raise ImportError, which says what to install, if a package is missing or too old."""
+    """Raise ImportError if a package is missing or too old. The error says what to install."""
     try:
         driver = importlib.import_module("triton.backends.nvidia.driver")
     except ImportError as error:
@@ -49,7 +49,7 @@ def check() -> None:
 
 
 def check_cuda() -> None:
-    """Raise ImportError, which says what to install, if JAX cannot lower Triton kernels."""
+    """Raise ImportError if JAX cannot lower Triton kernels. The error says what to install."""
     if not support.can_lower():
         raise ImportError(
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
@@ -58,10 +58,10 @@ def check_cuda() -> None:
 
 
 def _mend_dead_code_elimination() -> None:
-    """Remove jax-triton's rule for dead-code elimination if JAX cannot call it.
+    """Remove jax-triton's rule for dead-code elimination if JAX cannot call the rule.
 
-    JAX 0.12 calls such rules with three arguments, but the rule of jax-triton 0.4.1 takes two, so
-    that every traced kernel raises a TypeError. Without the rule, JAX's default rule applies, which
+    JAX 0.12 calls such rules with three arguments, but the rule of jax-triton 0.4.1 takes only two,
+    so every traced kernel raises a TypeError. Without the rule, JAX's default rule applies: it
     removes calls whose results are unused.
     """
     from jax_triton.triton_lib import triton_kernel_call_p

@@ -2,22 +2,24 @@
 
 The divergence is KL(P || Q). P is the teacher's distribution and Q is the student's; with
 ``reverse``, P is the student's and Q is the teacher's. The module `loss_rows` defines the logits,
-z = f * g(x). The *depth* of a logit z is d = z - max(z). Subscripts name the distribution:
+z = f * g(x). The *depth* of a logit z is d = z - max(z), where max(z) is the maximum of the row. A
+subscript P or Q names the distribution:
 
     e = exp(d)    s = sum(e)    u = d_P - d_Q    a = sum(e_P u)    b = sum(e_Q - e_P)
 
     KL = a / s_P + log(s_Q / s_P)
     log(s_Q / s_P) = log1p(b / s_P), which is used if the sums are nearly equal
 
-The forward pass reads both rows once, in one loop. Each thread holds the two maxima m of what it
-has read so far, and sums relative to them. When a maximum grows from m to m', the thread rescales
-its sums by the factors r = exp(m - m'):
+The forward pass reads both rows once, in one loop. Each thread holds the maximum m_P of the
+elements of P's row that it has read so far, and the maximum m_Q for Q's row. Its sums s, a and b
+are relative to these maxima. When a maximum grows from m to m', let r = exp(m - m'). The thread
+then rescales its sums:
 
     s' = r s      a' = r_P (a + s_P (log(r_P) - log(r_Q)))      b' = r_P b + s_Q (r_Q - r_P)
 
-The sums of the threads merge in the same way. Equal logits have u = 0 and equal factors r, so a and
-b are exactly 0. For a small u, e_Q - e_P is computed as e_P times a polynomial of u, without
-cancellation.
+The sums of the threads are merged in the same way. If all logits of P and Q are equal, u = 0 and
+r_P = r_Q, so all terms of a and b are exactly 0. For a small u, e_Q - e_P is computed as e_P times
+a polynomial of u, which avoids cancellation.
 
 The backward pass needs no sum over a row. p and q are the teacher's and the student's
 probabilities, and dy is the cotangent of the divergence. The gradient of the student's logits is:
@@ -57,25 +59,25 @@ from jaxnorm_kernels.triton.loss_rows import (
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# For |u| up to this limit, a polynomial of five terms computes exp(-u) - 1 with an error below one
-# unit in the last place.
+# If |u| is below this number, a polynomial of five terms computes exp(-u) - 1 with an error below
+# one unit in the last place.
 _SMALL = tl.constexpr(0.125)
 # Lower bounds of e_P and of u in the product e_P * u. _TINY is the smallest normal float32; smaller
-# numbers may be flushed to 0. For u up to _LOWEST_U, exp(u) is 0 in float32.
+# numbers may be flushed to 0. If u <= _LOWEST_U, exp(u) is 0 in float32.
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LOWEST_U = tl.constexpr(-128.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The scale and cap of P's logits, and the scale and cap of Q's logits."""
+    """A pair of `Cap`: `p` for the logits of P, and `q` for the logits of Q."""
 
     p: Cap
     q: Cap
 
     @classmethod
     def of(cls, spec: Spec) -> "Pair":
-        """Return the scales and caps of the call `spec`."""
+        """Return the scales and caps for the call `spec`."""
         scale = spec.logits.logits_scale
         student = Cap.of(scale, spec.loss.logit_softcap)
         teacher = Cap.of(scale, spec.loss.teacher_softcap)
@@ -171,8 +173,8 @@ def _kl_divergence_fwd(
     of_row, is_row = row[:, None], exists[:, None]
     tl.store(y_ptr + of_row, tl.where(read, y, 0.0), is_row)
     if m_p_ptr is not None:
-        # If all logits of a row are -inf, NaN is stored as log(s). The value -inf is reserved: as
-        # the student's log(s), it means that the row is masked.
+        # If all logits of a row are -inf, NaN is stored as log(s). The value -inf is reserved: it
+        # is stored as the student's log(s) if the row is masked.
         log_s_p = tl.where(s_p == 0.0, float("nan"), log_s_p)
         log_s_q = tl.where(s_q == 0.0, float("nan"), log_s_q)
         nothing = float("-inf")
@@ -192,13 +194,22 @@ def _add(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Add a block of both rows to the sums of each thread; see `over_blocks`.
+    """Add one block of P's rows and the same block of Q's rows to the sums of each thread.
+
+    Return the new sums. The module docstring defines s, a and b. `over_blocks` calls this function.
 
     Args:
-      sums: the maxima of g for P and for Q, then s_P, s_Q, a and b; `(tile_rows, lanes)` each.
-      of_rows: four arrays `(tile_rows, 1)`: pointers to the first block of each row of P and of Q,
-        the number of elements from there to the row's first column, and a mask of the rows that are
-        read.
+      sums: a tuple of six arrays `(tile_rows, lanes)` with one number per row and thread: the
+        maximum of g for P, the maximum of g for Q, s_P, s_Q, a and b.
+      of_rows: a tuple of four arrays `(tile_rows, 1)`.
+        1. Pointers to the first block of each row of P.
+        2. Pointers to the first block of each row of Q.
+        3. The number of elements from the start of the first block to the row's first column. It is
+           the same for P and Q.
+        4. A mask of the rows that are read.
+      first: the number of elements from the start of a row's first block to the start of this
+        block.
+      is_whole: True if the block lies entirely inside the row.
     """
     m_p, m_q, _, _, _, _ = sums
     begin_p, begin_q, lead, read = of_rows
@@ -212,11 +223,13 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # The factors of e_P * u have lower bounds, because the term must not become NaN:
-    # - If P is 0, u is -inf, or NaN if Q is 0, too. With the bounds, the term is about -1e-36.
-    # - If Q is 0, and e_P has underflowed to 0 although P is not 0, u is inf. The term is then inf,
-    #   because _TINY is not 0.
-    # - If u is finite and below its bound, e_P is 0 anyway.
+    # Both factors of e_P * u get lower bounds, so that the product is never 0 * inf = NaN:
+    # - If P is 0, e_P is 0, and u is -inf (or NaN, if Q is 0 too). The product should be 0. With
+    #   the bounds, it is about -1e-36, which is negligible.
+    # - If Q is 0, u is inf. The product should be inf, even if P is so small that e_P is 0 in
+    #   float32. With the bound _TINY, it is.
+    # - If u is finite and below _LOWEST_U, e_P is 0. The product is negligible, as in the first
+    #   case.
     of_ratio = tl.maximum(e_p, _TINY) * tl.maximum(u, _LOWEST_U)
     series = (1.0 / 2.0) - u * ((1.0 / 6.0) - u * ((1.0 / 24.0) - u * (1.0 / 120.0)))
     of_difference = tl.where(tl.abs(u) < _SMALL, of_ratio * (u * series - 1.0), e_q - e_p)
@@ -226,9 +239,10 @@ def _add(
 
 @triton.jit
 def _difference(p, q, pair: tl.constexpr):
-    """Return the difference of two logits z = f * g(x), given their values of g.
+    """Return the differences of the logits z = f * g(x) of P and Q.
 
-    The difference is exactly 0 for equal logits with equal caps.
+    `p` and `q` are the values of g for P and for Q. If two logits and their caps are equal, the
+    difference is exactly 0.
     """
     if pair.p.factor == pair.q.factor:
         u = pair.p.factor * (p - q)
@@ -239,11 +253,14 @@ def _difference(p, q, pair: tl.constexpr):
 
 @triton.jit
 def _rescaled(sums, m_p, m_q, pair: tl.constexpr):
-    """Return the sums relative to new maxima, which must not be smaller than the old ones."""
+    """Return the sums, rescaled so that they are relative to the new maxima `m_p` and `m_q`.
+
+    The new maxima must not be smaller than the old ones.
+    """
     old_p, old_q, s_p, s_q, a, b = sums
     below_p, below_q = tl.maximum(old_p - m_p, FAR), tl.maximum(old_q - m_q, FAR)
     r_p, r_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
-    # An infinite sum stays infinite, even if r_p is 0.
+    # If the sum a is infinite, it stays infinite, even if r_p is 0.
     rescaled = (a + s_p * _difference(below_p, below_q, pair)) * r_p
     a = tl.where(a == float("inf"), float("inf"), rescaled)
     return m_p, m_q, s_p * r_p, s_q * r_q, a, b * r_p + s_q * (r_q - r_p)
@@ -283,15 +300,16 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of block number `nth`; see `store_block`.
+    """Store dx of block number `nth` of the rows. `store_block` calls this function.
 
-    `y_ptr` is None unless the divergence is the reverse one, KL(student || teacher).
+    `y_ptr` points to the divergences if `reverse` is set. Otherwise, it is None.
     """
     x_ptr, teacher_ptr, of_student, of_teacher, dy_ptr, y_ptr, dx_ptr = pointers
     of_x: tl.constexpr = pair.q if y_ptr is None else pair.p
     of_other: tl.constexpr = pair.p if y_ptr is None else pair.q
     offset, read, lane, first_col = block_at(row, exists, nth, layout, tiling, is_whole)
-    # Load the logits first. The row's few other numbers then arrive at the same time.
+    # Load the logits first, so that their loads overlap with the loads of the few numbers per row
+    # (statistics, cotangents).
     raw_x, raw_teacher = (
         tl.load(x_ptr + offset, read, 0.0),
         tl.load(teacher_ptr + offset, read, 0.0),
@@ -303,7 +321,8 @@ def _store_gradient(
     below, teacher_below = x - m, teacher - teacher_m
     q = tl.exp(of_x.factor * below - log_s)
     if y_ptr is None:
-        # Compute p with the same operations as q, so that equal logits have a gradient of 0.
+        # Compute p with the same operations as q, so that the gradient is exactly 0 for equal
+        # logits.
         dz = d * (q - tl.exp(of_other.factor * teacher_below - teacher_log_s))
     else:
         y = tl.load(y_ptr + row, exists, 0.0)[:, None]
@@ -318,7 +337,7 @@ def _store_gradient(
 
 @triton.jit
 def _statistics(pointers, row, exists):
-    """Load m and log(s) of the rows."""
+    """Load m and log(s) of the rows, from the two pointers in `pointers`."""
     m_ptr, log_s_ptr = pointers
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     return m, tl.load(log_s_ptr + row, exists, 0.0)[:, None]

@@ -13,20 +13,20 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.triton import extra
 
-# Emit PTX 8.7, which CUDA 12.8 accepts; by default, Triton emits PTX for the newest CUDA that it
-# supports. Request FP fusion (x * y + z with one rounding) explicitly, because Triton's default is
-# about to change.
+# Emit PTX 8.7, which CUDA 12.8 accepts. By default, Triton emits PTX for the newest CUDA version
+# that Triton supports. Also request FP fusion (x * y + z with one rounding) explicitly, because
+# Triton's default is about to change.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU that launches depend on.
+    """The properties of a GPU that determine how kernels are compiled and launched.
 
     Attributes:
-      capability: compute capability, times ten.
-      sms: number of multiprocessors.
-      smem: bytes of shared memory available to a program.
+      capability: ten times the compute capability (80 for 8.0).
+      sms: the number of multiprocessors (SMs).
+      smem: the number of bytes of shared memory that a program can use.
     """
 
     capability: int
@@ -34,11 +34,12 @@ class Gpu:
     smem: int
 
 
-# If there is no local GPU, code is lowered for this GPU, an A100.
+# If there is no local GPU, kernels are lowered for an A100.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)
 
-# Bytes of shared memory per program that are assumed if a GPU does not report them: the smallest
-# number of any GPU since Ampere (compute capability 8.6 and 8.9).
+# The number of bytes of shared memory per program that is assumed for a GPU that does not report
+# its own number. It is the smallest number of any GPU since Ampere (compute capability 8.6 and
+# 8.9).
 _LEAST_SMEM = 99 * 1024
 
 
@@ -69,12 +70,12 @@ def launch(
     """Launch `kernel` on a grid of programs, and return the outputs that are not None.
 
     Args:
-      outputs: maps the kernel's parameters for outputs to the outputs' types. None means that the
-        kernel is compiled without this output.
+      outputs: maps the name of each output parameter of the kernel to the shape and dtype of the
+        output. None means that the kernel is compiled without this output.
       warps: the number of warps (of 32 threads) in a program.
       registers: the maximum number of registers of a thread.
-      arguments: maps the kernel's other parameters to arrays, sizes and compile-time constants. If
-        an array is None, the kernel is compiled without it.
+      arguments: maps the names of the kernel's other parameters to arrays, sizes and compile-time
+        constants. If an array is None, the kernel is compiled without it.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
     results = run(
@@ -92,7 +93,7 @@ def launch(
 
 
 def run(**call: Any) -> list[jax.Array]:
-    """Call jax-triton's `triton_call` with JAX settings under which kernels can be traced."""
+    """Call jax-triton's `triton_call` under JAX settings with which kernels can be traced."""
     extra.check_cuda()
     with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)
@@ -100,7 +101,10 @@ def run(**call: Any) -> list[jax.Array]:
 
 
 def _vary_like(arguments: Mapping[str, Any], result: jax.Array) -> jax.Array:
-    """Cast a result inside `jax.shard_map` to vary over all mesh axes that the inputs vary over."""
+    """Make `result` vary over all mesh axes over which the arrays in `arguments` vary.
+
+    Inside `jax.shard_map`, JAX tracks these axes as part of an array's type.
+    """
     arrays = [a for a in arguments.values() if isinstance(a, jax.Array)]
     axes = sorted({axis for a in arrays for axis in jax.typeof(a).manual_axis_type.varying})
     return lax.pcast(result, tuple(axes), to="varying") if axes else result

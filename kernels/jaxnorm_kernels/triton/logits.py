@@ -1,8 +1,8 @@
 """The logits in the softmax kernels: loading x, masks and biases, and excluding elements.
 
 A mask or a bias that is broadcast to x's rows is loaded as it is, without expanding it in memory
-(see `tiles.Operand`). A causal softmax loads vectors of 16 elements. It skips a vector that lies
-entirely above the diagonal. A vector that crosses the diagonal is loaded completely.
+(see `tiles.Operand`). A causal softmax loads vectors of 16 elements. It does not load a vector that
+lies entirely above the diagonal. It loads all elements of a vector that crosses the diagonal.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import tiles
 from jaxnorm_kernels.triton.tiles import Operand, renumbered, tile_at, zeros
 
-# Number of consecutive elements that share one predicate of a causal load. With separate
-# predicates, elements would be loaded one by one. 16 elements are 16 bytes of the narrowest array,
-# a mask.
+# A causal softmax decides for groups of this many consecutive elements whether they are loaded.
+# With a separate decision for each element, the elements would be loaded one by one. With groups of
+# 16, even the narrowest array, a mask with one byte per element, is loaded 16 bytes at a time.
 _VECTOR = tl.constexpr(16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """The compile-time parameters of a softmax's kernel, besides the tile sizes.
+    """The compile-time parameters of a softmax kernel, apart from the tile sizes.
 
     Attributes:
       log: True for log_softmax, False for softmax.
-      scale: the factor of x in the logits z = scale * x + bias.
+      scale: the number by which x is multiplied in the logits z = scale * x + bias.
       queries: for a causal softmax, the number of rows of each matrix; 0 for other softmaxes.
-      mask, bias: how rows of x map to rows of the mask or bias; None if the kernel does not take
-        this array.
-      drops: True if a mask or causal diagonal may exclude elements.
-      drops_zeros: True if the kernel does not read the mask, and treats elements with y = 0 as
-        excluded instead.
+      mask: how rows of x map to rows of the mask; None if the kernel does not take a mask.
+      bias: how rows of x map to rows of the bias; None if the kernel does not take a bias.
+      drops: True if a mask or causal mask may exclude elements.
+      drops_zeros: True if the kernel does not read the mask, but treats elements with y = 0 as
+        excluded.
       renormalises: True if the backward pass divides by sum(y).
     """
 
@@ -47,12 +47,12 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """True if the logits are x itself, without scale, bias, mask or causal diagonal."""
+        """True if the logits are x itself, without scale, bias, mask or causal mask."""
         return self == Logits(log=self.log, renormalises=self.renormalises)
 
 
 def of(spec: Spec) -> Logits:
-    """Return the compile-time parameters of a call."""
+    """Return the compile-time parameters of the call `spec`."""
     has_bias = spec.softmax.logits_bias_dtype is not None
     return Logits(
         log=spec.op == "log_softmax",
@@ -67,7 +67,7 @@ def of(spec: Spec) -> Logits:
 
 
 def sums_columns(spec: Spec) -> bool:
-    """Return True for a backward pass that returns the gradient of a bias `(n, cols)`."""
+    """Return True for a backward pass that returns the gradient of a bias of shape `(n, cols)`."""
     shared = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
     return spec.direction == "bwd" and shared is not None and shared.has_columns
 
@@ -82,9 +82,9 @@ def load_logits(
     cols: tl.constexpr,
     eviction: tl.constexpr = "",
 ):
-    """Return z = scale * x + bias of a tile in float32, and a mask of the included elements.
+    """Load a tile of x, and return two tiles: the logits z, and a mask of the included elements.
 
-    Excluded elements have z = -inf.
+    z = scale * x + bias is computed in float32. Excluded elements have z = -inf.
     """
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
@@ -102,7 +102,10 @@ def load_logits(
 
 @triton.jit
 def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
-    """Load y of a tile in float32. Elements that are not loaded become 0 (-inf for log_softmax)."""
+    """Load a tile of y, and return it in float32.
+
+    Elements that are not loaded become 0 (-inf for log_softmax).
+    """
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     nothing: tl.constexpr = float("-inf") if logits.log and not logits.is_plain else 0.0
@@ -113,7 +116,7 @@ def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
 def load_cotangent(
     dy_ptr, mask_ptr, tile, logits: tl.constexpr, cols: tl.constexpr, eviction: tl.constexpr = ""
 ):
-    """Load the cotangent d = dy of a tile in float32. Excluded elements become 0."""
+    """Load a tile of dy, and return it in float32. Excluded elements become 0."""
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     d = tl.load(dy_ptr + start + col, read, 0.0, eviction_policy=eviction).to(tl.float32)
@@ -124,7 +127,7 @@ def load_cotangent(
 
 @triton.jit
 def drop_zeros(d, y, logits: tl.constexpr):
-    """Return the cotangent d. If `drops_zeros` is set, replace d by 0 in elements whose y is 0."""
+    """Return the cotangent d. If `drops_zeros` is set, elements with y = 0 become 0 in d."""
     if logits.drops_zeros:
         d = tl.where(y == 0.0, 0.0, d)
     return d
@@ -132,7 +135,10 @@ def drop_zeros(d, y, logits: tl.constexpr):
 
 @triton.jit
 def masked(y, takes_part, logits: tl.constexpr):
-    """Return y with excluded elements set to 0 (-inf for log_softmax), even in a row of NaN."""
+    """Return y with excluded elements set to 0 (-inf for log_softmax).
+
+    They would otherwise be NaN if other elements of their row are NaN.
+    """
     if logits.drops:
         y = tl.where(takes_part, y, float("-inf") if logits.log else 0.0)
     return y
@@ -148,10 +154,10 @@ def scaled(dz, logits: tl.constexpr):
 
 @triton.jit
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
-    """Return the number of columns that at least one row of a tile needs.
+    """Return the number of columns that must be loaded for a tile of rows.
 
-    For a causal softmax, these are the columns up to the diagonal in one of the rows. Otherwise,
-    they are all columns.
+    A row of a causal softmax needs the columns up to the diagonal, so the result is the largest
+    such number of any row of the tile. Otherwise, all columns are needed.
     """
     end = tiling.cols
     if logits.queries > 0:
@@ -162,20 +168,21 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def term_of_total(y, d, logits: tl.constexpr):
-    """Return the terms of a row's *total*: d * y for softmax, d for log_softmax.
+    """Return the terms that are added up for each row's *total*: d for log_softmax, else d * y.
 
-    The total of a row is sum(d) for log_softmax. For softmax, it is sum(d * y) / sum(y); if y is
-    not rounded to 16 bits, sum(y) is taken to be 1, and the division is left out.
+    The total of a row is sum(d) for log_softmax, and sum(d * y) / sum(y) for softmax. The division
+    is needed only if y is rounded to 16 bits. Otherwise, sum(y) is taken to be 1.
     """
     return d if logits.log else d * y
 
 
 @triton.jit
 def total_of(terms, weights, logits: tl.constexpr):
-    """Return each row's total, ``(tile_rows, 1)`` (see `term_of_total`).
+    """Return each row's total (see `term_of_total`), an array `(tile_rows, 1)`.
 
-    `terms` is a tile of the terms of the total, and `weights` is a tile of y. Both are already
-    added up over the row's blocks, but not over the columns of the tile.
+    `terms` is a tile with sums of terms of the total, and `weights` is a tile with sums of y.
+    Column i of these tiles has the sum over the elements in column i of all blocks of the row. This
+    function adds up the columns.
     """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:
@@ -186,10 +193,12 @@ def total_of(terms, weights, logits: tl.constexpr):
 
 @triton.jit
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
-    """Return dz = y * (d - total), or d - exp(y) * total for log_softmax.
+    """Return dz, the gradient of the logits, for the elements of a tile.
 
-    `total_of` computes the total of each row. In excluded elements, y or exp(y) is 0. The product
-    with this factor is set to 0 there, because the total may be NaN, and 0 * NaN would be NaN.
+    dz is y * (d - total) for softmax, and d - exp(y) * total for log_softmax. `total` has the total
+    of each row, as computed by `total_of`. Excluded elements have y = 0, or exp(y) = 0 for
+    log_softmax. The product with this 0 is not computed there but set to 0, because the total may
+    be NaN, and 0 * NaN would be NaN.
     """
     multiple = tl.exp(y) * total if logits.log else y * (d - total)
     if logits.drops or logits.drops_zeros:
@@ -201,9 +210,10 @@ def cotangent_of_logits(y, d, total, logits: tl.constexpr):
 def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load the rows block after block, and return each row's total, `(tile_rows, 1)`."""
-    # In unaligned rows, each value has a separate address. If the compiler computes them before a
-    # loop whose end it does not know, registers spill.
+    """Load the rows block after block, and return each row's total, an array `(tile_rows, 1)`."""
+    # In unaligned rows, each value needs a separate address. In a causal softmax, the end of this
+    # loop is unknown at compile time. The compiler would then compute all addresses before the
+    # loop, and registers would spill. `disable_licm` prevents this.
     is_causal: tl.constexpr = logits.queries > 0
     terms, weights = zeros(tiling), zeros(tiling)
     end = columns_of(first_row, rows, logits, tiling)
@@ -222,10 +232,10 @@ def looped_total(
 
 @triton.jit
 def _read(row, col, exists, logits: tl.constexpr):
-    """Return True for the elements of a tile that are loaded.
+    """Return a mask of the elements of a tile that are loaded.
 
-    `exists` is True for the elements inside the array. In a causal softmax, a vector of 16 elements
-    is not loaded if its first element is above the diagonal.
+    `exists` is a mask of the elements that are inside the array. In a causal softmax, a vector of
+    16 elements is not loaded if its first element is above the diagonal.
     """
     if logits.queries > 0:
         exists = exists & (col // _VECTOR * _VECTOR <= (row % logits.queries)[:, None])
@@ -234,7 +244,11 @@ def _read(row, col, exists, logits: tl.constexpr):
 
 @triton.jit
 def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
-    """Return True for the elements of a tile that the mask and the causal diagonal include."""
+    """Return a mask of the included elements of a tile.
+
+    An element is included if it is loaded, if the mask (if any) is True for it, and if it is not
+    above the diagonal of a causal softmax.
+    """
     takes_part = read
     if logits.queries > 0:
         takes_part = takes_part & (col <= (row % logits.queries)[:, None])
@@ -245,7 +259,11 @@ def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constex
 
 @triton.jit
 def _load_shared(ptr, row, col, read, cols: tl.constexpr, operand: tl.constexpr):
-    """Load a mask or bias that is broadcast to x: a value for each element, or for each row."""
+    """Load the values of a mask or bias for a tile of x.
+
+    A mask or bias with columns has one value per element of the tile. One without columns has one
+    value per row.
+    """
     start = renumbered(row, operand.row).to(tl.int64)[:, None]
     if operand.has_columns:
         value = tl.load(ptr + (start * cols + col), read, 0)

@@ -1,15 +1,15 @@
 """Rows of logits in the kernels of losses and divergences: their blocks, scales and caps.
 
-The forward pass reads a row once, block after block, without exchange between threads. Each thread
-holds the maximum of what it has read so far, and sums relative to it (Milakov, Gimelshein 2018).
-The sums of the threads are merged at the end.
+The forward pass reads a row once, block after block. The threads exchange nothing while they read.
+Each thread holds the maximum of what it has read so far, and its sums are relative to this maximum
+(Milakov, Gimelshein 2018). The sums of the threads are merged at the end.
 
-In the backward pass, an element of the gradient does not depend on other elements of the row. A
-program loads its whole block of x before it stores the gradient, which may overwrite x.
+In the backward pass, no element of the gradient depends on other elements of the row. A program
+loads its whole block of x before it stores the gradient. So the gradient may overwrite x.
 
-If the length of rows is not a multiple of 16 bytes, most rows begin between two such multiples. The
-first block of a row begins at the last multiple of 16 bytes that is not after the row's first
-column. All blocks but the first and the last can then be loaded and stored 16 bytes at a time.
+If the length of rows is not a multiple of 16 bytes, most rows begin at an unaligned address. The
+first block of a row then begins at the last multiple of 16 bytes before the row's first column. All
+blocks but the first and the last can thus be loaded and stored 16 bytes at a time.
 
 With a scale or a cap, the logits are z = f * g(x)::
 
@@ -32,9 +32,9 @@ from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 
-# Lower limit of the exponents v in products such as exp(v) * v * sum. Already at this limit, exp(v)
-# is 0. If v were lower, such as -inf or the lowest float32 (which some users write into masked
-# logits), v or v * sum could be infinite, and the product 0 * inf would be NaN.
+# Lower bound of v in products such as exp(v) * v * sum. exp(v) is 0 at this bound and below it.
+# Without the bound, v could be -inf or the lowest float32 (which some users write into masked
+# logits). v or v * sum could then be infinite, and the product 0 * inf would be NaN.
 FAR = tl.constexpr(-1e20)
 
 
@@ -45,7 +45,7 @@ class Layout:
     Attributes:
       classes: the number of columns that are classes; these are the first columns.
       blocks: the number of blocks in a row.
-      vector: the number of elements that a thread loads at once.
+      vector: the number of adjacent elements that a thread loads at once.
     """
 
     classes: int
@@ -54,18 +54,18 @@ class Layout:
 
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Layout":
-        """Return the layout of a call."""
+        """Return the layout for the call `spec`."""
         return cls(spec.classes, loss_blocks(spec, schedule), loss_vector(spec, schedule))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cap:
-    """How logits z = f * g(x) are computed from x; see the module docstring.
+    """How the logits z = f * g(x) are computed from x; see the module docstring.
 
     Attributes:
-      scale: a, the number ``logits_scale``.
+      scale: the number ``logits_scale``, called a in the module docstring.
       softcap: the cap c; 0 for no cap.
-      factor: f, which is equal to the cap if there is one, and otherwise to the scale.
+      factor: the number f. It is equal to the cap if there is one, and otherwise to the scale.
     """
 
     scale: float
@@ -74,7 +74,7 @@ class Cap:
 
     @classmethod
     def of(cls, scale: float, softcap: float | None) -> "Cap":
-        """Return the scale and cap of one array of logits."""
+        """Return the `Cap` of logits with this scale and this cap (None for no cap)."""
         return cls(scale, softcap or 0.0, scale if softcap is None else softcap)
 
 
@@ -90,8 +90,9 @@ def launch_forward(
 ) -> list[jax.Array]:
     """Launch a forward kernel, and return its results in the order of the kernel's parameters.
 
-    `results` has the names of the kernel's parameters for results. It maps a name to False if this
-    result is omitted, else to True. Each result is an array with one float32 number per row.
+    `results` is a dict. A key is the name of an output parameter of the kernel. The value is True
+    if the kernel computes this output, and False if the output is omitted. Each result is an array
+    with one float32 number per row.
     """
     layout = Layout.of(spec, schedule)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
@@ -110,7 +111,10 @@ def launch_forward(
 def launch_backward(
     kernel: Any, x: jax.Array, spec: Spec, schedule: Schedule, **arguments: Any
 ) -> Operands:
-    """Launch a backward kernel, and return the gradient of x. Each program computes one block."""
+    """Launch a backward kernel, and return the gradient of x.
+
+    Each program computes one block of a tile's rows.
+    """
     layout = Layout.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
     place = jax.new_ref(x) if spec.overwrites_x else None
@@ -133,14 +137,14 @@ def launch_backward(
 
 @triton.jit
 def rows_at(tile, rows, tiling: tl.constexpr):
-    """Return the row indices of a tile, and a mask of the rows that exist."""
+    """Return the row indices of tile number `tile`, and a mask of the rows that exist."""
     row = tile * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
     return row, row < rows
 
 
 @triton.jit
 def that_count(positions_ptr, row, exists):
-    """Return a mask of the rows that exist and for which the mask of positions is True."""
+    """Return a mask of the rows that exist and that ``positions`` does not exclude."""
     counts = exists
     if positions_ptr is not None:
         counts = exists & tl.load(positions_ptr + row, exists, 0)
@@ -151,8 +155,8 @@ def that_count(positions_ptr, row, exists):
 def start(row, cols: tl.constexpr, vector: tl.constexpr):
     """Return two numbers for each row.
 
-    The first is the offset at which the row's first block begins. The second is the number of
-    elements from there to the row's first column.
+    The first is the offset of the start of the row's first block from the start of the array. The
+    second is the number of elements from the start of this block to the row's first column.
     """
     first_col = row.to(tl.int64)[:, None] * cols
     begin = first_col // vector * vector
@@ -172,12 +176,13 @@ def over_blocks(
 ):
     """Add all blocks of a tile's rows to the sums of each thread, and return the sums.
 
-    `counts` is a mask of the rows whose results are computed. If it is False for all rows, blocks
-    that are entirely inside the row are skipped.
+    `counts` is a mask of the rows whose results are computed. If it is False for all rows of the
+    tile, the blocks that lie entirely inside the rows are skipped, because nothing needs their
+    sums.
 
     ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block to the sums.
     `first` is the number of elements from the start of the first block to the start of this block.
-    `is_whole` is True if the block is entirely inside the row.
+    `is_whole` is True if the block lies entirely inside the row.
     """
     block: tl.constexpr = tiling.block
     first_whole: tl.constexpr = 0 if tiling.cols % layout.vector == 0 else 1
@@ -185,7 +190,7 @@ def over_blocks(
     blocks: tl.constexpr = layout.blocks
     if first_whole > 0:
         sums = add(sums, of_rows, 0, layout, options, tiling, False)
-    # If no row of the tile counts, this loop loads no block.
+    # If `counts` is False for all rows of the tile, `end` is 0, and the loop loads nothing.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
         sums = add(sums, of_rows, first, layout, options, tiling, True)
@@ -206,7 +211,7 @@ def store_block(
     """Store the gradient of the block that this program computes in the backward pass.
 
     ``store(pointers, row, exists, nth, layout, options, tiling, is_whole)`` stores the gradient of
-    block number `nth` of the rows. `is_whole` is True if the block is entirely inside the row.
+    block number `nth` of the rows. `is_whole` is True if the block lies entirely inside the row.
     """
     row, exists = rows_at(tl.program_id(0) // layout.blocks, rows, tiling)
     nth = tl.program_id(0) % layout.blocks
@@ -226,8 +231,8 @@ def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_wh
     1. The offsets of the block's elements from the start of the array.
     2. A mask of the elements that exist.
     3. The indices of the elements in the block, which start at 0.
-    4. The index that the row's first column has when counted in the same way. It is negative if
-       the column is in an earlier block.
+    4. For each row, the index in the block of the row's first column. It is negative if this column
+       is in an earlier block.
     """
     begin, lead = start(row, tiling.cols, layout.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
@@ -239,7 +244,7 @@ def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_wh
 
 @triton.jit
 def is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
-    """Return a mask of the elements of a block that are columns before `end`.
+    """Return a mask of a block's elements that is True in the columns before `end`.
 
     If `vector` divides `cols` and `end`, the mask is constant in each aligned group of `vector`
     elements. Such a group can be loaded at once.
@@ -255,8 +260,8 @@ def is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: 
 def by_lanes(x, m, vector: tl.constexpr):
     """Reshape a block to `(tile_rows, n, lanes, vector)`.
 
-    The axis of `lanes` is spread over threads. Each thread holds all elements along the axes of n
-    and `vector`.
+    The axis of size `lanes` is distributed over threads. Each thread holds all elements along the
+    axes of size n and `vector`.
     """
     tile_rows: tl.constexpr = m.shape[0]
     lanes: tl.constexpr = m.shape[1]
@@ -265,13 +270,19 @@ def by_lanes(x, m, vector: tl.constexpr):
 
 @triton.jit
 def lane_max(x):
-    """Return the maximum of each thread's elements of a block in the shape of `by_lanes`."""
+    """Return the maximum over the elements of each thread, an array `(tile_rows, lanes)`.
+
+    `x` is a block that `by_lanes` has reshaped.
+    """
     return tl.max(tl.max(x, axis=3), axis=1)
 
 
 @triton.jit
 def lane_sum(x):
-    """Return the sum of each thread's elements of a block in the shape of `by_lanes`."""
+    """Return the sum over the elements of each thread, an array `(tile_rows, lanes)`.
+
+    `x` is a block that `by_lanes` has reshaped.
+    """
     return tl.sum(tl.sum(x, axis=3), axis=1)
 
 
@@ -280,16 +291,16 @@ def lane_sum(x):
 
 @triton.jit
 def load_classes(ptr, read, cap: tl.constexpr):
-    """Load x and return g(x) in float32, with -inf where `read` is False."""
+    """Load x, and return g(x) in float32. It is -inf in elements where the mask `read` is False."""
     x = of_logits(tl.load(ptr, read, float("-inf")), cap)
-    if cap.softcap > 0.0:  # The tanh of -inf is finite.
+    if cap.softcap > 0.0:  # The tanh of -inf is -1, not -inf.
         x = tl.where(read, x, float("-inf"))
     return x
 
 
 @triton.jit
 def of_logits(x, cap: tl.constexpr):
-    """Return g(x), in float32."""
+    """Return g(x) in float32; see the module docstring."""
     x = x.to(tl.float32)
     if cap.softcap > 0.0:
         x = tanh(x * (cap.scale / cap.softcap))
@@ -298,7 +309,10 @@ def of_logits(x, cap: tl.constexpr):
 
 @triton.jit
 def times_slope(dz, g, cap: tl.constexpr):
-    """Return the gradient of x, given the gradient dz of the logits z."""
+    """Return the gradient of x, given the gradient `dz` of the logits z.
+
+    `g` is g(x); see the module docstring.
+    """
     if cap.softcap > 0.0:
         dz *= (1.0 - g) * (1.0 + g)
     if cap.scale != 1.0:
@@ -310,8 +324,8 @@ def times_slope(dz, g, cap: tl.constexpr):
 def log1p(x):
     """Return log(1 + x) for x > -1, accurate to a few units in the last place even for small x.
 
-    Let u be 1 + x, rounded to float32. log(u) / (u - 1) is close to log(1 + x) / x, even if u - 1
-    differs from x. So the result is x * log(u) / (u - 1).
+    Let u be 1 + x, rounded to float32. u - 1 may differ from x. Still, log(u) / (u - 1) is close to
+    log(1 + x) / x. So the result is computed as x * log(u) / (u - 1).
     """
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -319,9 +333,9 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    """Compute the tanh, accurate to a few units in the last place even for small x.
+    """Return the tanh of `x`, accurate to a few units in the last place even for small x.
 
-    The formula with 1 - exp(-2 |x|) loses digits for small x. A series is used there instead.
+    For small x, the formula with 1 - exp(-2 |x|) would lose digits, so a series is used instead.
     """
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))

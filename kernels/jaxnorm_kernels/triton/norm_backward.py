@@ -1,35 +1,36 @@
-"""Backward passes of LayerNorm and RMSNorm from the output or from the input.
+"""Backward passes of LayerNorm and RMSNorm, computed from the saved output or the saved input.
 
-For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (RMSNorm has c1 = 0):
+For a row of N elements, let G = scale + scale_offset, r = rstd and d = dy. For RMSNorm, c1 is 0:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after the norm, the backward pass starts from the input. It recomputes
-n = xh * G + bias, and d = dy * activation'(n).
+With an activation after the norm, the backward pass starts from the saved input. It recomputes the
+norm's result n = xh * G + bias, and sets d = dy * activation'(n).
 
-The input of the norm may have an extra cotangent dh. It is added to the result above before this
-is rounded. If the input of the norm is h = residual + branch_scale * x, let t be the gradient of h:
+The input of the norm may have an extra cotangent dh. Before dx is rounded, dh is added to it. If
+the input of the norm is h = residual + branch_scale * x, let t be the gradient of h:
 
     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
-With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
-multiplies the norm's input, x * a is normalised instead of x. Let dt be the gradient of x * a:
+With a gate, let A = activation(gate) and A' = activation'(gate). There are two forms. If the gate
+comes after the norm, the formulas above are used with d = A * dy. If the gate comes before the
+norm, x * A takes the place of x in these formulas, and they give dt, the gradient of x * A:
 
-    norm(x) a     dgate = dy xh G activation'(gate)
-    norm(x a)     dgate = dt x activation'(gate)            dx = dt a
+    y = norm(x) A     dgate = dy xh G A'
+    y = norm(x A)     dgate = dt x A'           dx = dt A
 
-As in the forward pass, |G| is raised to a lower limit and the bias is rounded to y's dtype. If y
+As in the forward pass, |G| is raised to a lower limit, and the bias is rounded to y's dtype. If y
 may have lost information about xh, because of a bias or a very small G, |xh| is clipped to its true
 bound sqrt(N). |y| is clipped to the largest finite number (`Spec.y_limit`).
 
 Each program loops over some of the rows and adds up their dscale and dbias in registers. The sums
-of the programs are added outside the kernel in a fixed order. If rows are too wide for
-these sums to fit into registers, separate programs process blocks of a row's columns. Such a
-program does not see whole rows, so an earlier kernel computes c1 and c2. If
-groups of rows have their own parameters, a program processes rows of one group only.
+of the programs are added outside the kernel in a fixed order. If rows are too wide for these sums
+to fit into registers, a program processes only a block of the columns of its rows. Such a program
+cannot compute c1 and c2, which are means over whole rows. So an earlier kernel computes them. If
+groups of rows have their own parameters, a program processes only rows of one group.
 """
 
 from typing import Any
@@ -144,11 +145,14 @@ def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 def parameter_gradients(
     partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
 ) -> list[jax.Array | None]:
-    """Return the gradients of `parameters`: the sums of the programs' partial gradients."""
+    """Return the gradients of `parameters`, in the same order.
+
+    `partials` are the partial gradients that the programs have stored. The result is their sum.
+    """
     dtypes = [None if p is None else p.dtype for p in parameters]
     if spec.groups == 1:
         return add_partials(partials, dtypes)
-    # Each array of partial gradients has a row for each program and each group of rows.
+    # Each array of partial gradients has one row for each pair (program, group of rows).
     sums: list[jax.Array | None] = []
     for parameter, dtype in zip(parameters, dtypes):
         of_programs = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
@@ -167,13 +171,13 @@ def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
     """Return (d, d * G, terms of c2, xh) for the elements of a tile; see the module docstring.
 
-    c2 is the mean of its terms over a row. The argument `d` is dy. With an activation, the returned
-    d is dy times the derivative of the activation. Otherwise, it is dy.
+    The mean of the terms of c2 over a row is c2. The argument `d` is dy. The returned d is dy,
+    multiplied by the derivative of the activation if there is one.
     """
     g, inverse, b = params
     if norm.activation is not None:
         _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
-        # Beyond the last column, the activation's derivative `slope` may be any number, so set d to
+        # Beyond the last column, the activation's derivative `slope` may be any number. So set d to
         # 0 there.
         d = zero_beyond(d * slope, first_col, tiling)
     dg = d * g
@@ -225,10 +229,12 @@ def _norm_bwd(
 ):
     """Store dx, and the program's partial sums of dscale and dbias; see the module docstring.
 
-    If a program holds whole rows, it computes c1 and c2 itself, and the pointers to them are None.
+    If a program holds whole rows, it computes c1 and c2 itself, and `c1_ptr` and `c2_ptr` are None.
     Otherwise, it loads c1 and c2.
-    `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
-    parameter, or None if all rows share the parameter.
+
+    `scale_rows` is the number of consecutive rows of x that share a row of the scale, or None if
+    all rows share the scale. `bias_rows` and `branch_scale_rows` are the same for the other
+    parameters.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
@@ -355,9 +361,9 @@ def _norm_bwd_row_means(
     gate: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Compute c2 and, for LayerNorm, c1 of rows that are too wide for registers.
+    """Store the row means c2 and, for LayerNorm, c1; see the module docstring.
 
-    Both are means over a row; see the module docstring.
+    The rows are too wide for registers, so they are loaded one block of columns after another.
     """
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows

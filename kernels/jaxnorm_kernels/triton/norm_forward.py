@@ -1,23 +1,27 @@
 """Forward passes of LayerNorm and RMSNorm, alone or with a residual addition or a gate.
 
-LayerNorm subtracts the mean; RMSNorm has mean = 0:
+LayerNorm subtracts the mean. For RMSNorm, the mean in these formulas is 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias       or the activation of this sum
 
-A sum h is normalised if a residual is added to x before the norm, or to norm(x) before a second
-norm. h is rounded to its stored dtype before it is normalised. x may be scaled before the addition.
-A gate's activation multiplies x or the norm's result, and the product is not rounded before the
-final store.
+With a residual, there are three forms: y = norm(x + residual), y = residual + norm(x), and y =
+norm(residual + norm(x)). In the first and the third form, the sum that is normalised is called h.
+It is rounded to its stored dtype before it is normalised. In the first form, x may be scaled before
+the addition. With a gate, either x or the norm's result is multiplied by the gate's activation. The
+product is not rounded before y is stored.
 
-Rows that fit into registers are held there, as adjacent tiles. They are reduced twice: for the mean
-and for the variance. For short rows, persistent programs may loop over the rows and prefetch the
-next ones. Wider rows are loaded twice, block after block: for the statistics, then for y. If a sum
-h is normalised, the second pass loads the stored h. A block of n columns has its own mean m and its
-sum of squared deviations from m, called M. This m and M are merged with the mean and the sum of
-squared deviations of the k columns before the block (Chan, Golub, LeVeque 1979):
+Rows that fit into registers are held there, as adjacent tiles. They are reduced twice: first for
+the mean, then for the variance. For short rows, persistent programs may loop over the rows and
+prefetch the next ones.
 
-    mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
+Wider rows are loaded twice, one block of columns after another: first for the statistics, then for
+y. If the norm's input is a sum h, the second pass loads the stored h. For the variance, let k be
+the number of columns before a block, mean their mean, and M their sum of squared deviations from
+it. The block has n columns, the mean m_b, and the sum M_b of squared deviations from m_b. They are
+merged as follows (Chan, Golub, LeVeque 1979):
+
+    mean' = mean + (m_b - mean) n / (k + n)     M' = M + M_b + (m_b - mean)^2 k n / (k + n)
 
 The formula E[x^2] - E[x]^2 would need less arithmetic, but its terms may cancel.
 """
@@ -67,9 +71,9 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
-    # `norm` has the options of the last norm, such as epsilon. If another norm comes before it,
-    # that norm uses the same options, but no mean, no bias, and no lower limit of |G|, because it
-    # saves its input.
+    # `norm` has the options of the call's last norm, such as epsilon. An earlier norm of the call
+    # uses the same options, with three exceptions. It has no mean and no bias. It also has no lower
+    # limit of |G|: it saves its input, so no backward pass divides by G.
     norm = spec.norms[-1]
     y_dtype = spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.norm.residual_dtype) if spec.normalises_h else None
@@ -101,8 +105,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     )
     if h is None:
         return Results(y, stats=tuple(results))
-    # The kernels always store h, because a kernel for rows that do not fit into registers reads it
-    # back. Return h only if the call requests it.
+    # The kernels always store h, because the kernel for rows that do not fit into registers loads
+    # it again. Return h only if the call requests it.
     return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
@@ -137,8 +141,9 @@ def norm_fwd_in_registers(
 ):
     """Normalise whole rows in registers.
 
-    `scale_rows` and similar arguments are the number of consecutive rows that share a row of the
-    parameter, or None if all rows share the parameter.
+    `scale_rows` is the number of consecutive rows of x that share a row of the scale, or None if
+    all rows share the scale. `bias_rows`, `next_scale_rows` and `branch_scale_rows` are the same
+    for the other parameters.
     """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
@@ -206,7 +211,7 @@ def norm_fwd_persistent(
     """Normalise rows with persistent programs that prefetch the next rows.
 
     This kernel supports a single norm of x, without a residual or a gate. All rows must share the
-    parameters, because a program loads them once.
+    parameters, because each program loads them only once.
     """
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -227,11 +232,12 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """Return (x - mean, r, mean), where x - mean is a tuple with an array for each tile.
+    """Return (x - mean, r, mean). x - mean is a tuple with one array for each tile of the row.
 
     The mean is computed with a correctly rounded division. Triton's `/` has an error of up to 2
-    ulps. With it, the mean of a row of equal numbers could differ from these numbers. x - mean
-    should be 0, but would be this small error, and its product with r could be as large as 1.
+    ulps. If all numbers of a row are equal, their mean computed with `/` could differ from them. x
+    - mean would then be a small error instead of 0. r is large in such a row, so (x - mean) * r
+    could be as large as 1.
     """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:
@@ -273,7 +279,10 @@ def norm_fwd_looped(
     tiling: tl.constexpr,
     gate: tl.constexpr,
 ):
-    """Normalise rows that are loaded twice, block after block: for the statistics and for y."""
+    """Normalise rows that are loaded twice: first for the statistics, then for y.
+
+    Each time, the blocks of columns are loaded one after another.
+    """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
     scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
@@ -312,8 +321,8 @@ def norm_fwd_looped(
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
-        # A thread may read elements of h that another thread stores, so wait until all have stored
-        # h.
+        # A thread may read elements of h that another thread stores. So wait until all threads have
+        # stored their elements.
         tl.debug_barrier()
         x_ptr = h_ptr
     for first_col in tl.range(0, tiling.cols, tiling.block):
@@ -330,7 +339,7 @@ def norm_fwd_looped(
 
 @triton.jit
 def _after_norm(n, norm: tl.constexpr):
-    """Apply the activation after a norm, if there is one."""
+    """Return the activation of `n`, the norm's result, or `n` itself if there is no activation."""
     if norm.activation is not None:
         n, _ = activated(n, norm.activation)
     return n

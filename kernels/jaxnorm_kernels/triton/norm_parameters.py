@@ -1,16 +1,17 @@
-"""Shared code of the norms' kernels: compile-time parameters, scale and bias, and activations.
+"""Code that the norms' kernels share: compile-time parameters, scale and bias, and activations.
 
-The activations are functions of `jax.nn`. Each is computed together with its derivative, from a
-single sigmoid s(t) = 1 / (1 + exp(-t)). The second column is the activation of g. The third column
-is its derivative, in which s is the value of the sigmoid in the second column of the same line:
+The activations are functions of `jax.nn`. The kernels compute an activation together with its
+derivative, from a single sigmoid s(t) = 1 / (1 + exp(-t)). In the derivative, s is the value of the
+sigmoid in the same line:
 
-    sigmoid       s(g)              s (1 - s)
-    silu          g s(g)            s + g s (1 - s)
-    gelu          g s(z)            s + g s (1 - s) z'           z = sqrt(8 / pi) (g + 0.044715 g^3)
-    relu          max(g, 0)         1 for g > 0, else 0
-    leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
+    name          activation of g    derivative
+    sigmoid       s(g)               s (1 - s)
+    silu          g s(g)             s + g s (1 - s)
+    gelu          g s(z)             s + g s (1 - s) z'       z = sqrt(8 / pi) (g + 0.044715 g^3)
+    relu          max(g, 0)          1 if g > 0, else 0
+    leaky_relu    g or 0.01 g        1 if g >= 0, else 0.01
 
-gelu is the default approximation of jax.nn: g (1 + tanh(v)) / 2 = g s(2 v), with z = 2 v.
+gelu is the approximation that jax.nn uses by default: g (1 + tanh(z / 2)) / 2 = g s(z).
 """
 
 import dataclasses
@@ -26,17 +27,18 @@ from jaxnorm_kernels.triton.tiles import load_tile, rounded_like
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """The compile-time parameters of a norm's kernel, besides the tile sizes.
+    """The compile-time parameters of a norm's kernel, apart from the tile sizes.
 
     Attributes:
       subtract_mean: True for LayerNorm, False for RMSNorm.
       epsilon: the number that is added to the mean square (or variance) under the root.
-      scale_offset: the number that is added to scale: G = scale + scale_offset.
+      scale_offset: the number that is added to the scale: G = scale + scale_offset.
       scale_floor: the lower limit to which |G| is raised; 0 for no limit.
-      from_output: True if the backward pass starts from y, False if it starts from x.
-      x_hat_limit, y_limit: the limits to which a backward pass from y clips x_hat and y; 0 for
-        none.
-      activation: the activation after the norm, or None.
+      from_output: True if the backward pass starts from the saved y, False if it starts from the
+        saved input of the norm.
+      x_hat_limit: the magnitude to which a backward pass from y clips x_hat; 0 for no limit.
+      y_limit: the magnitude to which a backward pass from y clips y; 0 for no limit.
+      activation: the name of the activation after the norm, or None.
     """
 
     subtract_mean: bool
@@ -50,7 +52,7 @@ class Norm:
 
 
 def of(spec: Spec) -> Norm:
-    """Return the compile-time parameters of a call with one norm."""
+    """Return the compile-time parameters of the call `spec`, which has a single norm."""
     return Norm(
         subtract_mean=spec.norm.subtract_mean,
         epsilon=spec.norm.epsilon,
@@ -64,7 +66,10 @@ def of(spec: Spec) -> Norm:
 
 
 def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Return the number of rows of x that share a row of `parameter`; None if all rows share it."""
+    """Return the number of consecutive rows of x that share a row of `parameter`.
+
+    Return None if all rows of x share the parameter.
+    """
     if parameter is None or parameter.ndim == 1:
         return None
     return spec.rows // parameter.shape[0]
@@ -72,11 +77,12 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 
 @triton.jit
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
-    """Return (pointer, offsets), which locate a parameter for each row of a tile of x.
+    """Return (pointer, offsets), with which `gain` and `effective_bias` load a parameter.
 
-    A parameter `(n, cols)` has n rows, each of which is shared by `group_rows` rows of x. For each
-    row of the tile, the offset leads to the parameter's row. (Rows of the tile beyond the last row
-    of x use the parameter's last row.) For a parameter `(cols,)`, the offsets are None.
+    A parameter `(n, cols)` has n rows. Each of them is shared by `group_rows` rows of x. For each
+    row of a tile of x, the array of offsets has the offset of the parameter's row. Rows of the tile
+    beyond the last row of x use the parameter's last row. For a parameter `(cols,)`, the offsets
+    are None.
     """
     if group_rows is None:
         parameter = (ptr, None)
@@ -88,7 +94,7 @@ def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
 
 @triton.jit
 def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
-    """Return G = scale + offset for a tile's columns, with |G| raised to at least `floor`."""
+    """Return G = scale + offset for the columns of a tile, with |G| raised to at least `floor`."""
     if scale[0] is None:
         g = 1.0
     else:
@@ -100,20 +106,20 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return (G, 1 / G) for a tile's columns, where G = scale + scale_offset."""
+    """Return (G, 1 / G) for the columns of a tile, where G = scale + scale_offset."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
-    else:  # with a float16 y, G may be 0. xh then cannot be recovered from y, and 0 is used instead
+    else:  # If y is float16, G may be 0. x_hat cannot be recovered from y then; use 0 instead.
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 
 
 @triton.jit
 def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
-    """Return the bias for a tile's columns, rounded to y's dtype if the output is saved."""
+    """Return the bias for the columns of a tile, rounded to y's dtype if the output is saved."""
     if bias[0] is None:
         value = 0.0
     else:
@@ -125,14 +131,14 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
-    """Return (G, bias) for a tile's columns. An absent scale counts as 1, an absent bias as 0."""
+    """Return (G, bias) for the columns of a tile. G is 1 without a scale; bias is 0 if absent."""
     g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
 def _load(parameter, col, cols: tl.constexpr, other: tl.constexpr):
-    """Load a parameter for a tile's columns, in float32."""
+    """Load a parameter for the columns of a tile, and return it in float32."""
     ptr, start = parameter
     if start is not None:
         ptr += start
@@ -151,8 +157,8 @@ class Gate:
     """The compile-time parameters of a gate.
 
     Attributes:
-      activation: the name of the gate's activation.
-      comes_first: True if the gate multiplies x, False if it multiplies the norm of x.
+      activation: the name of the function that is applied to the gate.
+      comes_first: True if x is multiplied by the activated gate, False if the norm of x is.
     """
 
     activation: str
@@ -160,7 +166,7 @@ class Gate:
 
 
 def gate_of(spec: Spec) -> Gate | None:
-    """Return the compile-time parameters of a call's gate, or None if the call has no gate."""
+    """Return the compile-time parameters of the gate of the call `spec`, or None without a gate."""
     if spec.norm.gate_dtype is None or spec.norm.activation is None:
         return None
     return Gate(spec.norm.activation, not spec.norm.norm_before_gate)
@@ -168,7 +174,7 @@ def gate_of(spec: Spec) -> Gate | None:
 
 @triton.jit
 def activated(g, activation: tl.constexpr):
-    """Return the activation of a tile's elements, and its derivative."""
+    """Return two tiles: the activation of the elements of `g`, and its derivative."""
     if activation == "relu":
         a = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(g > 0.0, 1.0, 0.0)
@@ -192,10 +198,11 @@ def activated(g, activation: tl.constexpr):
 
 @triton.jit
 def gated(x, gate_ptr, tile, gate: tl.constexpr, comes_first: tl.constexpr):
-    """Multiply `x` by the gate's activation, if the call has a gate at this point.
+    """Return `x`, multiplied by the activation of the gate if the gate applies at this point.
 
-    A kernel calls this function before the norm with `comes_first` True, and after the norm with
-    `comes_first` False. One of these calls returns `x` unchanged.
+    A kernel calls this function twice: before the norm with `comes_first` True, and after the norm
+    with `comes_first` False. The gate applies in at most one of these calls. The other call returns
+    `x` unchanged.
     """
     if gate is not None and gate.comes_first == comes_first:
         a, _ = activated(load_tile(gate_ptr, tile), gate.activation)

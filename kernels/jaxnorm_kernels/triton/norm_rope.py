@@ -1,10 +1,12 @@
 """RMSNorm of attention heads, and the rotation of their pairs of columns (RoPE).
 
-For a row of N elements, G = scale + scale_offset and r = 1 / sqrt(mean(x^2) + epsilon). The first R
-columns are rotated. Their pairs (a, b) are columns i and i + R / 2, or 2i and 2i + 1. The other
-columns are not rotated:
+For a row of N elements, let G = scale + scale_offset and r = 1 / sqrt(mean(x^2) + epsilon). The
+first R columns of the row are rotated. They form pairs (a, b): columns i and i + R / 2, or columns
+2i and 2i + 1. The other columns are not rotated:
 
-    n = x r G           y = (a cos - b sin, b cos + a sin) of n's pairs
+    n = x r G
+    y = (a cos - b sin, b cos + a sin)    for each pair (a, b) of n
+    y = n                                 in the other columns
 
 The backward pass uses the transpose of the rotation: back(v) is (a cos + b sin, b cos - a sin) for
 each pair (a, b) of v. With d = back(dy):
@@ -13,17 +15,17 @@ each pair (a, b) of v. With d = back(dy):
     from the input      xh = x r,                                            c2 = mean(d G xh)
     both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
-If cos^2 + sin^2 of a pair is 0, n cannot be recovered and is taken as 0. |G| is raised to a lower
-limit as in `norm_forward`. |xh| is always clipped to its true bound sqrt(N), because it may have a
-large error: back(y) mixes the rounding errors of the two columns of a pair, and the division by a
-small G of one column magnifies the error that comes from the other column. |y| is clipped to the
-largest finite number (`Spec.y_limit`).
+If cos^2 + sin^2 is 0 for a pair, n cannot be recovered, and is taken to be 0. |G| is raised to a
+lower limit as in `norm_forward`. |xh| is always clipped to its true bound sqrt(N), because it may
+have a large error: back(y) mixes the rounding errors of the two columns of a pair. If one column
+has a small G, the division by this G magnifies the error from the other column. |y| is clipped to
+the largest finite number (`Spec.y_limit`).
 
-A row is a head. Heads are short, so a program holds several whole rows. It holds a row as up to
-three arrays, called *parts*: the first columns of all pairs, the second columns of all pairs, and
-the columns that are not rotated. The two columns of a pair, and their cosine and sine, are then in
-the same thread. In the backward pass, programs loop over the rows and add up dscale in registers;
-the sums of the programs are added outside the kernel in a fixed order.
+A row is an attention head. Heads are short, so a program holds several whole rows. It holds a row
+as two or three arrays, called *parts*: the first columns of all pairs, the second columns of all
+pairs, and (if there are any) the columns that are not rotated. The two columns of a pair, and their
+cosine and sine, are then in the same thread. In the backward pass, programs loop over the rows and
+add up dscale in registers. The sums of the programs are added outside the kernel in a fixed order.
 """
 
 import dataclasses
@@ -56,11 +58,12 @@ class Rotation:
 
     Attributes:
       cols: the number of columns of a row.
-      pairs: the number of pairs of columns that are rotated. They are the first columns of a row.
-      interleaved: True if a pair is two adjacent columns; False if it is a column of the first half
-        and a column of the second half of the rotated columns.
-      table_row: the conversion of a row index of x to a row index of the tables
-        (`tiles.renumbered`).
+      pairs: the number of pairs of columns that are rotated. The pairs are formed from the first 2
+        * `pairs` columns of a row.
+      interleaved: True if a pair is two adjacent columns. False if it is column i of the first half
+        and column i of the second half of the rotated columns.
+      table_row: the rule that converts the index of a row of x to the index of a row of the tables;
+        see `tiles.Digits`.
       tile_shares: True if all rows of a tile use the same row of the tables.
     """
 
@@ -72,12 +75,12 @@ class Rotation:
 
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Rotation":
-        """Return the compile-time parameters of a call."""
+        """Return the compile-time parameters of the rotation in the call `spec`."""
         table = spec.norm.table_rows
         assert table is not None
         # Neighbouring rows, usually the heads of one position, share a row of the tables. If all
-        # rows of a tile share it, the tile loads it once. If groups of rows have their own scale, a
-        # tile never spans two groups.
+        # rows of a tile share this row, it is loaded only once for the tile. If groups of rows have
+        # their own scale, a tile never spans two groups.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0
@@ -96,10 +99,10 @@ class Rotation:
 
     @functools.cached_property
     def spans(self) -> tuple[int, ...]:
-        """The *spans* of a row: the ranges of adjacent columns that are loaded at once.
+        """The *spans* of a row. A span is a range of adjacent columns that is loaded at once.
 
-        Each span has three numbers: its first column, its size, and its size rounded up to a power
-        of two.
+        The tuple has three numbers for each span: its first column, its size, and its size rounded
+        up to a power of two.
         """
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)
@@ -184,8 +187,8 @@ def _norm_rope_fwd(
 ):
     """Normalise and rotate a tile of rows.
 
-    `scale_rows` is the number of consecutive rows that share a row of scale, or None if all rows
-    share scale.
+    `scale_rows` is the number of consecutive rows of x that share a row of the scale, or None if
+    all rows share the scale.
     """
     first_row = tl.program_id(0) * tiling.tile_rows
     row = first_row + tl.arange(0, tiling.tile_rows)
@@ -223,9 +226,9 @@ def _norm_rope_bwd(
     tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx, and the sum of d * xh over the program's rows (see the module docstring).
+    """Store dx, and the sum of d * xh over the program's rows; see the module docstring.
 
-    A program processes rows of one group only, since each group of rows may have its own scale.
+    Each group of rows may have its own scale, so a program processes only rows of one group.
     """
     cols: tl.constexpr = tiling.cols
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -276,7 +279,10 @@ def _norm_rope_bwd(
 
 @triton.jit
 def _rotated(parts, cos, sin):
-    """Rotate rows, given as parts. With -sin in place of sin, this is the transposed rotation."""
+    """Rotate rows, given as a tuple of parts (see the module docstring).
+
+    With -sin in place of sin, this is the transpose of the rotation.
+    """
     a, b = parts[0], parts[1]
     rotated = (a * cos - b * sin, b * cos + a * sin)
     rotated += parts[2:]
@@ -287,7 +293,7 @@ def _rotated(parts, cos, sin):
 def _turned_back(y, cos, sin, norm: tl.constexpr):
     """Recover the norm's result n from y: rotate y back, and divide by cos^2 + sin^2.
 
-    If cos^2 + sin^2 of a pair is 0, n is 0.
+    If cos^2 + sin^2 is 0 for a pair, n is taken to be 0 there.
     """
     parts = ()
     for i in tl.static_range(len(y)):
@@ -305,7 +311,7 @@ def _turned_back(y, cos, sin, norm: tl.constexpr):
 
 @triton.jit
 def _row_sums(parts):
-    """Return each row's sum over all of its parts (see the module docstring)."""
+    """Return the sum of each row, given as a tuple of parts (see the module docstring)."""
     sums = tl.sum(parts[0] + parts[1], axis=1)
     if len(parts) > 2:
         sums += tl.sum(parts[2], axis=1)
@@ -323,10 +329,10 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return two tuples: G = scale + scale_offset for each part of a row, and 1 / G for each part.
+    """Return two tuples with an array for each part of a row: G = scale + scale_offset, and 1 / G.
 
-    The module docstring explains parts. Each array has a single row or, if `tile_rows` is given,
-    this number of equal rows.
+    The module docstring explains parts. Each array has `tile_rows` equal rows. Without a scale, the
+    entries are the number 1 instead of arrays.
     """
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:
@@ -342,10 +348,15 @@ def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.cons
 
 @triton.jit
 def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
-    """Load cos and sin of the pairs, in float32, for each row of a tile, or once for all rows."""
+    """Load cos and sin of all pairs, and return them in float32.
+
+    The arrays have one row if all rows of the tile share it, and otherwise one row for each row of
+    the tile.
+    """
     rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
-    # A tile may have rows beyond the last row of x. Even for these, `renumbered` returns an index
-    # inside the tables, because it computes each position on an axis modulo the axis's size.
+    # A tile may have rows beyond the last row of x. Even for these rows, `renumbered` returns an
+    # index inside the tables: it splits an index into positions on several axes, and takes each
+    # position modulo the size of its axis.
     row = renumbered(first_row + tl.arange(0, rows), rotation.table_row)
     pair = tl.arange(0, rotation.block)[None, :]
     at = row.to(tl.int64)[:, None] * rotation.pairs + pair
@@ -356,7 +367,7 @@ def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl
 
 @triton.jit
 def _load_row(ptr, start, exists, rotation: tl.constexpr):
-    """Load rows as a tuple of float32 parts, with 0 in elements that are outside the array."""
+    """Load rows, and return a tuple of float32 parts. Elements outside the array are 0."""
     spans = ()
     for i in tl.static_range(len(rotation.spans) // 3):
         col, is_there = _span(i, exists, rotation)
@@ -366,7 +377,7 @@ def _load_row(ptr, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
-    """Store rows, given as parts, except for elements that are outside the array."""
+    """Store rows, given as a tuple of parts. Elements outside the array are not stored."""
     spans = parts
     if rotation.interleaved:
         a, b = parts[0], parts[1]
@@ -379,7 +390,7 @@ def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
 
 @triton.jit
 def _parts(spans, rotation: tl.constexpr):
-    """Convert spans to parts.
+    """Convert a tuple of spans to a tuple of parts.
 
     A span is a range of columns that is loaded at once (see `Rotation.spans`). The parts are the
     first columns of all pairs, the second columns of all pairs, and the columns that are not
@@ -397,7 +408,7 @@ def _parts(spans, rotation: tl.constexpr):
 
 @triton.jit
 def _span(i: tl.constexpr, exists, rotation: tl.constexpr):
-    """Return the columns of span number `i`, and a mask of its elements that are in the array.
+    """Return the columns of span number `i`, and a mask of the elements inside the array.
 
     A span is a range of columns that is loaded at once (see `Rotation.spans`).
     """

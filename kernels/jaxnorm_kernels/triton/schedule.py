@@ -1,16 +1,16 @@
-"""Schedules of the Triton kernels: a call uses the first line of its table that fits.
+"""Schedules of the Triton kernels: a call uses the first line of its table that applies to it.
 
-A *piece* is one of several adjacent tiles of a row that a program holds at once. The tables follow
-from these hardware limits:
+A row is split into tiles of adjacent columns. The tiles of a row that a program holds in registers
+at the same time are called *pieces*. The tables follow from these hardware limits:
 
-* A multiprocessor (SM) has 64 K registers. Most lines run 1024 threads in an SM, so a thread has 64
-  registers. A float32 value of a row takes one register. A thread of a forward pass holds up to 32
-  values. A thread of a backward pass holds up to 24, because it has two arrays and their sums over
-  rows.
-* A row that is held in registers is split into pieces of 4, 8 or 16 values per thread. The smaller
-  the pieces, the fewer threads have no columns in the last piece. 8 values of 16 bits are one
-  16-byte load. With 4 values, a thread loads the 32-bit parameters that it uses; with 8 or 16, the
-  parameters are exchanged between threads after the load.
+* A multiprocessor (SM) has 64 K registers. With most lines of the tables, an SM runs 1024 threads,
+  so a thread has 64 registers. A float32 value of a row takes one register. A thread of a forward
+  pass holds up to 32 values. A thread of a backward pass holds up to 24, because it also holds a
+  second array and sums over rows.
+* A row that is held in registers is split into pieces of 4, 8 or 16 values per thread. The row may
+  end inside the last piece. With smaller pieces, fewer threads are then idle. 8 values of 16 bits
+  are one 16-byte load. With 4 values, a 16-byte load of 32-bit parameters loads exactly the
+  parameters that a thread uses. With 8 or 16 values, threads exchange parameters after the load.
 * About 64 KiB of loads in flight in each SM saturate memory bandwidth (measured on an H200). For
   short rows, several programs per SM reach this number. A persistent program has no loads in flight
   while it exchanges sums and stores, unless it prefetches the next rows into shared memory
@@ -18,18 +18,20 @@ from these hardware limits:
 * Rows that do not fit into registers are loaded twice. The second load comes from the L2 cache and
   uses no memory bandwidth. It does use L2 bandwidth, so this is the last resort.
 
-The lines were chosen from the times of 1,006 kernels: 175 passes with widths and dtypes that occur
-in models, each with several lines. Triton 3.9 compiled the kernels of commit 9edf233 for an A100
-(sm_80, 163 KiB of shared memory). One H100 ran them. Persistent programs were timed twice, with an
-A100's grid and with an H100's grid. Each pass of a model takes at most 1.03 times as long as with
-the lines of that commit. The comments beside the lines name passes that take over 3 % longer with a
-neighbouring line.
+The lines of the tables were chosen from the times of 1,006 kernels: 175 passes with row lengths and
+dtypes that occur in models, each pass with several lines. Triton 3.9 compiled the kernels of commit
+9edf233 for an A100 (sm_80, 163 KiB of shared memory). One H100 ran them. Persistent programs were
+timed twice, with an A100's grid and with an H100's grid. With the present tables, no pass of a
+model takes more than 1.03 times as long as with the tables of that commit. A comment above a line
+names the passes that would take over 3 % longer with a neighbouring line.
 
 These were not timed: softmaxes of 5120 to 6144 and of 12288 columns, the backward pass of RMSNorm
-of 12288 columns, and calls with two norms of more than 5376 columns. Cross-entropies follow a rule
-instead of a table, which was timed as well. If all their programs had 8 warps instead,
-`log_prob_and_entropy` would take 1.04 times as long for 32000 classes, and 1.05 times as long for
-256 rows of 128256 classes.
+of 12288 columns, and calls with two norms of more than 5376 columns.
+
+Cross-entropies have no table. Their schedules are computed by a rule, and kernels with these
+schedules were timed as well. If all their programs had 8 warps instead, `log_prob_and_entropy`
+would take 1.04 times as long for 32000 classes, and 1.05 times as long for 256 rows of 128256
+classes.
 """
 
 import dataclasses
@@ -47,9 +49,9 @@ from jaxnorm_kernels.triton.tiles import Tiling
 
 _WARP = 32  # threads in a warp
 _REGISTERS = 2**16  # registers of an SM
-_MOST_REGISTERS = 255  # maximum registers of a thread
-_VECTOR = 16  # bytes of a thread's widest load
-_BYTES_UNDER_WAY = 64 * 1024  # loads in flight per SM that saturate memory, timed on an H200
+_MOST_REGISTERS = 255  # maximum number of registers of a thread
+_VECTOR = 16  # bytes of the widest load of a thread
+_BYTES_UNDER_WAY = 64 * 1024  # bytes in flight per SM that saturate memory, timed on an H200
 _EXCHANGE = 5  # bytes of shared memory per element of a tile, for exchanges between threads
 
 
@@ -59,16 +61,17 @@ class Schedule:
 
     Attributes:
       block: the number of columns in a tile, a power of two.
-      pieces: the number of adjacent tiles of a row that a program holds at once. If they cover less
-        than the row, the program loops over the row, tile by tile.
+      pieces: the number of adjacent tiles of a row that a program holds at once. If these tiles do
+        not contain the whole row, the program loops over the row, tile by tile.
       warps: the number of warps (of 32 threads) in a program.
       tile_rows: the number of rows in a tile, a power of two.
       registers: the maximum number of registers of a thread.
-      programs: the number of persistent programs, each of which loops over rows. Kernels without
-        such a loop ignore it.
-      stages: the number of tiles that a persistent program has in flight; 1 for no prefetch.
-      hold_params: True if a norm's backward pass holds scale and bias in registers instead of
-        loading them for each row.
+      programs: the number of persistent programs in the grid. A persistent program loops over rows.
+        Kernels without such a loop ignore this number.
+      stages: the number of tiles that a persistent program has in flight. With 1, it does not
+        prefetch.
+      hold_params: True if the backward kernel of a norm holds scale and bias in registers, False if
+        it loads them for each row.
     """
 
     block: int
@@ -116,10 +119,10 @@ class Schedule:
         )
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
-        """Return (number of blocks of columns, number of persistent programs for each block).
+        """Return (number of column blocks, number of persistent programs for each column block).
 
-        In the backward pass of a norm, groups of rows may have their own parameters. The second
-        number is then the number of programs for each pair of a block of columns and a group.
+        In the backward pass of a norm, groups of rows may have their own parameters. Separate
+        programs then process each group, and the second number counts the programs of one group.
         """
         groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
@@ -129,25 +132,28 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a schedule table, for rows of up to `cols` columns (None: any number).
+    """A line of a schedule table: conditions, and the schedule of the calls that satisfy them.
 
     Attributes:
+      cols: the line is only for rows of up to this many columns; None for any number of columns.
       warps: the number of warps (of 32 threads) in a program.
-      per_sm: the number of programs that must fit into an SM at once, which limits the registers of
-        a thread.
-      values: the number of elements of a piece of a row that each thread holds.
-      share: if a row has fewer elements than this number, several rows share a tile of this many
-        elements. 0 for tiles of a single row.
+      per_sm: the number of programs that must fit into an SM at the same time. This limits the
+        registers of a thread.
+      values: the number of values that a thread holds of each piece. A piece is one of the tiles
+        into which a row is split.
+      share: the number of elements in a tile of several rows. Several rows share a tile if a row
+        has fewer elements than this number. 0 if each tile has a single row.
       stages: the maximum number of tiles that a persistent program has in flight. In a forward
-        pass, a line with more than 1 is only for norms with a single operand of x's shape.
+        pass, a line whose `stages` is above 1 is only for norms with a single operand of x's shape.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
-      looped: True if the row is loaded piece by piece and never held as a whole.
-      mean: True if the line is only for norms that subtract a mean, False if it is only for others.
+      looped: True if a program loads the row piece by piece and never holds all of it.
+      mean: True if the line is only for norms that subtract a mean, False if it is only for other
+        norms, None if it is for both.
       unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes, False
-        if it is only for other rows.
+        if it is only for other rows, None if it is for both.
       itemsize: if not None, the line is only for elements of this many bytes. In a forward pass,
         this is the largest element size of the operands that have x's shape. In a backward pass, it
-        is the largest element size of dy and `Spec.kept_dtypes`.
+        is the largest element size of dy and of the arrays in `Spec.kept_dtypes`.
     """
 
     cols: int | None
@@ -163,12 +169,12 @@ class Line:
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
-        """Return True if this line of a table applies to the call `spec`."""
+        """Return True if this line of a schedule table applies to the call `spec`."""
         read, held = spec.operand_dtypes, spec.cols
         if spec.direction == "bwd":
             read = [spec.y_dtype, *spec.kept_dtypes]
-            # The tables assume that a backward pass loads two arrays of x's shape. With a third
-            # array, a row needs 1.5 times the registers, as if the row were 1.5 times as long.
+            # The tables assume that a backward pass loads two arrays of x's shape. If it loads a
+            # third array, a row needs 1.5 times as many registers, as if it were 1.5 times as long.
             held += held // 2 * len(spec.kept_dtypes)
         elif len(spec.norms) > 1:
             held += held // 16  # Between two norms, a few more registers are in use.
@@ -183,26 +189,34 @@ class Line:
 
 
 SOFTMAX_FORWARD = (
-    # In this line and the next, a thread has up to 32 values in 64 registers. If float32 rows have
-    # a mask, a bias and a diagonal, 40 bytes of a thread spill. Programs of 8 warps take 1.42 times
-    # as long for 1024 causal columns, and 1.08 for 4096.
+    # With this line and the next, a thread holds up to 32 values in 64 registers. For float32 rows
+    # with a mask, a bias and a causal mask, 40 bytes per thread spill. Still, 4 warps per program
+    # are faster than 8: with 8 warps, 1024 causal columns would take 1.42 times as long, and 4096
+    # causal columns 1.08 times as long.
     Line(4096, warps=4, per_sm=8, share=2048),
-    # The next line takes 1.20 times as long for 8192 columns of 16 bits.
+    # With the schedule of the next line, 8192 columns of 16 bits would take 1.20 times as long as
+    # with this line.
     Line(8192, warps=8, per_sm=4),
     Line(32768, warps=32, per_sm=1),
-    # In the lines below, the second load hits the L2 cache, which has room for all rows in flight.
-    # In unaligned rows, each value has a separate address: with 16 values in a thread, registers
-    # spill, and 50257 columns (GPT-2) take 1.25 times as long. With 32 warps, they take 1.09.
+    # With the lines below, rows are loaded twice. The second load hits the L2 cache, which has room
+    # for all rows that are being processed.
+    #
+    # This line is for unaligned rows. There, each value needs a separate address. With the schedule
+    # of the next line, a thread would have 16 values, and registers would spill: 50257 columns
+    # (GPT-2) would take 1.25 times as long as with this line. With 32 warps, they would take 1.09
+    # times as long.
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True, itemsize=2),
-    # The next line takes 1.08 times as long for 128256 columns (Llama 3).
+    # With the schedule of the next line, 128256 columns (Llama 3) would take 1.08 times as long as
+    # with this line.
     Line(None, warps=16, per_sm=2, values=16, looped=True, itemsize=2),
     Line(None, warps=32, per_sm=1, looped=True),
 )
 
-# Softmax with a mask, a bias or a diagonal. If the row is looped over, a thread has only 8 values,
-# because the addresses of the additional arrays take registers. In unaligned rows, each value has a
-# separate address in each array. So only one program runs in an SM and has all its registers. With
-# 32 warps, 50257 masked columns of 16 bits take 1.18 times as long.
+# The forward pass of a softmax with a mask, a bias or a causal mask. If a program loops over the
+# row, a thread has only 8 values of a piece, because the addresses of the additional arrays take
+# registers. In unaligned rows, each value even needs a separate address in each array. So an SM
+# runs only one program of 16 warps at a time, and a thread has 128 registers. With 32 warps, a
+# thread would have 64 registers, and 50257 masked columns of 16 bits would take 1.18 times as long.
 LOGITS_FORWARD = (
     *SOFTMAX_FORWARD[:3],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
@@ -210,101 +224,123 @@ LOGITS_FORWARD = (
 )
 
 SOFTMAX_BACKWARD = (
-    # The next line takes 1.18 times as long for 1024 causal columns, and 1.10 for 2048.
+    # With the schedule of the next line, 1024 causal columns would take 1.18 times as long, and
+    # 2048 causal columns 1.10 times as long as with this line.
     Line(2048, warps=4, per_sm=8, share=1024),
-    # The next line takes 1.09 times as long for 4096 causal columns.
+    # With the schedule of the next line, 4096 causal columns would take 1.09 times as long as with
+    # this line.
     Line(6144, warps=8, per_sm=4),
-    # The last line takes 1.22 times as long for 8192 columns of 16 bits.
+    # With the schedule of the last line of this table, 8192 columns of 16 bits would take 1.22
+    # times as long as with this line.
     Line(8192, warps=16, per_sm=2),
-    # The L2 cache has room for one row of two arrays for each SM. In unaligned rows, each value has
-    # a separate address. With 16 warps, registers spill, and 50257 columns (GPT-2) take 1.20 to
-    # 1.85 times as long. Triton 3.7 spills with 32 warps, too, but 3.9 does not.
+    # An SM runs one program at a time, so that the second load of y and dy hits the L2 cache: it
+    # has room for one row of each array per SM. The program has 32 warps. With 16, registers would
+    # spill in unaligned rows, where each value needs a separate address, and 50257 columns (GPT-2)
+    # would take 1.20 to 1.85 times as long. With Triton 3.7, registers spill even with 32 warps;
+    # with 3.9, they do not.
     Line(None, warps=32, per_sm=1, looped=True),
 )
 
-# The backward pass of a softmax with a bias. Persistent programs loop over the rows of x that share
-# a row of the bias, and accumulate its gradient. A thread has 128 registers. They hold
-# 16 values of each of three arrays, and the addresses.
+# The backward pass of a softmax with a bias. Persistent programs loop over the rows of x that use
+# the same row of the bias, and accumulate the gradient of the bias. A thread has 128 registers.
+# They hold 16 values of each of three arrays, and the addresses.
 SOFTMAX_BIAS_BACKWARD = (
-    # The next line takes 1.10 times as long for 1024 columns.
+    # With the schedule of the next line, 1024 columns would take 1.10 times as long as with this
+    # line.
     Line(2048, warps=4, per_sm=4, share=1024, stages=3),
-    # The next line takes 1.08 times as long for 4096 columns.
+    # With the schedule of the next line, 4096 columns would take 1.08 times as long as with this
+    # line.
     Line(4096, warps=8, per_sm=2, stages=2),
-    # The last line takes 1.32 times as long for 8192 columns.
+    # With the schedule of the last line of this table, 8192 columns would take 1.32 times as long
+    # as with this line.
     Line(8192, warps=16, per_sm=1, stages=2),
-    # For longer rows, a program processes only one piece of each row, because its registers hold
-    # the sums of one piece. The gradient depends on the totals of whole rows, so an earlier kernel
-    # computes the totals.
+    # For longer rows, a program processes only one piece of each row, because its registers have
+    # room for the sums of only one piece. The gradient depends on the totals of whole rows. An
+    # earlier kernel computes these totals.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
-# The forward passes of all norms without a rotation, also with a second norm, a residual or a gate.
+# The forward passes of all norms without a rotation. A call may have a second norm, a residual or a
+# gate.
 NORM_FORWARD = (
     # LayerNorm has two parameters, and its threads exchange sums twice per row. So persistent
-    # programs load the parameters once, and prefetch rows during these exchanges. The next line
-    # takes 1.10 to 1.14 times as long for 768 and 1280 columns, and 1.04 for 1600 (GPT-2). If
-    # groups of rows have their own parameters, this line does not prefetch, and the next one takes
-    # 1.21 times as long for 1152 columns (DiT).
+    # programs load the parameters only once, and prefetch rows during the exchanges. With the
+    # schedule of the next line, 768 and 1280 columns would take 1.10 to 1.14 times as long, and
+    # 1600 columns (GPT-2) 1.04 times as long as with this line. If groups of rows have their own
+    # parameters, this line cannot prefetch. It is still faster: with the schedule of the next line,
+    # 1152 columns (DiT) would take 1.21 times as long.
     Line(1600, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
-    # A thread has up to 24 values, so that 16-bit elements also keep enough bytes in flight. 8
-    # warps take 1.05 times as long for 2304 columns, and 1.15 for LayerNorm of 2048.
+    # A thread has up to 24 values, so that enough bytes are in flight even if the elements have
+    # only 16 bits. With 8 warps instead of 4, 2304 columns would take 1.05 times as long, and
+    # LayerNorm of 2048 columns 1.15 times as long.
     Line(3072, warps=4, per_sm=8, share=2048),
-    # The next line takes 1.09 times as long for a gate of 4096 columns, and 1.10 for two norms of
-    # 3584, although these spill 28 bytes of a thread. Unaligned rows and float32 would spill more.
+    # With the schedule of the next line, a norm of 4096 columns with a gate would take 1.09 times
+    # as long, and two norms of 3584 columns 1.10 times as long as with this line. The two norms are
+    # faster with this line although 28 bytes per thread spill. Float32 or unaligned rows would
+    # spill more, so this line is not for them.
     Line(4096, warps=4, per_sm=8, itemsize=2, unaligned=False),
-    # With the previous line, two norms of 5120 columns spill 120 bytes of each thread, and take
-    # 1.25 times as long. The next line takes 1.13 times as long for two norms of 5376 columns, and
-    # 1.47 for LayerNorm of 5120.
+    # With the schedule of the previous line, two norms of 5120 columns would take 1.25 times as
+    # long, because 120 bytes per thread would spill. With the schedule of the next line, two norms
+    # of 5376 columns would take 1.13 times as long, and LayerNorm of 5120 columns 1.47 times as
+    # long as with this line.
     Line(6144, warps=8, per_sm=4, values=4),
-    # The last line takes 1.26 times as long for LayerNorm of 12288 columns.
+    # With the schedule of the last line of this table, LayerNorm of 12288 columns would take 1.26
+    # times as long as with this line.
     Line(16384, warps=16, per_sm=2, values=4),
-    # A thread has 8 values of a piece. With 16, registers would spill if there is a residual.
-    # Without a residual, 16 values would take 0.84 of the time, but no model has norms so wide.
+    # For rows of more than 16384 columns. A thread has 8 values of a piece. With 16, registers
+    # would spill if the call has a residual. Without a residual, 16 values would take only 0.84
+    # times as long as 8 values, but no known model has norms of so many columns.
     Line(None, warps=16, per_sm=2, looped=True),
 )
 
 NORM_BACKWARD = (
-    # Persistent programs loop over the rows and prefetch the next ones, which hides the load
+    # Persistent programs loop over the rows and prefetch the next rows, which hides the load
     # latency. A thread has 128 registers. They hold 8 values of each array of x's shape, of each
-    # parameter and of each gradient of a parameter.
+    # parameter and of each parameter's gradient.
     Line(1024, warps=4, per_sm=4, share=1024, stages=4),
-    # Rows of 1152 and 1280 columns fill few threads of the next line, which takes 1.03 to 1.47
-    # times as long. Here LayerNorm spills 16 bytes of a thread. It spills more of float32 elements
-    # and of unaligned rows, and is slower.
+    # The next line has pieces of 1024 columns. In rows of 1152 or 1280 columns, its second piece
+    # would leave most threads idle, and these rows would take 1.03 to 1.47 times as long as with
+    # this line. With this line, LayerNorm spills 16 bytes per thread. For float32 or unaligned
+    # rows, it would spill more and be slower, so this line is not for them.
     Line(1280, warps=4, per_sm=4, stages=4, itemsize=2, unaligned=False),
-    # The next line takes 1.12 times as long for LayerNorm of 2560 columns.
+    # With the schedule of the next line, LayerNorm of 2560 columns would take 1.12 times as long as
+    # with this line.
     Line(3072, warps=8, per_sm=2, values=4, stages=4),
-    # The previous line takes 1.05 to 1.12 times as long for 4096 columns, and 16 warps take 1.15.
+    # With the schedule of the previous line, 4096 columns would take 1.05 to 1.12 times as long as
+    # with this line. With 16 warps instead of 8, they would take 1.15 times as long.
     Line(4096, warps=8, per_sm=2, stages=3, itemsize=2),
-    # The next line takes 1.09 to 1.15 times as long for 5120 columns.
+    # With the schedule of the next line, 5120 columns would take 1.09 to 1.15 times as long as with
+    # this line.
     Line(5120, warps=8, per_sm=2, values=4, stages=4, mean=False),
     Line(8192, warps=16, per_sm=1, values=16, stages=3),
-    # For RMSNorm, registers hold all sums but not the scale, which is loaded from the L1 cache. No
-    # width of this line was timed in the comparison.
+    # This line is only for RMSNorm. Registers hold all sums but not the scale, which is loaded from
+    # the L1 cache. Rows of 8193 to 12288 columns, to which this line applies, were not timed.
     Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
-    # With this line, 64 to 128 bytes of each thread spill. The last line loads rows twice instead,
-    # and takes 1.33 to 1.52 times as long for 16384 columns.
+    # With this line, 64 to 128 bytes per thread spill. With the last line of this table, rows would
+    # be loaded twice, and 16384 columns would take 1.33 to 1.52 times as long as with this line.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
-    # A program processes only one piece of each row, because its registers hold the sums of one
-    # piece. dx depends on means of whole rows, so an earlier kernel computes these.
+    # A program processes only one piece of each row, because its registers have room for the sums
+    # of only one piece. dx depends on means over whole rows. An earlier kernel computes these
+    # means.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
-# The rows of a norm with a rotation are attention heads. They are short, so each program has
-# several.
+# The rows of a norm with a rotation are attention heads. Heads are short, so each program processes
+# several rows at once.
 NORM_ROPE_FORWARD = (
     # A thread has 16 values in two 16-byte loads: the first columns of 8 pairs in one load, and the
-    # second columns in the other.
-    # The next line takes 1.03 to 1.04 times as long for 64 and 128 columns, and 0.89 for 256.
+    # second columns of these pairs in the other. With the schedule of the next line, 64 and 128
+    # columns would take 1.03 to 1.04 times as long as with this line. For 256 columns, the next
+    # line is better: it takes 0.89 times as long.
     Line(128, warps=4, per_sm=8, share=2048, itemsize=2),
-    # A thread has 8 values of 32 bits, as many bytes as 16 values of 16 bits. With 16 values of 32
-    # bits, some registers spill if only some columns are rotated.
+    # A thread has 8 values of 32 bits, which are as many bytes as 16 values of 16 bits. With 16
+    # values of 32 bits, some registers would spill if only some of the columns are rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
-# Persistent programs loop over the rows, as in a norm's backward pass. A thread has 8 values of
-# each array. With 16, shared memory has room for 2 tiles instead of 4, and bfloat16 takes 1.06 to
-# 1.12 times as long.
+# Persistent programs loop over the rows, as in the backward pass of other norms. A thread has 8
+# values of each array. With 16, shared memory would have room for only 2 tiles instead of 4, and
+# bfloat16 would take 1.06 to 1.12 times as long.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=1024, stages=4),)
 
 _TABLES = {
@@ -318,19 +354,19 @@ _TABLES = {
 
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
-    """Return the schedule for `spec` on `gpu`; by default, on the local GPU."""
+    """Return the schedule for `spec` on `gpu`, which is the local GPU by default."""
     if spec.is_loss:
         return _of_loss(spec, gpu or local_gpu())
     return of_line(choose_line(spec), spec, gpu or local_gpu())
 
 
 def choose_line(spec: Spec) -> Line:
-    """Return the first line that fits `spec` in the table of its operation."""
+    """Return the first line that applies to `spec` in the table of its operation."""
     return next(line for line in _table(spec) if line.fits(spec))
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
-    """Return the schedule that a line of a table gives for the call `spec` on `gpu`."""
+    """Return the schedule that the line `line` of a table describes for `spec` on `gpu`."""
     threads, pieces = _WARP * line.warps, 1
     block = threads * line.values
     if not line.looped:
@@ -349,21 +385,23 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     )
 
 
-# A cross-entropy holds 16 values of a row per thread, and a divergence 8 of each of its two rows;
-# with intermediates these take 64 registers. While the threads of an SM reduce one block, other
-# blocks are in flight: 2 of 16-bit elements, 1 of 32-bit elements.
+# A thread of a cross-entropy holds 16 values of a row. A thread of a divergence holds 8 values of
+# the teacher's row and 8 of the student's. With all intermediate results, a thread needs 64
+# registers. A program reduces a row in blocks. While it reduces one block, it loads the next ones:
+# 2 blocks of 16-bit elements, or 1 block of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
-# The default number of warps of a program, the maximum, and a threshold: a program gets more warps
-# only if each of them still loads this many bytes of a row. By default programs are small, so that
-# some start while others load. If each warp loads enough bytes, the time for starting and for
-# merging sums does not matter. Larger programs are then better: fewer rows are in flight, so that
-# all SMs finish at about the same time.
+# A program has _LOSS_WARPS warps by default, and at most _MOST_LOSS_WARPS. It gets more warps than
+# the default if each of them still loads at least _LOSS_BYTES_OF_A_WARP bytes of a row, or if there
+# are few rows. By default, programs are small, so that some programs start while others load. If
+# each warp loads enough bytes, the time for starting a program and for merging its sums does not
+# matter. Large programs are then better: fewer rows are in flight, so all SMs finish at about the
+# same time.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 
 def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
-    """Return the schedule of a loss or a divergence, which follows a rule instead of a table."""
+    """Return the schedule of a loss or divergence. A rule computes it; there is no table."""
     warps, values = _LOSS_WARPS, _LOSS_VALUES // len(spec.operand_dtypes)
     itemsize = sum(dtype.itemsize for dtype in spec.operand_dtypes)
     while spec.direction == "fwd" and warps < _MOST_LOSS_WARPS:
@@ -388,12 +426,12 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Return the number of elements of a row that a thread in the kernel of a loss loads at once.
+    """Return how many adjacent elements of a row a thread of a loss kernel loads at once.
 
-    In the widest dtype of the operands, these elements have at most 16 bytes. If their number does
-    not divide the row length, a row may start at an unaligned address. Its first block then begins
-    at the last aligned address before the row's first column. Rows that are too short to contain a
-    whole block use narrower loads.
+    They have at most 16 bytes in the widest dtype of the operands. If their number does not divide
+    the row length, a row may start at an unaligned address. The first block of the row then begins
+    at the last aligned address before the row. Rows that are too short to contain a whole block use
+    narrower loads instead.
     """
     widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
     most = min(_VECTOR // widest, schedule.block)
@@ -401,7 +439,7 @@ def loss_vector(spec: Spec, schedule: Schedule) -> int:
 
 
 def loss_blocks(spec: Spec, schedule: Schedule) -> int:
-    """Return the number of blocks in a row of a loss."""
+    """Return the number of blocks of columns into which a loss kernel splits each row of x."""
     vector = loss_vector(spec, schedule)
     lead = vector - 1 if spec.cols % vector else 0
     return math.ceil((spec.cols + lead) / schedule.block)
@@ -419,9 +457,9 @@ def _table(spec: Spec) -> tuple[Line, ...]:
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Return the number of rows of a tile, a power of two.
+    """Return the number of rows of a tile. It is a power of two and at most `most`.
 
-    It is at most `most`, and so small that the tiles are spread over all SMs.
+    It is also so small that the tiles are spread over all SMs.
     """
     rows = math.ceil(spec.rows / gpu.sms)
     if spec.direction == "bwd":
@@ -430,15 +468,15 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
-    """Return how many tiles a program has in flight.
+    """Return the number of tiles that a persistent program has in flight.
 
-    One of them is in registers. All others must fit into shared memory.
+    One of these tiles is in registers. All others must fit into shared memory.
     """
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
-        # Together, cos and sin have as many values as an array of x's shape: two for each pair of
-        # columns.
+        # cos and sin together have as many values as an array of x's shape, because each of them
+        # has one value for each pair of columns.
         dh = spec.last.x_dtype if "h" in spec.outputs else None
         read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.norm.table_dtype]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile

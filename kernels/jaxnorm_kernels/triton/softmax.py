@@ -1,21 +1,23 @@
 """Kernels of softmax and log_softmax of z = scale * x + bias.
 
-With m = max(z), d = dy, and all sums over a row:
+Let m = max(z) and d = dy. All sums are over a row, except for the sum in dbias:
 
     softmax      y = exp(z - m) / sum(exp(z - m))          dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))          dz = d - exp(y) sum(d)
     both         dx = scale * dz,  dbias = sum(dz) over the elements that share a value of the bias
 
-sum(y) counts as 1, unless y is rounded to 16 bits (`Spec.renormalises`). Excluded elements have z =
--inf and y = 0 (-inf for log_softmax), and their cotangent d counts as 0 even if it is infinite. The
-backward pass of softmax with a mask does not read the mask and treats elements with y = 0 as
-excluded. So it also drops cotangents of elements whose y was rounded to 0.
+sum(y) is computed only if y is rounded to 16 bits (`Spec.renormalises`). Otherwise, it is taken to
+be 1. Excluded elements have z = -inf and y = 0 (-inf for log_softmax). Their cotangent d is taken
+to be 0, even if it is infinite. The backward pass of softmax with a mask does not read the mask,
+but treats elements with y = 0 as excluded. So it also ignores cotangents of elements whose y was
+rounded to 0.
 
-Rows that fit are held in registers. Wider rows are loaded twice, block after block, the second time
-mostly from the L2 cache. The sums of the blocks so far are relative to the largest element so far
-(Milakov, Gimelshein 2018):
+If registers have room for whole rows, rows are held there. Wider rows are loaded twice, one block
+of columns after another. The second load is mostly served from the L2 cache. During the first load,
+m is the maximum of the blocks so far, and s is their sum of exp(z - m). A new block z changes them
+to (Milakov, Gimelshein 2018):
 
-    m' = max(m, max(z))                     s' = s exp(m - m') + exp(z - m')
+    m' = max(m, max(z))                     s' = s exp(m - m') + sum(exp(z - m'))
 """
 
 import dataclasses
@@ -100,7 +102,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
     """Add up the numbers of all rows of x that share a row of the bias.
 
     `sums` has one number for each row of x. The bias has n rows with one value each, so the result
-    is `(n, 1)`.
+    has the shape `(n, 1)`.
     """
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
@@ -110,7 +112,10 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 def _softmax_fwd_in_registers(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store y = exp(z - m) / s, or log(y) for log_softmax. Registers hold whole rows."""
+    """Store y = exp(z - m) / s, or log(y) for log_softmax. Registers hold whole rows.
+
+    m is the maximum of a row of z, and s is the sum of exp(z - m) over the row.
+    """
     first_row = tl.program_id(0) * tiling.tile_rows
     z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]
@@ -130,7 +135,11 @@ def _softmax_fwd_in_registers(
 def _load_rows(
     x_ptr, mask_ptr, bias_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Return z of whole rows, and masks of the included elements, as two tuples of tiles."""
+    """Load whole rows of x, and return two tuples of tiles.
+
+    The tiles of the first tuple are the logits z. The tiles of the second are masks of the elements
+    that are not excluded.
+    """
     pieces: tl.constexpr = tiling.pieces
     zs, take_part = (), ()
     for i in tl.static_range(pieces):
@@ -145,9 +154,11 @@ def _load_rows(
 def _softmax_fwd_looped(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load rows twice, block after block: to compute m and s, and to store y.
+    """Load rows twice, one block of columns after another: first to compute m and s, then for y.
 
-    m' = max(m, max(z))     s' = s exp(m - m') + exp(z - m')
+    For a new block z, with m the maximum of the blocks so far and s their sum of exp(z - m):
+
+    m' = max(m, max(z))     s' = s exp(m - m') + sum(exp(z - m'))
     """
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
@@ -180,7 +191,7 @@ def _softmax_bwd_in_registers(
 ):
     """Store dx = scale * dz. A program holds whole rows in registers.
 
-    If `sum_ptr` is not None, sum(dz) of each row is stored too.
+    If `sum_ptr` is not None, also store sum(dz) of each row.
     """
     pieces: tl.constexpr = tiling.pieces
     first_row = tl.program_id(0) * tiling.tile_rows
@@ -212,9 +223,9 @@ def _softmax_bwd_in_registers(
 def _softmax_bwd_looped(
     y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store dx = scale * dz. Rows are loaded twice, block after block.
+    """Store dx = scale * dz. Rows are loaded twice, one block of columns after another.
 
-    If `sum_ptr` is not None, sum(dz) of each row is stored too.
+    If `sum_ptr` is not None, also store sum(dz) of each row.
     """
     cols: tl.constexpr = tiling.cols
     first_row = tl.program_id(0) * tiling.tile_rows
@@ -235,14 +246,14 @@ def _softmax_bwd_looped(
 
 
 # -------------------------------------------------------------------------------------------------
-# The gradient of a bias that has columns: the sum of dz over the rows of x that share a row of the
-# bias.
+# The gradient of a bias that has columns. It is the sum of dz over the rows of x that share a row
+# of the bias.
 #
-# A program loops over the rows of x that share a row of the bias, or over some of them, and sums dz
-# in registers. If many rows of x share a row of the bias, several programs divide them. The sums of
-# these programs are added outside the kernel in a fixed order. If rows are too wide for this,
-# separate programs process blocks of their columns, and an earlier kernel computes the rows'
-# totals.
+# A program loops over rows of x that share a row of the bias, and adds up dz in registers. If many
+# rows of x share a row of the bias, they are divided among several programs. The sums of these
+# programs are added outside the kernel in a fixed order. If rows are too wide for registers, a
+# program processes only a block of the columns of its rows, and an earlier kernel computes the
+# totals of whole rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,9 +266,11 @@ class Programs:
     Attributes:
       col_blocks: the number of blocks into which the columns are divided.
       bias_tiles: the number of tiles into which the rows of the bias are divided.
-      splits: the number of parts into which the rows of x that share a row of the bias are divided.
-      each: the number of rows of x in each of these parts.
-      tile_shares: True if the rows of a tile share one row of the bias, False if each has its own.
+      splits: the number of programs among which the rows of x that share a row of the bias are
+        divided.
+      each: the number of these rows of x that each of these programs processes.
+      tile_shares: True if all rows of x in a tile use the same row of the bias, False if each of
+        them uses a different row of the bias.
     """
 
     col_blocks: int
@@ -268,9 +281,13 @@ class Programs:
 
     @classmethod
     def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
-        """Divide the work among the programs of `schedule`, or fewer if there are few rows."""
+        """Divide the work among the number of programs that `schedule` requests.
+
+        If there are few rows, use fewer programs.
+        """
         size = schedule.tile_rows
-        # A tile has consecutive rows of x. They all share a row of the bias, or each has its own.
+        # A tile has consecutive rows of x. Either all of them share a row of the bias, or each of
+        # them uses a different row.
         has_axis = bool(shared.segments) and shared.segments[-1][1]
         tile_shares = size > 1 and not (has_axis and shared.rows >= size)
         bias_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
@@ -290,14 +307,14 @@ class Programs:
 def softmax_bwd_bias(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec, schedule: Schedule
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dx, and dbias `(n, cols)`.
+    """Return dx, and the gradient of a bias of shape `(n, cols)`.
 
     Args:
-      y, dy: `(rows, cols)`.
-      mask: `(n, cols)` or `(n, 1)`; None if the mask is not read.
+      y, dy: arrays `(rows, cols)`.
+      mask: an array `(n, cols)` or `(n, 1)`; None if the kernel does not read the mask.
     """
     shared = spec.softmax.logits_bias_rows
-    assert shared is not None  # `why_unsupported` refuses calls without this mapping of rows
+    assert shared is not None  # `why_unsupported` refuses calls for which this mapping is None
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,
@@ -343,7 +360,7 @@ def softmax_bwd_bias(
 def _softmax_bwd_totals(
     y_ptr, dy_ptr, mask_ptr, total_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Store each row's total: sum(d y) / sum(y), or sum(d) for log_softmax."""
+    """Store each row's total: sum(d * y) / sum(y) for softmax, sum(d) for log_softmax."""
     first_row = tl.program_id(0) * tiling.tile_rows
     total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
     row = (first_row + tl.arange(0, tiling.tile_rows))[:, None]
@@ -370,9 +387,9 @@ def _softmax_bwd_bias(
 ):
     """Store dx = scale * dz, and the program's sums of dz over rows that share a row of the bias.
 
-    If a program holds whole rows, it computes their totals, and the pointer to the totals is None.
-    `sharing` is the number of rows of x that share a row of the bias. `each` is the number of these
-    rows that a program processes.
+    If a program holds whole rows, it computes their totals (see `logits.term_of_total`) itself, and
+    `total_ptr` is None. Otherwise, it loads the totals. `sharing` is the number of rows of x that
+    share a row of the bias. `each` is the number of these rows that a program processes.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block

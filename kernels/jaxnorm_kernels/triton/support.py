@@ -9,24 +9,24 @@ from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# The maximum number of rows or columns. Indices are int32. In the last step of a loop, an index may
-# exceed the number of rows or columns by up to 2**21.
+# The maximum number of rows or columns. Indices are int32, whose maximum is 2**31 - 1. In the last
+# step of a loop, an index may exceed the number of rows or columns by up to 2**21.
 _MOST = 2**31 - 2**21
 
-# The maximum number of columns of a norm with a rotation. Its rows are attention heads, and no
-# schedule exists for wider heads.
+# The maximum number of columns of a norm with a rotation. The rows of these norms are attention
+# heads. There is no schedule for wider heads.
 _MOST_ROTATED = 1024
 
-# Minimum columns of a block in a cross-entropy's backward pass, except for the first and the last
-# block of a row.
+# The minimum number of columns of a block in the backward pass of a cross-entropy. The first and
+# the last block of a row may have fewer columns.
 _LOSS_BLOCK = 2048
 
 
 @functools.cache
 def can_lower() -> bool:
-    """Return True if JAX's CUDA plugin is installed, so that JAX can lower Triton kernels.
+    """Return True if JAX can lower Triton kernels, which requires JAX's CUDA plugin.
 
-    This needs no GPU.
+    A GPU is not required.
     """
     return hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel")
 
@@ -114,32 +114,36 @@ _LEFT_TO_XLA: Table = (
 
 
 def loss_block(spec: Spec) -> int:
-    """Return the minimum columns of a block in a loss's backward pass.
+    """Return the minimum number of columns of a block in the backward pass of a loss.
 
-    The first and the last block of a row may be smaller. A divergence reads two rows.
+    The first and the last block of a row may have fewer columns. A divergence reads two rows, the
+    student's and the teacher's, so its blocks have half as many columns as those of other losses.
     """
     return _LOSS_BLOCK // len(spec.operand_dtypes)
 
 
 def platforms() -> tuple[str, ...]:
-    """Return the supported platforms, which include the CPU if Triton interprets kernels."""
+    """Return the supported platforms. The CPU is one of them if Triton interprets kernels."""
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
 def why_unsupported(spec: Spec) -> str | None:
-    """Return the reason why the kernels cannot run this call, or None if they can."""
+    """Return the reason why the kernels cannot run the call `spec`, or None if they can run it."""
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """Return the reason why XLA runs this call by default, or None if the kernels run it."""
+    """Return the reason why XLA runs the call `spec` by default.
+
+    Return None if the kernels run it by default.
+    """
     return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence that compares the kernel with XLA, or None if it was not timed.
+    """Return a sentence that compares the kernel's time with XLA's, or None if it was not timed.
 
-    The times are from another GPU; see `timings`.
+    The times were measured on another GPU; see `timings`.
     """
     return timings.caveat(spec)
 
@@ -149,9 +153,9 @@ def _is_too_old() -> bool:
 
 
 def _few_rows(spec: Spec) -> int:
-    """Return the smallest number of rows with which the kernels of norms are faster than XLA.
+    """Return the minimum number of rows for which a norm's kernel is faster than XLA's code.
 
-    Only 1, 128 and 2048 rows were timed.
+    Only norms of 1, 128 and 2048 rows were timed.
     """
     float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
@@ -178,5 +182,8 @@ def _has_unaligned_rows(spec: Spec) -> bool:
 
 
 def _narrowest(spec: Spec) -> int:
-    """Return the smallest element size, in bytes, of y and the operands that have x's shape."""
+    """Return the smallest element size in bytes.
+
+    Only y and the operands that have x's shape count.
+    """
     return min(dtype.itemsize for dtype in (*spec.operand_dtypes, spec.y_dtype))

@@ -1,9 +1,9 @@
 """Tiles of two-dimensional arrays: their indices, and loads and stores.
 
-A tile is a part of an array (rows, cols) with tile_rows rows and block columns. Both numbers are
-powers of two, so a tile may extend beyond the last row and the last column. Elements outside the
-array are neither loaded nor stored. An array may have more than 2^31 elements, so the offset of a
-row in its array has 64 bits.
+A tile is a part of an array ``(rows, cols)``. It has `tile_rows` rows and `block` columns. Both
+numbers are powers of two, so a tile may extend beyond the last row and the last column of the
+array. Elements outside the array are neither loaded nor stored. An array may have more than 2^31
+elements, so the offset of a row from the start of the array is a 64-bit integer.
 """
 
 import dataclasses
@@ -13,9 +13,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# If the maximum m of a block is smaller than this number, m is set to this number. If a block
-# contains only -inf, exp(x - m) is then 0. With m = -inf, it would be NaN, because -inf - -inf is
-# NaN.
+# If the maximum m of a block is smaller than this number, m is set to this number. So if a block
+# contains only -inf, exp(x - m) is 0. With m = -inf, it would be NaN, because -inf - -inf is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -46,9 +45,9 @@ def zeros(tiling: tl.constexpr):
 def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
     """Return a tile's column indices, as an array with one row or with `tile_rows` equal rows.
 
-    Use `tile_rows` for a parameter that is loaded once for many tiles. The loaded array then has
-    the shape and layout of a tile, so each thread already holds the values for its rows. With one
-    row, threads would exchange the values again for each tile.
+    Pass `tile_rows` for a parameter that is loaded once for many tiles. The loaded array then has
+    the shape and the register layout of a tile, so each thread already holds the values for its
+    elements. With one row, threads would exchange the values again for each tile.
     """
     col = (first_col + tl.arange(0, block))[None, :]
     if tile_rows > 1:
@@ -58,10 +57,13 @@ def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
 
 @triton.jit
 def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
-    """Return a tile's row indices, the offsets of its rows, its column indices, and a mask.
+    """Return four arrays that describe a tile.
 
-    The element in column `col` of a row with the offset `start` has the offset `start + col` in its
-    array. The mask is True for elements that are inside the array.
+    1. The indices of its rows.
+    2. The offsets of its rows from the start of the array. If a row starts at offset `start`, its
+       element in column `col` is at offset `start + col`.
+    3. The indices of its columns.
+    4. A mask of the tile's elements that are inside the array.
     """
     row = first_row + tl.arange(0, tiling.tile_rows)
     start = row.to(tl.int64)[:, None] * tiling.cols
@@ -74,21 +76,21 @@ def tile_at(first_row, first_col, rows, tiling: tl.constexpr):
 
 @triton.jit
 def load_tile(ptr, tile, eviction: tl.constexpr = ""):
-    """Load a tile in float32, with 0 for elements outside the array."""
+    """Load a tile, and return it in float32. Elements outside the array are 0."""
     _, start, col, exists = tile
     return tl.load(ptr + start + col, exists, 0.0, eviction_policy=eviction).to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, x, tile):
-    """Store a tile, except for elements outside the array."""
+    """Store the tile `x`. Elements outside the array are not stored."""
     _, start, col, exists = tile
     tl.store(ptr + start + col, x, mask=exists)
 
 
 @triton.jit
 def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
-    """Load whole rows as a tuple of adjacent float32 tiles, with 0 outside the array."""
+    """Load whole rows, and return a tuple of float32 tiles. Elements outside the array are 0."""
     pieces: tl.constexpr = tiling.pieces
     tiles = ()
     for i in tl.static_range(pieces):
@@ -98,7 +100,7 @@ def load_rows(ptr, first_row, rows, tiling: tl.constexpr):
 
 @triton.jit
 def zero_beyond(x, first_col, tiling: tl.constexpr):
-    """Return the tile `x` with 0 in columns beyond the last column of the array."""
+    """Return the tile `x` with zeros in columns beyond the last column of the array."""
     if tiling.cols % tiling.block != 0:
         x = tl.where(columns_at(first_col, tiling.block) < tiling.cols, x, 0.0)
     return x
@@ -106,13 +108,16 @@ def zero_beyond(x, first_col, tiling: tl.constexpr):
 
 @triton.jit
 def of_rows(stat_ptr, row, rows):
-    """Load a statistic, one number for each row of a tile. If the pointer is None, return 0."""
+    """Load one number for each row of a tile, such as a statistic.
+
+    If the pointer is None, return 0.
+    """
     return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
 
 
 @triton.jit
 def clipped(x, limit: tl.constexpr):
-    """Clip `x` to a magnitude of at most `limit`, if `limit` is not 0."""
+    """Clip `x` to the range from -`limit` to `limit`. A limit of 0 means no limit."""
     if limit > 0.0:
         x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return x
@@ -127,9 +132,9 @@ def rounded_like(x, ptr):
 # ------------------------------------------------------------- operands that are broadcast to rows
 
 
-#: A rule that converts an index over some axes to an index over other axes. It has three numbers
-#: for each axis: (stride, size, new stride). The position on the axis is index // stride % size,
-#: and the result is the sum of position * new stride over all axes.
+#: A rule that converts a flat index of one array to a flat index of another. It has three numbers
+#: for each axis of the first array: (stride, size, new stride). The position on this axis is index
+#: // stride % size. The new index is the sum of position * new stride over all axes.
 Digits = tuple[int, ...]
 
 
@@ -138,10 +143,12 @@ class Operand:
     """How rows of x map to rows of an operand that is broadcast to x.
 
     Attributes:
-      has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
-      row: the rule that converts a row index of x to the row index of the operand.
+      has_columns: True if the operand has the shape ``(n, cols)``, False if it has the shape ``(n,
+        1)``.
+      row: the rule that converts the index of a row of x to the index of the operand's row that it
+        uses.
       of_row, of_nth: two rules for the opposite direction. Several rows of x use row r of the
-        operand; the n-th of them is row of_row(r) + of_nth(n) of x.
+        operand. The n-th of them is the row of x with index of_row(r) + of_nth(n).
     """
 
     has_columns: bool
@@ -151,8 +158,8 @@ class Operand:
 
 
 def operand_of(shared: Shared | None) -> Operand:
-    """Convert a `Shared` to an `Operand`, which a kernel takes as a compile-time constant."""
-    assert shared is not None  # `why_unsupported` refuses calls without this mapping of rows
+    """Convert a `Shared` to an `Operand`, which is a compile-time constant of a kernel."""
+    assert shared is not None  # `why_unsupported` refuses calls for which this mapping is None
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}
@@ -165,7 +172,7 @@ def operand_of(shared: Shared | None) -> Operand:
 
 @triton.jit
 def renumbered(number, digits: tl.constexpr):
-    """Convert an index by the rule `digits`; see `Digits`."""
+    """Convert the index `number` by the rule `digits`; see `Digits`."""
     result = number * 0
     for i in tl.static_range(len(digits) // 3):
         result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]

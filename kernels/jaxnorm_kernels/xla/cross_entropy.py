@@ -3,35 +3,40 @@
 Cross-entropy
 -------------
 
-For a row of V logits x with label l, let a = label_smoothing and b = z_loss. Sums with targets are
-over all columns, other sums over the unmasked columns. The logits are x or, with a scale or a cap,
-z = f * g(x); `label_sums` defines f and g. `f_times` multiplies differences of g(x) by f, and
-`times_slope` multiplies by dz / dx:
+For a row of V logits x with label l, let a = label_smoothing and b = z_loss. [j = l] is 1 in the
+label's column and 0 elsewhere. Sums with targets are over all columns. All other sums are over the
+unmasked columns:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
     loss     = lse - sum(targets x) + b lse^2
 
-With p = exp(x - m - log(s)) and d = dloss:
+With p = exp(x - m - log(s)) and the cotangent d of the loss:
 
     dx = d (p - targets + 2 b lse p) + e p        e = the cotangent of lse
+
+With a scale or a cap, the logits are z = f * g(x) instead of x; `label_sums` defines f and g.
+Differences of logits are then computed by `f_times`, which multiplies a difference of g(x) by f.
+Gradients of z are converted to gradients of x by `times_slope`, which multiplies by the derivative
+dz / dx.
 
 m and log(s) are saved separately, because their sum lse would round log(s) away if logits are
 large. Results depend only on the sum of both, so the cotangent of lse is passed as the cotangent of
 log(s).
 
 If the label is nearly certain, lse - x_l is the small difference of two large numbers. To keep it
-accurate, log(s) is computed as log1p(s - 1). In s - 1, the label's term exp(x_l - m) = exp(-D) is
-not added to the other terms, but becomes exp(-D) - 1. This is 0 if the label's logit is the
-largest. D is m - x_l:
+accurate, log(s) is computed as log1p(s - 1). With D = m - x_l, the label's term of s is exp(-D).
+The 1 is subtracted from this term before the other terms are added. The difference is exactly 0 if
+the label's logit is the largest:
 
-    lse - x_l = D + log(s)      log(s) = log1p(sum(exp(x - m), j != l) + exp(-D) - 1)
+    lse - x_l = D + log(s)      log(s) = log1p(sum(exp(x - m), j != l) + (exp(-D) - 1))
 
     loss = (1 - a) (lse - x_l) + a (log(s) - mean(x - m)) + b lse^2
 
 A row *has no entry* if ``positions`` is False for it, or if all its columns are masked. Its loss
-and gradient are 0, and log(s) = -inf marks it for the other passes. For a row whose label is not
-one of its columns, log(s), loss and gradient are NaN. Columns of padding are not read.
+and gradient are 0. The forward pass stores -inf as its log(s), by which the backward and tangent
+passes recognise the row. For a row whose label is not one of its columns, log(s), loss and gradient
+are NaN. Columns of padding are not read.
 
 Log-probability of the label, and entropy
 -----------------------------------------
@@ -42,11 +47,12 @@ and m, s and log(s) are defined as above:
     y        = log(p_l)            p = exp(x - m - log(s))
     entropy  = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
-Neither term of the entropy is negative. With a and b the cotangents of y and of the entropy H:
+Neither term of the entropy is negative. Let H be the entropy, a the cotangent of y, and b the
+cotangent of H:
 
     dx = a ([j = l] - p) - b p (log(p) + H)
 
-With t the tangent of x, the tangent of y is t_l - sum(p t), and the tangent of H is -sum(p (log(p)
+If t is the tangent of x, the tangent of y is t_l - sum(p t), and the tangent of H is -sum(p (log(p)
 + H) t).
 
 Both results are 0 in a row without an entry, and NaN if the label is not one of its columns.
@@ -92,7 +98,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     at_label = columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-    # The maximum is exact in the dtype of x, so x need not be converted first.
+    # x need not be converted first, because the maximum is exact in the dtype of x.
     m = row_max(kept, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
@@ -103,8 +109,9 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     # If all unmasked logits of a row are -inf, the loss is NaN, because m - m = -inf + inf = NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
-    # log(s) is log1p(others + own), so `own` is exp(z_label - m) - 1 for logits z. If the label's
-    # column is masked, the exponential is 0 and `own` is -1.
+    # s is the sum of `others` and the label's term exp(z_label - m), where z are the logits. log1p
+    # takes s - 1, so `own` is the label's term minus 1. If the label's column is masked, the term
+    # is 0, and `own` is -1.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -142,7 +149,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
-    """Remove the padding columns: return the arrays without them, and a spec for these arrays.
+    """Return `arrays` without their padding columns, and a spec for the shorter arrays.
 
     All arrays have the shape of x.
     """
@@ -157,8 +164,9 @@ def probabilities(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return five arrays: g(x), p, lse, and two masks.
 
-    The first mask is True for entries that affect the results: they are unmasked, or in the label's
-    column. The second mask is True in the label's column. lse is 0 in rows without an entry.
+    The first mask is True for entries that affect the results: entries that are unmasked, and
+    entries in the label's column. The second mask is True in the label's column. In rows without an
+    entry (see the module docstring), lse is 0.
     """
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = columns(x.shape, spec) == label
@@ -167,16 +175,16 @@ def probabilities(
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
     if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
-        # Entries that do not affect the results may be NaN. Replace them, because tanh and its
-        # derivative would be NaN too.
+        # Entries that do not affect the results may be NaN. Replace them by 0, because tanh and its
+        # derivative would be NaN, too.
         x = jnp.where(takes_part, x, 0)
     scale = scale_of(residuals.logits_scale, spec)
     x = g(x, scale, spec)
 
     def made_again() -> jax.Array:
         kept = has_entry if mask is None else has_entry & mask
-        # Mask the argument of the exponential, so that second derivatives are 0 in masked entries,
-        # not NaN.
+        # Mask the argument of the exponential, so that second derivatives are 0 in masked entries
+        # and not NaN.
         depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
         return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
 
@@ -204,7 +212,10 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
-    """Return the column index of each element. In a sharded row, it counts from the first shard."""
+    """Return the column index of each element, in an array of shape `shape`.
+
+    If the columns are sharded, they are numbered across all shards.
+    """
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
     for axis, names in zip(spec.axes, over):
@@ -223,7 +234,10 @@ _NO_TERM = -1e4
 
 
 def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return log-probability and entropy of each row, and statistics if the spec requests them."""
+    """Return the log-probability and the entropy of each row.
+
+    Also return the statistics if the spec requests them.
+    """
     loss, m, log_s = loss_and_statistics(operands, spec)
     (x,), spec = without_padding([operands.x], spec)
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
@@ -237,7 +251,7 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
     """Return T = sum(exp(x - m) * (x - m)) of each row.
 
-    The argument `x` is not the logits but g(logits); see the module docstring.
+    The argument `x` is g of the logits, not the logits themselves; see the module docstring.
     """
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     scale = scale_of(operands.logits_scale, spec)
@@ -246,7 +260,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return f_times(x.astype(spec.compute_dtype) - m, scale, spec)
 
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
-        """Return e * depth for e = exp(depth), and 0 instead of NaN if the depth is -inf.
+        """Return e * depth for e = exp(depth). If the depth is -inf, return 0, not NaN.
 
         `jnp.maximum` makes the depth finite. `jnp.where` would have the same effect, but XLA on a
         CPU would store the result of the comparison in memory, which is slow (see `label_sums`).
@@ -258,9 +272,10 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """Return the sum T, computed in the way that is fastest on a CPU.
+        """Return T (see `_exponents`), computed in the way that is fastest on a CPU.
 
-        The barrier keeps XLA from storing x - m to use it in the backward pass too.
+        Without the barrier, XLA would store x - m in the forward pass in order to reuse it in the
+        backward pass.
         """
         of_all = depth(*lax.optimization_barrier((kept, m)))
         if not (spec.has_stats and shares_exponentials(spec)):
@@ -280,7 +295,8 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     residuals, mask = residuals._replace(saved=x), residuals.mask
     x, p, _, takes_part, at_label = probabilities(residuals, spec)
     scale = scale_of(residuals.logits_scale, spec)
-    # Mask the tangent before it is multiplied, because 0 * inf would make the row NaN.
+    # Mask the tangent before it is multiplied, because 0 * inf would be NaN, and so would the sums
+    # over the row.
     t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, scale, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
     of_entropy = weighted * above_mean(x, p, residuals, spec)
@@ -291,7 +307,10 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
 
 
 def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradient of the logits x, given the cotangents of log-probability and entropy."""
+    """Return the gradient of the logits x.
+
+    It is computed from the cotangents of the log-probability and of the entropy.
+    """
     padding = spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     residuals = residuals._replace(saved=x)
@@ -312,7 +331,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """Return log(p) + H, or 0 where p is 0. H is the entropy, -sum(p * log(p)).
 
-    The argument `x` is not the logits but g(logits), as in `probabilities`.
+    The argument `x` is g of the logits, not the logits themselves, as in `probabilities`.
     """
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)

@@ -11,20 +11,22 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import vary_like
 
+# The value None, with the type Any. It is the default of `backward`, for operations that use the
+# backward pass of another operation.
 _ANOTHER_S: Any = None
 
 
 class Formulas(NamedTuple):
     """The forward pass, backward pass and tangent of an operation; see `Implementation`.
 
-    Some operations use the tangent and backward pass of another operation, which
+    Some operations use the tangent and the backward pass of another operation, which
     `Operation.derivative` names. They have only a forward pass here.
 
-    The backward pass is linear in the cotangents. By default, the tangent is computed as the
-    transpose of the backward pass. XLA may fuse this transpose badly on a CPU, so an operation may
-    have a separate function for its tangent, `own_tangent`. This pays off: for a float32 array of
-    2048 x 1024, jax.jvp of softmax loads and stores 8 arrays of that size instead of 12, and
-    jax.jvp of log_prob takes 30 % of the time.
+    The backward pass is linear in the cotangents, so the tangent can be computed as its transpose.
+    This is the default. On a CPU, XLA may fuse this transpose badly, so an operation may have a
+    separate function for its tangent, `own_tangent`. This pays off: for softmax of a float32 array
+    of 2048 x 1024, jax.jvp loads and stores 8 arrays of that size instead of 12. For log_prob,
+    jax.jvp takes 30 % of the time that it takes with the transpose.
     """
 
     forward: Callable[[Operands, Spec], Results]
@@ -39,8 +41,9 @@ class Formulas(NamedTuple):
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = spec.replaced(direction="bwd")
         if spec.norm.residual_dtype is not None:
-            # Do not round the gradient of h to the residual's dtype, because rounding is not
-            # linear.
+            # The tangent is the transpose of the backward pass, so the backward pass must be
+            # linear. Rounding is not linear. So do not round the gradient of h to the residual's
+            # dtype.
             of_backward = of_backward.replaced(residual_dtype=spec.compute_dtype)
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:
@@ -52,9 +55,9 @@ class Formulas(NamedTuple):
 
 
 def _results_like(saved: jax.Array, spec: Spec) -> Results:
-    """Return arrays with the shapes and dtypes of the operation's results. Their values are unused.
+    """Return arrays with the shapes and dtypes of the operation's results.
 
-    Inside `jax.shard_map`, they vary over the same mesh axes as `saved`.
+    Their values are unused. Inside `jax.shard_map`, they vary over the same mesh axes as `saved`.
     """
     of_row, is_array = jnp.sum(saved, spec.axes), spec.operation.results["y"] == "array"
     stat = of_row.astype(spec.compute_dtype)
@@ -67,9 +70,9 @@ def _results_like(saved: jax.Array, spec: Spec) -> Results:
 
 
 def _over_shards(results: Results, spec: Spec) -> Results:
-    """All-reduce the tangents of results with one number per row.
+    """All-reduce the tangents of those results that have one number per row.
 
-    If the columns are sharded, each shard has only a partial sum.
+    The columns are sharded, so each shard has computed only a partial sum of each of these numbers.
     """
     y, stats = results.y, lax.psum(results.stats, spec.cols_over)
     if spec.operation.results["y"] == "stat":

@@ -1,13 +1,14 @@
 """The Kullback-Leibler divergence between a teacher and a student, over ``spec.axes``.
 
 p is the softmax of the teacher's logits, and q is the softmax of the student's logits x. Each
-softmax is computed from the *depths* d = z - max(z) of its logits z. The logits may have a scale or
-a cap: z = f * g(x), and the depths are f * (g(x) - max(g(x))) (see `label_sums`):
+softmax is computed from the *depths* d = z - max(z) of its logits z, where max(z) is the maximum of
+a row. The logits may have a scale or a cap: z = f * g(x), and the depths are f * (g(x) - max(g(x)))
+(see `label_sums`):
 
     e = exp(d)      s = sum(e)      log(p) = d - log(s)
 
-The divergence is KL(P || Q). P is p and Q is q; with ``reverse``, P is q and Q is p. Subscripts
-name the distribution:
+The divergence is KL(P || Q). P is the teacher's p and Q is the student's q. With ``reverse``, P is
+the student's q and Q is the teacher's p. A subscript P or Q names the distribution:
 
     u      = d_P - d_Q
     KL     = sum(e_P u) / s_P + log(s_Q / s_P)
@@ -17,20 +18,22 @@ If the distributions are nearly equal, u is small. The rounding errors of the tw
 then small too, because neither term is a difference of large numbers. A class with P = 0 adds
 nothing. A class with P > 0 and Q = 0 makes the divergence infinite.
 
-With c the cotangent of the divergence, the gradient of the student's z is
+Let c be the cotangent of the divergence. The gradient of the student's z is:
 
-    c (q - p)                           of KL(p || q)       q - p = -q expm1(log(p) - log(q))
-    c q (log(q) - log(p) - KL)          of KL(q || p)
+    c (q - p)                           for KL(p || q)      q - p = -q expm1(log(p) - log(q))
+    c q (log(q) - log(p) - KL)          for KL(q || p)
 
 If teacher and student have equal logits, divergence and gradient are exactly 0, regardless of how
 the compiler fuses or folds operations. Three measures ensure this. First, if teacher and student
-have the same f, g(x) - max(g(x)) is computed for each of them, and u is f times the difference.
-Second, log(s_Q) is computed as log(s_P) + log(s_Q / s_P). Third, log(p) - log(q) is computed from
-u.
+have the same f, g(x) - max(g(x)) is computed for each of them, and u is f times the difference of
+these two arrays. Second, log(s_Q) is computed as log(s_P) + log(s_Q / s_P). Third, log(p) - log(q)
+is computed from u.
 
-The teacher's logits are constants: they get no gradient. A row *has no entry* if ``positions`` is
-False for it, or if all its classes are masked. Its divergence and gradient are 0. The other passes
-recognise the row because its log(s) of the student is -inf.
+The teacher's logits are constants, so they have no gradient.
+
+A row *has no entry* if ``positions`` is False for it, or if all its classes are masked. Its
+divergence and gradient are 0. The forward pass stores -inf as log(s) of the student for this row,
+by which the backward and tangent passes recognise the row.
 """
 
 from typing import NamedTuple
@@ -54,9 +57,9 @@ from jaxnorm_kernels.xla.reductions import (
     row_sums,
 )
 
-# The symbols are explained in the module docstring. For |u| up to this number, e_Q - e_P is
-# computed as e_P * expm1(-u). For larger |u|, e_P is subtracted from e_Q directly. This is
-# accurate then, whereas e_P might underflow and expm1(-u) might overflow.
+# The module docstring explains the symbols. If |u| is below this number, e_Q - e_P is computed as
+# e_P * expm1(-u). Otherwise, e_P is subtracted from e_Q. For large |u|, this is accurate, and the
+# product could fail: e_P might underflow to 0, and expm1(-u) might overflow.
 _SMALL = 1.0
 
 
@@ -64,7 +67,10 @@ class _Logits(NamedTuple):
     """Logits z = factor * g, where g is x or, if the logits have a cap, tanh(scale * x / cap).
 
     Attributes:
-      slope: the derivative dz / dx.
+      g: an array with the shape of x.
+      factor: the cap if there is one, otherwise the scale.
+      slope: the derivative dz / dx. It is an array, or a number if there is no cap and the scale is
+        a number.
     """
 
     g: jax.Array
@@ -72,7 +78,7 @@ class _Logits(NamedTuple):
     slope: Scale
 
     def below(self, largest: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Return g - `largest` in the dtype of `largest`, with -inf in masked entries.
+        """Return g - `largest` in the dtype of `largest`. It is -inf in masked entries.
 
         `largest` is the maximum of g in each row.
         """
@@ -81,9 +87,10 @@ class _Logits(NamedTuple):
 
 
 def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
-    """Return the logits of x. `scale` is an array with a number for each row, or None.
+    """Return the logits of x.
 
-    None means that the scale is `LogitsOptions.logits_scale`.
+    `scale` is an array with a number for each row. None means that the scale is the static number
+    `LogitsOptions.logits_scale`.
     """
     factor = scale_of(scale, spec)
     if cap is None:
@@ -101,18 +108,19 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
         kept = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
-        # The maximum is exact in the dtype of g, so g need not be converted first.
+        # g need not be converted first, because the maximum is exact in the dtype of g.
         m = row_max(kept, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
-        # On a CPU, XLA would otherwise fuse the differences with the maximum, and store them.
+        # Without this barrier, XLA on a CPU would fuse the differences g - m with the maximum m,
+        # and store the array of differences in memory.
         m = on_cpu(lax.optimization_barrier, m)
         found.append((_Depths(z.below(m, mask), z.factor), m))
     (d_q, m_q), (d_p, m_p) = found
     first, second = (d_q, d_p) if spec.loss.reverse else (d_p, d_q)
     log_ratio, difference, s_first, s_second = _sums(first, second, spec)
     share = difference / s_first
-    is_close = jnp.abs(share) < 0.5  # log1p of a number near -1 would lose digits
+    is_close = jnp.abs(share) < 0.5  # log1p would lose digits if its argument were near -1
     near = jnp.log1p(jnp.where(is_close, share, 0))
     log_share = jnp.where(is_close, near, jnp.log(s_second / s_first))
     y = jnp.where(has_entry, jnp.maximum(log_ratio / s_first + log_share, 0), 0)
@@ -127,18 +135,18 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
 def _inputs(
     x: jax.Array, teacher: jax.Array, spec: Spec
 ) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
-    """Return (logits, cap) of the student, and (logits, cap) of the teacher."""
+    """Return two pairs: the logits and the cap of the student, then those of the teacher."""
     if spec.loss.teacher_softcap is not None:
         # If the teacher's logits are constants of the program, XLA would evaluate their tanh at
-        # compile time, where it is rounded differently than the student's.
+        # compile time. It would be rounded differently than the student's tanh.
         teacher = lax.optimization_barrier(teacher)
     return (x, spec.loss.logit_softcap), (teacher, spec.loss.teacher_softcap)
 
 
 def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
-    """Return True for each row that has an entry (see the module docstring).
+    """Return a mask of the rows that have an entry (see the module docstring).
 
-    The normalised axes of the result have size 1.
+    The normalised axes have size 1 in the result.
     """
     is_empty = isinstance(spec.cols, int) and spec.cols == 0
     some = jnp.asarray(not is_empty)
@@ -150,11 +158,11 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """The depths z - max(z) of logits z = factor * g. They are the product `below` * `factor`.
+    """The depths z - max(z) of logits z = factor * g, as two factors: `below` * `factor`.
 
     Attributes:
-      below: g - max(g), where max(g) is the maximum of each row.
-      factor: the factor of g.
+      below: the array g - max(g), where max(g) is the maximum of each row.
+      factor: the number by which g is multiplied, or an array with such a number for each row.
     """
 
     below: jax.Array
@@ -167,10 +175,10 @@ class _Depths(NamedTuple):
 
 
 def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
-    """Return the differences of two arrays of depths (a depth is z - max(z) for a logit z).
+    """Return the depths `first` minus the depths `second` (a depth is z - max(z) for a logit z).
 
-    Where the two logits and their caps are equal, the difference is exactly 0. No rounding or
-    fusion by the compiler changes this.
+    If two logits and their caps are equal, the difference is exactly 0. No rounding or fusion by
+    the compiler changes this.
     """
     if spec.loss.logit_softcap == spec.loss.teacher_softcap:
         return times(first.below - second.below, first.factor)
@@ -178,9 +186,9 @@ def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
 
 
 def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
-    """Return four sums over rows: sum(e_P * u), sum(e_Q - e_P), s_P and s_Q.
+    """Return four sums over each row: sum(e_P * u), sum(e_Q - e_P), s_P and s_Q.
 
-    The arguments are the depths of P and Q. The module docstring defines the symbols.
+    `first` are the depths of P, and `second` those of Q. The module docstring defines the symbols.
     """
 
     def terms() -> list[jax.Array]:
@@ -202,14 +210,15 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
 
 
 class _Distributions(NamedTuple):
-    """The student's distribution, and derivatives of the divergence; arrays of x's shape.
+    """The student's distribution, and derivatives of the divergence, as arrays of x's shape.
 
     Attributes:
       q: the probabilities of the student.
       weight: the derivative of the divergence with respect to the student's logits z.
-      slope: the derivative dz / dx. It is an array, or a number if the logits have no cap.
-      takes_part: a boolean array, True for unmasked entries. It is False in all entries of a row
-        that ``positions`` excludes.
+      slope: the derivative dz / dx. It is an array, or a number if there is no cap and the scale is
+        a number.
+      takes_part: a mask of the unmasked entries. It is False for all entries of a row that
+        ``positions`` excludes.
     """
 
     q: jax.Array
@@ -229,14 +238,14 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     statistics = [(m_q, log_s_q), (m_p, log_s_p)]
     inputs = _inputs(residuals.saved, residuals.teacher_logits, spec)
     for (x, cap), (m, _) in zip(inputs, statistics):
-        # Masked entries may be NaN, but their derivatives must be 0.
+        # The logits of masked entries may be NaN, but their derivatives must be 0.
         kept = jnp.where(takes_part, x, 0) if is_masked else x
         z = _logits(kept, cap, residuals.logits_scale, spec)
         depths.append(_Depths(z.below(m, takes_part), z.factor))
         slopes.append(z.slope)
     of_q, of_p = depths
     q = jnp.exp(of_q.of_z - log_s_q)
-    # Compute the log of the ratio q / p only where both probabilities are nonzero.
+    # Compute log(q / p) only where both probabilities are nonzero.
     is_there = of_q.below != -jnp.inf
     are_there = is_there & (of_p.below != -jnp.inf)
     safe_q, safe_p = (_Depths(jnp.where(are_there, d.below, 0), d.factor) for d in depths)

@@ -1,39 +1,48 @@
-"""Sums over rows in the forward pass of a cross-entropy with logits x (-inf if masked) and label l.
+"""Sums over rows in the forward pass of a cross-entropy, and the scale and cap of its logits.
 
-    others   sum(exp(x - m), j != l)
+x is a row of logits, in which masked logits are -inf. m is the maximum of x, l is the row's label,
+and j is a column. The main sum is over all columns but the label's:
 
-m is the maximum of x, and j is a column. To leave out the label's term, every column is compared
-with the label. On a GPU, XLA fuses the comparison and the exponential into the reduction. On a CPU,
-XLA calls a fast library function for each sum. It fuses arithmetic into this call, but not
-comparisons: it would store their results in an array of x's size. To avoid this on a CPU, a row is
-reshaped to a matrix, if its length has a suitable divisor. The columns of the matrix are called
-*lanes*. In the lane that contains the label, m is replaced by inf, so that all exponentials of this
-lane are 0. A second sum adds the lane's other elements:
+    others = sum(exp(x - m), j != l)
 
-    others   sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
+To leave out the label's term, every column is compared with the label. On a GPU, XLA fuses the
+comparison and the exponential into the reduction. On a CPU, XLA calls a fast library function for
+each sum. It fuses arithmetic into this call, but not comparisons: it would store their results in
+an array of x's size.
+
+To avoid this on a CPU, a row is reshaped to a matrix, if its length has a suitable divisor. The
+columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label, and
+m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
+second sum adds the lane's elements, except for the label:
+
+    others = sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
 For the second sum, the label's lane is gathered from each row, and only its elements are compared
-with the label. Lanes are short, since gathers are slow. Both formulas add the same terms. As no
+with the label. Lanes are short, because gathers are slow. Both formulas add the same terms. As no
 term is negative, their order hardly matters for the accuracy.
 
-On a CPU, exponentials take two thirds of the time of the loss and its gradient. So forward and
-backward pass contain the same expression e, which XLA computes once in a program with both passes.
-With s = others + exp(x_l - m), both use e as shown below. This is done only if the logits have the
-dtype of the arithmetic: for 16-bit logits, the array would be twice as large as x.
+On a CPU, exponentials take two thirds of the time of the loss and its gradient. So the forward pass
+and the backward pass both compute the same array e on a CPU. In a program with both passes, XLA
+computes e only once, and stores it:
 
-    e = exp(x - m), but 0 at the label      others = sum(e)
-    p = e / s, but exp(x_l - m) / s at the label
+    e      = exp(x - m), but 0 in the label's column
+    others = sum(e)
+    p      = e / s, but exp(x_l - m) / s in the label's column      s = others + exp(x_l - m)
 
-With a scale a = logits_scale or a cap c = logit_softcap, the logits are z = f * g(x). Then g(x)
-replaces x in these formulas, and differences of g(x) are multiplied by f before the exponential:
+This is done only if the logits have the dtype of the arithmetic. For 16-bit logits, e would be
+twice as large as x.
+
+Let a = logits_scale. With a scale or a cap c = logit_softcap, the logits are z = f * g(x). Then
+g(x) replaces x in these formulas, and differences of g(x) are multiplied by f before the
+exponential:
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
-    g = x                f = a    dz / dx = a                else
+    g = x                f = a    dz / dx = a                without a cap
 
-m is the maximum of g, and differences are computed from g, not from z, for two reasons. First, a
-large z may have a rounding error of more than 1, and z - max(z) would have it too, while f * (g -
-m) has a small error. Second, the compiler may fuse f * g - max(z) into one instruction. Then max(z)
-would be rounded but f * g would not, so that the largest exponent would not be 0.
+m is then the maximum of g. Differences are computed from g and not from z, for two reasons. First,
+a large z may have a rounding error of more than 1, and z - max(z) would have the same error, while
+f * (g - m) has a small error. Second, the compiler may fuse f * g - max(z) into one instruction.
+Then max(z) would be rounded but f * g would not, so that the largest exponent would not be 0.
 """
 
 import functools
@@ -46,14 +55,15 @@ from jax import lax
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
-#: The scale a of logits: a number, or an array with a number for each row.
+#: The scale a of logits: a number, or an array with one number for each row.
 Scale = float | jax.Array
 
 
 def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
-    """Return the scale of a call's logits: a static number, or the operand `logits_scale`.
+    """Return the scale of a call's logits: a static number, or an array.
 
-    The operand has a number for each row, and gets size 1 for the normalised axes.
+    The array is `operand`, the operand `logits_scale` of the call. It has one number for each row.
+    In the result, the normalised axes are added with size 1.
     """
     if operand is None:
         return spec.logits.logits_scale
@@ -63,7 +73,8 @@ def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
 def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
     """Return the value of g at the logits x (see the module docstring).
 
-    It is tanh(scale * x / cap) in the arithmetic dtype or, without a cap, x in its own dtype.
+    With a cap, it is tanh(scale * x / cap) in the arithmetic dtype. Without a cap, it is x in its
+    own dtype.
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -71,15 +82,16 @@ def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Return f * `difference`.
+    """Return f * `difference` (see the module docstring for f and g).
 
-    For a difference of two values of g(x), this is the difference of the logits z = f * g(x).
+    If `difference` is a difference of two values of g(x), the result is the difference of the
+    logits z = f * g(x).
     """
     return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
 
 
 def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
-    """Multiply d by dz / dx.
+    """Return the product of d and the derivative dz / dx. `g` is g(x); see the module docstring.
 
     This converts a tangent of x to a tangent of z, or a cotangent of z to a cotangent of x.
     """
@@ -88,15 +100,15 @@ def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Arr
 
 
 def times(v: jax.Array, factor: Scale) -> jax.Array:
-    """Multiply v by a factor: a number, or an array with a number for each row."""
+    """Return `factor` * v. The factor is a number, or an array with one number for each row."""
     return v if isinstance(factor, float) and factor == 1 else factor * v
 
 
-# A row is reshaped to a matrix whose columns are called lanes. _SHORTEST and _LONGEST limit
-# the number of elements of a lane, cols ** _EXPONENT is the preferred number, and _LANES is the
-# minimum number of lanes. Each lane has a copy of the row's maximum m, so shorter lanes need more
-# copies. Longer lanes make the gather slow. Measured optima on x86 with 2
-# cores: 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
+# A row is reshaped to a matrix whose columns are called lanes. The preferred number of elements of
+# a lane is cols ** _EXPONENT. A lane has at least _SHORTEST and at most _LONGEST elements, and
+# there are at least _LANES lanes. Each lane has a copy of the row's maximum m, so shorter lanes
+# need more copies. Longer lanes make the gather slow. The optima measured on an x86 CPU with 2
+# cores are lanes of 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
 _SHORTEST, _EXPONENT, _LONGEST, _LANES = 8, 0.3, 2048, 32
 
 
@@ -109,20 +121,20 @@ def label_sums(
     spec: Spec,
     scale: Scale | None = None,
 ) -> list[jax.Array]:
-    """Return three or four numbers for each row.
+    """Return three or four arrays with one number for each row.
 
     * `others`, the sum of exponentials without the label's term (see the module docstring)
-    * the label's element of `x`
-    * the label's element of `kept`
-    * with label smoothing, sum(x - m)
+    * the element of `x` in the label's column
+    * the element of `kept` in the label's column
+    * only with label smoothing: sum(x - m)
 
     Args:
-      x: logits, of any dtype. Each sum converts them separately, because XLA on a CPU would store a
-        conversion that several sums share.
+      x: logits, of any dtype. Each sum converts them to the arithmetic dtype separately, because
+        XLA on a CPU would store a conversion that several sums share.
       kept: x, with -inf in masked columns.
       m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
-      label: the column of the row's label. For a label of -1, the results are arbitrary.
-      at_label: a boolean array of x's shape, True in the label's column.
+      label: the column of the row's label. If it is -1, the results are arbitrary.
+      at_label: a mask of x's shape, True in the label's column.
       scale: the scale a of the logits; None for `LogitsOptions.logits_scale`.
     """
     scale = spec.logits.logits_scale if scale is None else scale
@@ -133,7 +145,7 @@ def label_sums(
         return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
-        """Return the terms of each sum, as a list of arrays of x's shape."""
+        """Return the terms of each sum, as a list of arrays with the shape of x."""
         terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, scale, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
@@ -152,7 +164,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # The barrier keeps XLA from storing x - m to use it in the backward pass too.
+            # Without the barrier, XLA would store x - m in order to reuse it in the backward pass.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 
@@ -163,8 +175,8 @@ def label_sums(
 def shares_exponentials(spec: Spec) -> bool:
     """Return True if forward and backward pass share one array of exponentials on a CPU.
 
-    With ``positions``, the array cannot be shared: the derivatives of excluded rows must be 0, but
-    their exponentials may be NaN.
+    A call with ``positions`` cannot share the array: the derivatives of excluded rows must be 0,
+    but their exponentials may be NaN.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
@@ -173,7 +185,7 @@ def shares_exponentials(spec: Spec) -> bool:
 def exponentials_but_label(
     x: jax.Array, m: jax.Array, label: jax.Array, scale: Scale, spec: Spec
 ) -> jax.Array:
-    """Return the exponentials exp(f * (x - m)), with 0 in column `label` of each row."""
+    """Return exp(f * (x - m)), but 0 in column `label` of each row."""
     e = jnp.exp(f_times(x - m, scale, spec))
     # jnp.put_along_axis does not support a symbolic number of rows.
     rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
@@ -181,7 +193,7 @@ def exponentials_but_label(
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """Gather elements of each row of x. `column` has the indices of their columns for each row."""
+    """Return elements of each row of x. `column` has the indices of their columns for each row."""
     return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
 
 
@@ -211,8 +223,8 @@ def _others(
 def lane_size(cols: int) -> int | None:
     """Return the number of elements of a lane: the divisor of `cols` nearest to cols ** 0.3.
 
-    Distances are measured on a logarithmic scale. Return None if no divisor is within the limits,
-    or if `cols` is symbolic.
+    "Nearest" refers to a logarithmic scale. Return None if no divisor is within the limits, or if
+    `cols` is symbolic.
     """
     if not isinstance(cols, int):
         return None

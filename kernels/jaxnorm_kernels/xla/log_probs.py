@@ -1,15 +1,18 @@
 """Log-probabilities of several labels of each row, and the row's entropy.
 
-`cross_entropy` has the formulas for a single label. For labels l_1 to l_k of a row, they are
+`cross_entropy` has the formulas for a single label. For labels l_1 to l_k of a row, they are:
 
     y_i      = -(m - x_{l_i}) - log(s)
     dx       = sum_i a_i [j = l_i] - sum(a) p - b p (log(p) + H)
 
-[j = l_i] is 1 in column l_i and 0 elsewhere. a_i is the cotangent of y_i, and b is the cotangent of
-the entropy H. log(s) is computed as in `cross_entropy`, but the column of the largest logit takes
-the role of the label. So the log-probability of a nearly certain label is accurate. If a label is
-not a column of the row, its y_i is NaN. The gradient of the row is then NaN too, unless the
-cotangent a_i is 0.
+x is a row of logits with the probabilities p, the entropy H and the columns j. [j = l_i] is 1 in
+column l_i and 0 elsewhere. a_i is the cotangent of y_i, and b is the cotangent of H. m and s are
+defined as in `cross_entropy`. log(s) is computed as there, but the column of the largest logit
+takes the role of the label. A nearly certain label is in this column, so its log-probability is
+accurate.
+
+If a label is not a column of the row, its y_i is NaN. The gradient of the row is then NaN too,
+unless the cotangent a_i is 0.
 """
 
 import functools
@@ -27,9 +30,9 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# Two methods add the cotangents of the labels to the gradient: comparing every column with every
-# label, and a scatter. The scatter is used if a row has more labels than this number and is not
-# sharded.
+# The cotangents of the labels are added to the gradient by one of two methods: a comparison of
+# every column with every label, or a scatter. The scatter is used if a row has more labels than
+# this number and is not sharded.
 _COMPARED = 32
 
 
@@ -95,10 +98,11 @@ def log_probs_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: S
 def _probabilities(
     residuals: Residuals, labels: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return g(x), p, a mask of the rows that have an entry, and a mask of the relevant entries.
+    """Return four arrays: g(x), p, a mask of rows, and a mask of relevant entries.
 
-    In a row that has an entry (a row that is not excluded, see `cross_entropy`), an entry is
-    relevant if it is unmasked or in the column of a label. In other rows, none is relevant. Only
+    The mask of rows is True for the rows that have an entry. These are the rows that are not
+    excluded by ``positions`` and have an unmasked column. In these rows, an entry is relevant if it
+    is unmasked, or if it is in the column of a label. In all other rows, no entry is relevant. Only
     the derivatives of relevant entries may be nonzero.
     """
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
@@ -106,7 +110,7 @@ def _probabilities(
     mask, scale = residuals.mask, scale_of(residuals.logits_scale, spec)
     x, takes_part = residuals.saved, has_entry
     if mask is not None:
-        # The logit of a label affects the results even if its class is masked.
+        # The logit of a label affects the results even if its column is masked.
         counts = jnp.ones(labels.shape, spec.compute_dtype)
         takes_part = has_entry & (mask | (_spread(counts, labels, x.shape, spec) > 0))
     if mask is not None or spec.loss.has_positions:
@@ -115,8 +119,8 @@ def _probabilities(
     x = g(x, scale, spec)
     depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
     kept = has_entry if mask is None else has_entry & mask
-    # Mask the argument of the exponential, so that second derivatives are 0 in masked entries, not
-    # NaN.
+    # Mask the argument of the exponential, so that second derivatives are 0 in masked entries and
+    # not NaN.
     log_p = jnp.where(kept, depth - jnp.where(has_entry, log_s, 0), -jnp.inf)
     return x, jnp.exp(log_p), has_entry, takes_part
 
@@ -141,9 +145,9 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
 
 
 def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
-    """Return the elements of v at the labels: for each row, one element for each of its labels.
+    """Return the elements of v in the columns of the labels: for each row, one element per label.
 
-    For a label of -1, the element is arbitrary.
+    If a label is -1, its element is arbitrary.
     """
     if spec.axes == (-1,) and not spec.cols_over:
         return at_column(v, jnp.maximum(labels, 0))
@@ -160,13 +164,13 @@ def _at(v: jax.Array, labels: jax.Array, spec: Spec) -> jax.Array:
 def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
     """Return an array of `shape` that is 0 except in the columns of the labels.
 
-    `a` has a value for each label, which is put into the label's column. If several labels of a row
-    are equal, their values are added up.
+    `a` has a value for each label. This value is put into the label's column. If several labels of
+    a row are equal, their values are added up.
     """
     count = labels.shape[-1]
     if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:
         rows = [lax.broadcasted_iota(jnp.int32, a.shape, axis) for axis in range(a.ndim - 1)]
-        # Replace a label of -1 by an index beyond the columns, which the scatter drops.
+        # # The scatter drops an index beyond the columns. Use such an index for a label of -1.
         index = (*rows, jnp.where(labels < 0, shape[-1], labels))
         return jnp.zeros(shape, a.dtype).at[index].add(a, mode="drop")
     columns = cross_entropy.columns(shape, spec)

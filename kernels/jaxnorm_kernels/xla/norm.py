@@ -1,10 +1,11 @@
 """LayerNorm and RMSNorm over ``spec.axes``, with backward passes from the output or the input.
 
-For a row x of N elements, G = scale + scale_offset; RMSNorm has mean = 0:
+For a row x of N elements, let G = scale + scale_offset. For RMSNorm, the mean is 0 in these
+formulas:
 
     r = 1 / sqrt(mean((x - mean)^2) + epsilon)     xh = (x - mean) r     y = xh G + bias
 
-The backward pass, with d = dy; RMSNorm has c1 = 0:
+In the backward pass, let d = dy. For RMSNorm, c1 is 0:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
@@ -15,24 +16,25 @@ With an activation, let n = xh * G + bias. Then y = activation(n), and d = dy * 
 
 With a residual, there are three forms: y = norm(x + residual), y = residual + norm(x), and y =
 norm(residual + norm(x)). In the first and the third form, h is the sum that is normalised. h may
-have a separate cotangent dh. Then s = (dx of norm(h)) + dh is the gradient of h. For
-h = residual + branch_scale * x:
+have a cotangent dh in addition to the cotangent of y. Let s be the gradient of h: the formula of
+dx, applied to norm(h), plus dh. For h = residual + branch_scale * x:
 
     dresidual = s       dx = branch_scale * s       dbranch_scale = sum_rows(s x)
 
-With a gate, let a = activation(gate). If a multiplies the norm's output, d = a * dy. If a
-multiplies the norm's input, t = x * a is normalised instead of x. Then th (t normalised) replaces
-xh, and the formula of dx gives dt, the gradient of t:
+With a gate, let A = activation(gate) and A' = activation'(gate). There are two forms. In the first,
+the norm's output is multiplied by A, and the formulas above are used with d = A * dy. In the
+second, the norm's input is t = x * A. Then th (t normalised) takes the place of xh, and the formula
+of dx gives dt, the gradient of t:
 
-    y = xh G a       dx as above        dgate = dy xh G activation'(gate)
-    y = th G         dx = dt a          dgate = dt x activation'(gate)
+    y = xh G A       dx as above        dgate = dy xh G A'
+    y = th G         dx = dt A          dgate = dt x A'
 
-The backward pass from the output does not need the mean, and c2 needs no division by G, because G
-cancels. Three measures keep the backward pass accurate:
+The backward pass from the output does not need the mean. Its c2 needs no division by G, because G
+cancels. Three measures keep it accurate:
 
 * The forward pass raises |G| to a lower limit (``Spec.scale_floor``), so that xh can be recovered
   from y even if scale is 0.
-* Forward and backward use the same bias, rounded to y's dtype.
+* The forward and the backward pass use the same bias, rounded to y's dtype.
 * |xh| is clipped to its true bound sqrt(N), and |y| to the largest finite number
   (``Spec.y_limit``).
 
@@ -63,7 +65,10 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """Return bias in the arithmetic dtype, first rounded to y's dtype if the output is saved."""
+    """Return the bias in the arithmetic dtype.
+
+    If the output is saved, the bias is first rounded to y's dtype.
+    """
     b = bias.astype(spec.compute_dtype)
     return _rounded(b, spec.y_dtype.name) if spec.norm.saved == "output" else b
 
@@ -71,8 +76,8 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
     """Return z / g, or 0 where g is 0.
 
-    g is scale + scale_offset. For most dtypes, |g| has a positive lower limit. For float16 it has
-    none, so g can be 0.
+    g is scale + scale_offset. For most dtypes of y, |g| has a positive lower limit. For float16, it
+    has none, so g can be 0.
     """
     zero = g == 0
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
@@ -89,10 +94,10 @@ def _floor_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result and the tangent of `_floor`, which raises |g| to at least `floor`.
 
-    The tangent is that of g, but NaN where |g| is below `floor`. Only second derivatives use this
-    rule. They cannot be computed where |g| is below `floor`: the cotangent
-    of the saved y is the sum of an ordinary term and a huge term of size x_hat / floor, and the
-    rounding error of the huge term exceeds the ordinary term. NaN is better than a wrong number.
+    The tangent is the tangent of g, but NaN where |g| is below `floor`. Only second derivatives use
+    this rule. They cannot be computed where |g| is below `floor`: there, the cotangent of the saved
+    y is the sum of an ordinary term and a huge term of size x_hat / floor. The rounding error of
+    the huge term exceeds the ordinary term. NaN is better than a wrong number.
     """
     (g,), (t,) = primals, tangents
     return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
@@ -101,11 +106,11 @@ def _floor_jvp(
 def _straight_through[T](
     f: Callable[[jax.Array, T], jax.Array],
 ) -> Callable[[jax.Array, T], jax.Array]:
-    """Return `f` with the derivative of the identity. `f` is a function that only rounds or clips.
+    """Return `f`, which only rounds or clips its argument, with the derivative of the identity.
 
     Second derivatives need this, because the derivative of `jnp.clip` is 0 beyond the bound. For
     example, x_hat of a one-hot row is at its bound, so rounding errors decide whether it is
-    clipped. Its derivative must not depend on that.
+    clipped. The derivative of x_hat must not depend on that.
     """
     wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
     wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
@@ -114,15 +119,18 @@ def _straight_through[T](
 
 @_straight_through
 def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
-    """Clip |v| to `bound`. If x_hat is recovered from a rounded y, it may exceed its true bound."""
+    """Clip v to the range from -`bound` to `bound`.
+
+    If x_hat is recovered from a rounded y, it may exceed its true bound.
+    """
     return jnp.clip(v, -bound, bound)
 
 
 def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
     """Cast v to `dtype`, and ensure that this rounds v.
 
-    XLA may remove a cast to a narrower dtype if the result is cast back to a wider one. So v is
-    rounded before the cast.
+    If a cast to a narrower dtype is followed by a cast back to a wider dtype, XLA may remove both.
+    So v is rounded before the cast.
     """
     if dtype.itemsize < v.dtype.itemsize:
         v = _rounded_where_casts_are_dropped(v, dtype.name)
@@ -133,8 +141,9 @@ def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
 def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
     """Round v to values that `dtype` can represent. On a CPU, return v unchanged.
 
-    XLA on a CPU does not remove the cast that follows, so this rounding is not needed. In float16,
-    it would double the time.
+    `round_to` casts the result to `dtype`. On other platforms, XLA may remove this cast, so v must
+    be rounded explicitly. On a CPU, XLA does not remove it. There, the explicit rounding is not
+    needed, and in float16 it would double the time.
     """
     return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
 
@@ -145,8 +154,9 @@ def _rounded(v: jax.Array, dtype: str) -> jax.Array:
 
     Casting v to `dtype` and back is not reliable: XLA may remove both casts
     (`xla_allow_excess_precision`) in the forward pass but not in the backward pass. XLA never
-    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. Such numbers are
-    common in float16. So they are rounded to multiples of the smallest subnormal number instead.
+    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. Subnormal numbers
+    are common in float16. So they are rounded to multiples of the smallest subnormal number
+    instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -176,7 +186,7 @@ def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
 
 
 def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """Compute h = x + residual, y = norm(h)."""
+    """Compute h = x + residual and y = norm(h)."""
     h = _sum(operands.residual, operands.x, spec)
     return _with_norm_of(h, (operands.scale, operands.bias), (), spec)
 
@@ -189,7 +199,7 @@ def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Opera
 
 
 def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """Compute h = residual + branch_scale * x, y = norm(h)."""
+    """Compute h = residual + branch_scale * x and y = norm(h)."""
     return add_norm_fwd(operands._replace(x=_scaled(operands.x, operands, spec)), spec)
 
 
@@ -216,7 +226,7 @@ def norm_add_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """Compute h = residual + norm(x), y = norm(h)."""
+    """Compute h = residual + norm(x) and y = norm(h)."""
     u, stats = normalised(operands.x, operands.scale, None, spec.first)
     h = _sum(operands.residual, u, spec)
     return _with_norm_of(h, (operands.next_scale, None), stats, spec)
@@ -270,8 +280,8 @@ def _with_norm_of(
 ) -> Results:
     """Return the results in ``spec.outputs``: h, y = norm(h), and statistics.
 
-    `stats` are the statistics of an earlier norm of the call. They come before the statistics of
-    norm(h).
+    `stats` are the statistics of an earlier norm of the call. In the results, they come before the
+    statistics of norm(h).
     """
     if "y" not in spec.outputs:
         return Results(h=h)
@@ -280,12 +290,15 @@ def _with_norm_of(
 
 
 def _unrounded(norm: Spec) -> Spec:
-    """Return the spec of a norm, changed so that dx has the arithmetic dtype and is not rounded."""
+    """Return the spec of a norm, changed so that its dx is not rounded.
+
+    dx then has the arithmetic dtype.
+    """
     return dataclasses.replace(norm, x_dtype=norm.compute_dtype)
 
 
 def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Return two sets of saved arrays: for the norm of x, and for the norm of h."""
+    """Return two `Residuals`: those of the norm of x, and those of the norm of h."""
     rstd, next_rstd = residuals.stats
     first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
     return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
@@ -298,7 +311,7 @@ def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, scale and bias of a norm without activation or gate."""
+    """Return the gradients of x, scale and bias of a norm that has no activation and no gate."""
     dh, dstats = cotangents.h, cotangents.stats
     scale, bias = residuals.scale, residuals.bias
     d = cotangents.y.astype(spec.compute_dtype)
@@ -326,7 +339,10 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
 def normalised(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
-    """Return y in the arithmetic dtype, and a tuple of the statistics that the spec requests."""
+    """Return y in the arithmetic dtype, and the statistics that the spec requests.
+
+    The statistics are a tuple of arrays.
+    """
     x = x.astype(spec.compute_dtype)
     mean = row_mean(x, spec) if spec.norm.subtract_mean else None
     centred = x if mean is None else x - mean
@@ -340,7 +356,7 @@ def normalised(
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
-    """Return residual + y, rounded to the residual's dtype. A norm of the sum uses this result."""
+    """Return residual + y, rounded to the residual's dtype. A later norm uses the rounded sum."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
     assert spec.norm.residual_dtype is not None
     return round_to(total, spec.norm.residual_dtype)
@@ -349,9 +365,9 @@ def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
 def _recovered(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
-    """Return G, x_hat, the statistics and, if the output is saved, z = x_hat * G.
+    """Return G, x_hat, the statistics, and z = x_hat * G, for the elements of the saved array.
 
-    The statistics have size 1 for the normalised axes.
+    z is None if the input is saved. The normalised axes have size 1 in the statistics.
     """
     saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
     along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]
@@ -369,21 +385,21 @@ def _recovered(
 
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation as a function that casts its argument to the arithmetic dtype."""
+    """Return the activation as a function that first casts its argument to the arithmetic dtype."""
     assert spec.norm.activation is not None
     of_wide = getattr(jax.nn, spec.norm.activation)
     return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
 def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute the norm's result in the arithmetic dtype. An activation is not applied."""
+    """Recompute the norm's result in the arithmetic dtype, without the activation."""
     bias, (g, xh, _, _) = residuals.bias, _recovered(residuals, spec)
     n = xh if g is None else xh * g
     return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
-    """Return the statistics that the spec requests, with the normalised axes removed."""
+    """Return the statistics that the spec requests. The normalised axes are removed."""
     if not spec.has_stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)

@@ -1,19 +1,20 @@
 """RMSNorm over the last axis, and the rotation of pairs of columns after it (RoPE).
 
-A pair (a, b) is columns i and i + rotated / 2, or 2i and 2i + 1, of the first `NormOptions.rotated`
-columns. With n = norm(x):
+A row has pairs of columns, which are rotated. A pair is columns i and i + rotated / 2, or columns
+2i and 2i + 1, among the first `NormOptions.rotated` columns. With n = norm(x):
 
-    y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
+    y = (a cos - b sin, b cos + a sin)      for each pair (a, b) of n
+    y = n                                   in the other columns
 
-R is the rotation. Its transpose R' maps (a, b) to (a cos + b sin, b cos - a sin). In the backward
-pass, let d = dy, and let (na, nb) and (da, db) be a pair of columns of n and of d:
+Let R be this rotation. Its transpose R' maps (a, b) to (a cos + b sin, b cos - a sin). In the
+backward pass, let d = dy, and let (na, nb) and (da, db) be a pair of columns of n and of d:
 
     from the output    n = R' y / (cos^2 + sin^2)
     from the input     n = norm(x)
     in both cases      dx is the gradient of n = norm(x) for the cotangent R' d of n
                        dcos = sum(da * na + db * nb),  dsin = sum(db * na - da * nb)
 
-If cos^2 + sin^2 of a pair is 0, n cannot be recovered from y, and is taken to be 0.
+If cos^2 + sin^2 is 0 for a pair, n cannot be recovered from y, and is taken to be 0.
 """
 
 import jax
@@ -52,7 +53,7 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Return n with rotated pairs of columns, in the arithmetic dtype."""
+    """Rotate the pairs of columns of n, and return the result in the arithmetic dtype."""
     cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
     a, b = _pairs(n, spec)
     return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
@@ -61,8 +62,8 @@ def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Arr
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """Return `rotated(v, cos, sin)`. On a CPU, compute it by swapping the elements of each pair.
 
-    `rotated` concatenates arrays. XLA does not fuse concatenations on a CPU, so the backward pass,
-    which has several rotations, would store the result of each. The forward pass has a single
+    `rotated` concatenates arrays. XLA does not fuse concatenations on a CPU. The backward pass has
+    several rotations, so XLA would store the result of each. The forward pass has a single
     rotation, for which the concatenation is faster.
     """
 
@@ -81,7 +82,7 @@ def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spe
 
 
 def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Undo the rotation: return n, given y = rotation(n)."""
+    """Undo the rotation: return n, given y = R n (see the module docstring for R)."""
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
     # Divide the tables instead of y, because they are smaller.
@@ -92,8 +93,8 @@ def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
     """Return the array from which the derivative of the norm is computed, and the norm's spec.
 
-    If the input is saved, the array is x. If the output is saved, it is the result n of the norm,
-    which is recovered from y and not rounded.
+    If the input is saved, this array is x. If the output is saved, it is n = norm(x), which is
+    recovered from y and not rounded.
     """
     saved = residuals.saved.astype(spec.compute_dtype)
     if spec.norm.saved == "input":
@@ -103,7 +104,7 @@ def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
 
 
 def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """Recompute n = norm(x). `saved` is x or n; see `_saved_of_norm`."""
+    """Return n = norm(x), given `saved`, which is x or n; see `_saved_of_norm`."""
     if spec.norm.saved == "output":
         return saved
     (rstd,) = residuals.stats
@@ -112,7 +113,10 @@ def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax
 
 
 def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Return two arrays: the first elements of all pairs of columns, and the second elements."""
+    """Return two arrays with one element for each pair of columns.
+
+    The first array has the first elements of the pairs, the second array has the second elements.
+    """
     head = v[..., : spec.norm.rotated]
     if spec.norm.interleaved:
         return head[..., ::2], head[..., 1::2]
@@ -121,9 +125,10 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
-    """Return the rotated columns, given the first and the second elements of all their pairs.
+    """Return the columns that are rotated, given their pairs.
 
-    This is the inverse of `_pairs`.
+    `a` has the first elements of all pairs, and `b` the second elements. This is the inverse of
+    `_pairs`.
     """
     if spec.norm.interleaved:
         return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.norm.rotated)
@@ -131,7 +136,10 @@ def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """Concatenate the rotated columns `head` with those columns of `rest` that are not rotated."""
+    """Concatenate the columns `head` with the last columns of `rest`.
+
+    `head` has the columns that are rotated. They replace the same columns of `rest`.
+    """
     return jnp.concatenate([head, rest[..., spec.norm.rotated :]], axis=-1)
 
 

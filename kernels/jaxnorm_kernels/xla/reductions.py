@@ -10,25 +10,34 @@ from jaxnorm_kernels.specs import Spec
 
 
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum over the normalised axes (as with keepdims=True), including all shards."""
+    """Return the sum of v over the normalised axes, including all shards.
+
+    The normalised axes have size 1 in the result.
+    """
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
 
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the `row_sum` of each array. A single all-reduce adds up the shards of all arrays."""
+    """Return the `row_sum` of each array.
+
+    If the columns are sharded, a single all-reduce adds up the shards of every array.
+    """
     return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
 
 
 def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Add up the shards' partial sums of rows, with a single all-reduce for all arrays."""
+    """Add up the partial sums that the shards of the columns have computed.
+
+    `totals` are arrays of partial sums. They all use the same all-reduce.
+    """
     return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 
 
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Return the sums of each array over the normalised axes, by a single reduction.
+    """Return the sums of each array over the normalised axes, computed by a single reduction.
 
-    If rows are sharded, these are partial sums over the columns of this shard. JAX cannot
+    If the columns are sharded, these are partial sums over the columns of this shard. JAX cannot
     differentiate the reduction.
 
     On a GPU, XLA fuses the computation of the values into the reduction. On a CPU, XLA compiles the
@@ -41,39 +50,48 @@ def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the mean over the normalised axes (as with keepdims=True), including all shards."""
+    """Return the mean of v over the normalised axes, including all shards.
+
+    The normalised axes have size 1 in the result.
+    """
     if spec.cols_over:
         return row_sum(v, spec) / spec.cols
     return jnp.mean(v, axis=spec.axes, keepdims=True)
 
 
 def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_sum`. On a CPU, keep XLA from fusing the sum with the operations that use it.
+    """Return `row_sum(v)`. On a CPU, prevent XLA from fusing the sum with operations that use it.
 
-    XLA on a CPU calls a library for a sum, and also for elementwise operations that are fused with
-    it. Elementwise operations are faster in XLA's own loops: these take two thirds of the library's
-    time, and can reuse an operand's buffer. So they should not be fused with the sum.
+    On a CPU, XLA calls a library for a sum, and also for elementwise operations that are fused with
+    the sum. Elementwise operations are faster in loops that XLA itself generates: such a loop takes
+    two thirds of the library's time, and can reuse the buffer of an operand. So elementwise
+    operations should not be fused with the sum.
     """
     return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 
 
 def mean_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_mean`, but keep XLA from fusing it on a CPU; see `sum_apart`."""
+    """Return `row_mean(v)`.
+
+    On a CPU, prevent XLA from fusing the mean with operations that use it; see `sum_apart`.
+    """
     return on_cpu(lax.optimization_barrier, row_mean(v, spec))
 
 
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the maximum over the normalised axes and over all of their shards.
+    """Return the maximum of v over the normalised axes, including all shards.
 
-    The axes keep size 1. The maximum of a row without columns is -inf.
+    The normalised axes have size 1 in the result. The maximum of a row without columns is -inf.
     """
-    # With `initial`, the maximum of a row of length 0 is -inf.
+    # # `initial` is the maximum of a row without columns.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
 
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """Return True for each row with an unmasked entry. `like` is x, or an array like x.
+    """Return a mask of the rows that have an unmasked entry.
+
+    `like` is x, or an array that varies over the same mesh axes.
 
     Inside `jax.shard_map`, `lax.psum` over several mesh axes requires that its operand varies over
     all of them. A mask that is broadcast along a sharded axis is equal on all shards, so in JAX's
@@ -85,7 +103,7 @@ def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 
 def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
-    """Cast `a` inside `jax.shard_map` to vary over all mesh axes over which `like` varies."""
+    """Make `a` vary over all mesh axes over which `like` varies, inside `jax.shard_map`."""
     over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
     return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a
 
@@ -96,7 +114,7 @@ def on_cpu[T](function: Callable[[T], T], values: T) -> T:
 
 
 def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """Reshape `parameter` so that it broadcasts to the shape of `like`."""
+    """Transpose and reshape `parameter` so that it broadcasts to the shape of `like`."""
     if _is_of_groups(parameter, like, spec):
         return jnp.repeat(parameter, spec.rows // parameter.shape[0], axis=0)
     axes, lacking = _axes_of_parameter(parameter, like, spec)
@@ -107,7 +125,10 @@ def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 
 def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """Sum v over the rows that share `parameter`. The result has the parameter's shape."""
+    """Sum v over all elements that use the same element of `parameter`.
+
+    The result has the parameter's shape.
+    """
     if _is_of_groups(parameter, v, spec):
         return jnp.sum(v.reshape(parameter.shape[0], -1, spec.cols), axis=1)
     axes, lacking = _axes_of_parameter(parameter, v, spec)
@@ -123,13 +144,12 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _axes_of_parameter(
     parameter: jax.Array, like: jax.Array, spec: Spec
 ) -> tuple[list[int], list[int]]:
-    """Return two lists of axes of `like`: those that `parameter` has, and all other axes.
+    """Return two lists of axes of `like`: the axes that `parameter` has, and all other axes.
 
-    The first list is in the order of the parameter's axes.
-
-    The last axes of the parameter are the normalised axes. Its leading axes, if any, distinguish
-    groups of rows. As in numpy's broadcasting, they are aligned with the last axes of
-    `like` that are not normalised.
+    The first list is in the order of the parameter's axes. The last axes of the parameter are the
+    normalised axes. The parameter may have additional leading axes, if groups of rows have separate
+    values. They correspond to the last axes of `like` that are not normalised, in the same order,
+    as in numpy's broadcasting.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]
@@ -138,6 +158,9 @@ def _axes_of_parameter(
 
 
 def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Return True if `like` is 2D and each group of its rows has a separate row of `parameter`."""
+    """Return True if `like` is a matrix whose rows form groups with separate parameters.
+
+    `parameter` then has one row for each group of rows of `like`.
+    """
     in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
     return in_rows and parameter.shape[0] not in (1, spec.rows)
