@@ -133,5 +133,5 @@ def expected_of(name, save, shape):
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Assert that the compiled step returns the same results as one device, within the bounds."""
+    """Assert that the step returns the same results as on one device, within the bounds."""
     assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

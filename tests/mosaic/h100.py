@@ -56,7 +56,10 @@ device_description_str: "{name}"
 
 
 def _config(name: str, major: int, gpu: Gpu, memory: int, threads: int = 2048) -> str:
-    """Return the description of `gpu`: `memory` is in bytes, `threads` is per multiprocessor."""
+    """Return the description of `gpu`.
+
+    `memory` is in bytes. `threads` is the maximum number of threads per multiprocessor.
+    """
     optin, shared = gpu.smem, gpu.shared_bytes
     return _CONFIG.format(
         name=name,
@@ -109,8 +112,8 @@ class Compiler:
     def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
         """Compile ``function(*operands)`` and return its kernels, sorted by name."""
         with pytest.MonkeyPatch.context() as patch:
-            # No dump folder is set: with one, the compiler would write the kernel after each pass,
-            # which takes longer than the pass.
+            # No dump folder is set. With a dump folder, the compiler would write the kernel to a
+            # file after each pass, which takes longer than the pass.
             patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
             shapes = jax.tree.map(self._on_gpu, tuple(operands))
             with _printed_to(self.folder / "ptxas"):
@@ -153,7 +156,7 @@ SPILLED = 32
 
 
 def assert_fits(kernel: Compiled, spec: Spec) -> None:
-    """Assert that the kernel hardly spills and uses few enough registers for its blocks per SM."""
+    """Assert that the kernel hardly spills, and that the blocks of an SM fit into its registers."""
     assert kernel.spilled <= SPILLED
     if spec.direction == "fwd" or not spec.is_norm:
         return

@@ -37,7 +37,7 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels with two persistent blocks.
 
-    Two suffice to test sums over blocks, and take the interpreter little time.
+    Two blocks suffice to test sums over blocks, and take the interpreter little time.
     """
     monkeypatch.setattr(schedules, "persistent_blocks", _two)
 
@@ -45,7 +45,8 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _two(spec: Spec, schedule: Any) -> int:
     """Return 2, the number of blocks.
 
-    All tests use this same function, because the cache of programs has it in its keys.
+    All tests use this same function. The keys of the cache of programs contain the function, so a
+    new one for each test would compile every program again.
     """
     return 2
 
@@ -65,7 +66,8 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# For any two of function, dtype, saved array and schedule, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (function, dtype, saved
+# array, schedule).
 @pytest.mark.parametrize(
     ("op", "dtype", "saved", "case"),
     [
@@ -92,7 +94,7 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     ids=str,
 )
 def test_with_64_bit_types(op: str, case: Case) -> None:
-    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
+    """Kernels count in 32 bits, even if 64-bit types are enabled and Python integers are int64."""
     spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -151,7 +153,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Schedules alternate between the two calls, so both run with each kind of schedule.
+# The two calls take turns from schedule to schedule, so both run with each kind of schedule.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -273,7 +275,9 @@ def test_nan_stays_in_its_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring_two_stages", "rows_ring"])
 def test_clip(name: str) -> None:
-    """A recovered |x_hat| is clipped to sqrt(N), its largest true value. Larger values are rounding
+    """If x_hat is recovered from y, it is clipped to the range from -sqrt(N) to sqrt(N).
+
+    For rows of N columns, no true x_hat is outside of this range. Values outside of it are rounding
     errors, here because y is much larger than the scale.
     """
     case = BY_NAME[name]
@@ -312,8 +316,8 @@ def test_float16_that_overflows(name: str, op: str) -> None:
     check(spec, case.schedule_for(F32), saved, stats, scale, bias, d)
 
 
-# Where fragments or rows overlap, two threads store the same value. This race is harmless and is
-# not in these cases.
+# Where fragments or rows overlap, two threads store the same value. The race detector would report
+# this harmless race, so these cases have no overlaps.
 @pytest.mark.parametrize(
     "name",
     ["ring", "ring_two_warpgroups", "ring_rows", "ring_four_warpgroups", "rows_ring"],
@@ -354,9 +358,9 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, x and the residual have the same gradient, the gradient of h.
+    """For h = x + residual, the gradients of x and of the residual are the gradient of h.
 
-    It is stored in h's dtype for the residual, and in x's dtype for x.
+    The residual's gradient is stored in the residual's dtype, and x's gradient in x's dtype.
     """
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)

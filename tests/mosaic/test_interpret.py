@@ -52,7 +52,8 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# For any two of function, dtype and schedule, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (function, dtype,
+# schedule).
 @pytest.mark.parametrize(
     ("op", "dtype", "case"),
     [
@@ -80,8 +81,8 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     """Return pairs of a call and a case, such that each kind of schedule runs every call.
 
     `CASES` has two successive cases for each kind of schedule. One of them runs the calls with even
-    indices, and the other runs the calls with odd indices. The first case of a kind runs the even
-    calls for every second kind, and the odd calls for the other kinds.
+    indices, and the other runs the calls with odd indices. Which of the two comes first changes
+    from kind to kind.
     """
     found = [
         (call, case)
@@ -96,7 +97,7 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     return found
 
 
-# `test_residual_variants` runs all of these calls with overlapping rows.
+# `test_residual_variants` runs the same functions with tiles of rows that overlap.
 @pytest.mark.parametrize(
     ("op", "x", "residual", "y", "case"),
     [
@@ -143,7 +144,7 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
 def test_groups_of_rows(op: str, case: Case) -> None:
     """Values are correct if each group of rows has its own scale or bias.
 
-    The schedule must ensure that no tile and no block processes rows of two groups.
+    The schedule must ensure that no tile has rows of two groups, and that no block does.
     """
     schedule, groups = dataclasses.replace(case.schedule_for(F32), params_first=True), 3
     rows = 2 * schedule.rows * max(1, schedule.tiles)
@@ -168,7 +169,7 @@ def test_groups_that_no_tile_can_have() -> None:
     ids=lambda case: case.name,
 )
 def test_with_64_bit_types(case: Case) -> None:
-    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
+    """Kernels count in 32 bits, even if 64-bit types are enabled and Python integers are int64."""
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
@@ -267,7 +268,10 @@ SPECIAL_CASES = [
 
 
 def special_calls() -> list[Any]:
-    """Return each schedule with each special value, alternating between softmax and layer_norm."""
+    """Return test parameters for each pair of a schedule and a special value (a key of `SPECIAL`).
+
+    The function is "softmax" or "layer_norm", in turn.
+    """
     found = []
     for case, special, op in pairwise(SPECIAL_CASES, [*SPECIAL], ["softmax", "layer_norm"]):
         # A norm of a row whose sum overflows has no defined result.
@@ -337,8 +341,8 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
         check(spec, None, *make_operands(spec))
 
 
-# Where fragments of a row overlap, two warpgroups store the same value. This race is harmless, so
-# these cases are left out.
+# Where fragments of a row overlap ("tail"), two warpgroups store the same value. The race detector
+# would report this harmless race, so it does not run these cases.
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.name.endswith("tail")], ids=lambda case: case.name
 )
