@@ -34,8 +34,8 @@ def capability() -> float:
     return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
 
 
-# -------------------------- requirements: each function returns what is missing, or None if it is
-# met
+# Requirements. Each function returns a text that says what is missing, or None if the requirement
+# is met.
 
 
 def hopper() -> str | None:
@@ -137,7 +137,7 @@ NEEDS = (
     Need(triton_for_cuda, marks=["cuda_plugin"]),
 )
 
-# Requirements of whole files, which cannot even be imported without them.
+# Maps test files to the requirement without which they cannot even be imported.
 FILES = {"triton/test_compile*.py": triton_compiler}
 
 

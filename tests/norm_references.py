@@ -1,7 +1,7 @@
 """Norms, and operations fused with them, in float64: results, gradients and error bounds.
 
 Each class takes arrays of rows (..., N) and parameters that broadcast to them. These inputs are
-taken as exact. `expected` covers every operation of the family. Three names have the same meaning
+taken as exact. `expected` covers every operation with a norm. Three names have the same meaning
 everywhere:
 
 - r is the reciprocal of the root mean square or of the standard deviation;
@@ -79,8 +79,8 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # The norm's input is x * a, and its error is `t`. This error changes r = rstd by a
-            # relative error of at most the mean of |xh| * r * t over the row, where xh is x_hat.
+            # The norm's input is x * a, and its error is `t`. It causes a relative error of r =
+            # rstd that is at most mean(|x_hat| * r * t), where the mean is taken over the row.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -131,8 +131,8 @@ class ScaledSum:
 
     def __post_init__(self) -> None:
         self.u = arithmetic(*self.dtypes)
-        # The norm's gradient is rounded when it is stored, and dx and dresidual are computed from
-        # it.
+        # The norm's gradient is rounded only to the dtype of the arithmetic. dx and dresidual are
+        # computed from it, and then rounded to their own dtypes.
         wide = "float64" if "float64" in self.dtypes else "float32"
         options = self.subtract_mean, self.epsilon, self.saved, wide, self.dtypes[2]
         self.norm = Norm(self.h, self.gain, self.bias, self.dy, *options)
@@ -184,7 +184,7 @@ class RotatedNorm(Norm):
 
     Attributes:
       cos, sin: the rotary tables, with one row for each row of x and one column for each pair.
-      dcos, dsin: for each row of x, its term of the tables' gradients.
+      dcos, dsin: the contribution of each row of x to the gradients of the tables.
     """
 
     cos: np.ndarray
@@ -285,8 +285,9 @@ class Expected(NamedTuple):
       rows: a dict of the arrays with rows: results, and gradients of operands. The bounds include
         the rounding to the array's dtype.
       stats: a list of the statistics of rows.
-      terms: a dict with the gradients of parameters and tables, which are sums. For each, it has
-        the terms (one for each element of x), their bounds, and their magnitudes.
+      terms: a dict from the name of each parameter or table to three arrays. Its gradient is a sum
+        of terms, one for each element of x. The arrays are the terms, their bounds, and their
+        magnitudes.
     """
 
     rows: dict[str, tuple[Any, Any]]

@@ -1,7 +1,7 @@
-"""Processes of the benchmark harness: who compiles and measures when, and what a failure costs.
+"""Processes of the benchmark harness: which process compiles and measures what, and failures.
 
-A *side* is JAX or torch. Its workers are processes that prepare (compile) benchmark cells in
-parallel, and measure them on the GPU one after the other.
+A *side* is JAX or torch. Its workers are processes that prepare (compile) benchmark cells (cases)
+in parallel, and measure them on the GPU one after the other.
 """
 
 import collections

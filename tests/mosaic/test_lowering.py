@@ -42,7 +42,8 @@ RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
-# For any two of schedule, function and dtypes, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (schedule, function,
+# dtypes).
 @pytest.mark.parametrize(
     ("op", "case", "x", "y"),
     [
@@ -116,8 +117,8 @@ SHAPES = [
 ]
 
 
-#: Shapes of calls with a residual. These are the shapes above that are supported, and some shapes
-#: whose width is not a boundary between two rules of a schedule table.
+#: Shapes of calls with a residual: the shapes above that such calls support, and some shapes with
+#: other widths. The widths above are limits of rules of a schedule table; these lie between limits.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 
@@ -129,7 +130,8 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec)
 
 
-# For any two of shape, function and dtypes, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (shape, function,
+# dtypes).
 @pytest.mark.parametrize(
     ("rows", "cols", "op", "dtypes"),
     [
@@ -163,7 +165,7 @@ def test_groups_of_rows_lower(groups: int, rows: int, cols: int, op: str) -> Non
 
 
 def test_large_arrays_are_addressed_with_64_bits() -> None:
-    """Arrays of more than 2^31 elements are supported: offsets are computed in 64 bits."""
+    """Arrays of more than 2^31 elements are supported, because offsets are computed in 64 bits."""
     spec = make_spec("softmax", 70000, 65536, BF16, BF16)
     assert spec.rows * spec.cols > 2**31
     assert mosaic.why_unsupported(spec) is None
@@ -255,8 +257,9 @@ def test_logits_give_way_to_their_gradient_on_explicit_axes(
 ) -> None:
     """A linear loss lowers on a mesh, with sharded rows and without.
 
-    If rows are not sharded, the gradient overwrites the logits. If they are sharded, the logits
-    vary over a mesh axis, and Pallas cannot write to such an array.
+    If rows are not sharded, the logits' gradient overwrites the logits. If rows are sharded, the
+    logits vary over a mesh axis. Pallas cannot write to such an array, so the gradient is a new
+    array.
     """
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
