@@ -70,9 +70,8 @@ def raised(error):
 def spoken(side, cells, *, turn=True, threads=1):
     """Return the exit code and the output of a worker for one batch of cells.
 
-    A worker first prepares (compiles) all cells of the batch and then waits for a second request,
-    `{}`, before it measures them. If `turn` is False, the second request is missing, and nothing is
-    measured.
+    A worker first prepares (compiles) all cells of the batch. It measures them after a second
+    request, `{}`. If `turn` is False, no second request is sent, and nothing is measured.
     """
     request = {"suite": "kernels", "cells": [*map(dataclasses.asdict, cells)]}
     requests = [json.dumps(request), *(["{}"] if turn else [])]
@@ -101,7 +100,7 @@ def test_failures_are_answers():
     errors = [(None, None), (None, memory), (group, None), (ImportError("no"), None)]
     errors += [(None, lost), (None, None)]
     code, got = spoken(Side(*errors), cells_of(range(6)))
-    assert code == worker.RESTART  # The worker ends before the last cell.
+    assert code == worker.RESTART  # The worker exits before it measures the last cell.
     assert got[0] == {}
     assert got[1] == {"figures": {"us": 1.0}, "status": "ok"}
     assert [a["status"] for a in got[2:]] == [
