@@ -74,9 +74,10 @@ def quick_to_compile() -> Iterator[None]:
     ]
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with each implementation, requested explicitly by `implementation=`.
+    """Return the name of an implementation. The test runs once with each implementation.
 
-    The error bounds are the same for all implementations.
+    A test passes the name as `implementation=`. The error bounds are the same for all
+    implementations.
     """
     if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
@@ -92,9 +93,9 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     ]
 )
 def kernels(request: pytest.FixtureRequest) -> str:
-    """Run the test with each kernel implementation.
+    """Return the name of a kernel implementation. The test runs once with each of them.
 
-    Shapes of tests with this fixture are too large to run without a GPU.
+    The arrays of tests with this fixture are too large to run without a GPU.
     """
     return request.param
 
@@ -136,7 +137,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases that cannot run on this machine.
 
-    With ``--every N``, only about one in N of the other cases is kept.
+    With ``--every N``, also deselect most of the other cases, so that about one in N remains.
     """
     needs.leave_out(config, items)
     every = config.getoption("--every")

@@ -420,7 +420,7 @@ FUNCTIONS = {
 #: Keys of `FUNCTIONS`: one for each public function, and one for each form of it that is a separate
 #: operation.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
-# In this entry, the rotary tables are constants. If their gradients were needed, XLA's code would
+# Use the entry whose rotary tables are constants. If their gradients were needed, XLA's code would
 # run instead of kernels.
 BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
@@ -445,16 +445,16 @@ def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tu
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
     """Return `function` as a function of its floating-point operands, which come first.
 
-    The other operands (labels and masks) have the values that are given here.
+    The other operands (labels and masks) are fixed to their values in `operands`.
     """
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
 
 
 def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, Any]:  # noqa: B008
-    """Return two things: the call of the entry `name` as a function of floats, and these floats.
+    """Return two things: a function that runs the call of the entry `name`, and its arguments.
 
-    The floats are the operands with floating-point values. The other operands are fixed.
+    The arguments are the operands with floating-point values. The other operands are fixed.
     """
     operands = operands_of(name, dtype, sizes)
     floats = tuple(a for a in operands if jnp.issubdtype(a.dtype, jnp.floating))
@@ -477,7 +477,7 @@ def floats_in(operands: tuple[Any, ...]) -> tuple[int, ...]:
 def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
     """Return a function that computes the gradients of `scalar(function)`.
 
-    `wrt` has the indices of the operands with respect to which it differentiates.
+    The gradients are with respect to the operands at the indices `wrt`.
     """
     return jax.grad(scalar(function), wrt)
 

@@ -159,8 +159,8 @@ def assert_near(implementation, call, *operands):
         terms = call.view.cols + theirs.size // call.view.cols
         bound = max(4 * float(of.eps), 8 * math.sqrt(terms) * 2.0**-24)
         # A bias with one column is broadcast over the rows of the logits, so its gradient is a sum
-        # over each row. The terms of this sum may cancel. The error is therefore relative to the
-        # size of the terms, which is about 1 each for log_softmax.
+        # over each row. The terms of this sum may cancel. The error is therefore compared with the
+        # size of the terms (about 1 per term for log_softmax), and not with the sum.
         least = math.sqrt(call.view.cols) if theirs.shape[-1] == 1 else 0.0
         error, alike = difference(ours, theirs, least)
         assert alike

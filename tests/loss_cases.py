@@ -113,8 +113,8 @@ class CrossEntropy:
         """A bound on the part of log(s)'s error that is due to errors of the exponentials.
 
         s is the sum of the exponentials exp(x - m). An exponential is inexact because its argument
-        is rounded. If the label's logit is the largest of the row, its argument is 0, and its
-        exponential is exact.
+        is rounded. If the label's logit is the largest of the row, the argument of its exponential
+        is 0, and the exponential is exact.
         """
         terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
         if self.label_smoothing == 1:

@@ -122,7 +122,7 @@ def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any,
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield softmaxes with biases and masks (all True), each with its operands' types."""
+    """Yield calls of softmaxes with biases and masks (all True), each with its operands' types."""
     for shape, mask, bias, causal in LOGITS:
 
         def call(x: jax.Array, *given: jax.Array, mask: Any = mask, causal: bool = causal) -> Any:
@@ -188,7 +188,7 @@ def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[
 
 
 def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield norms with the matmul after them, each with its operands' types.
+    """Yield calls of a norm that is followed by a matmul, each with its operands' types.
 
     No size is a multiple of the tile size.
     """

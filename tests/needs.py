@@ -125,8 +125,8 @@ class Need:
         )
 
 
-# A test case is skipped if a requirement is not met. If several are not met, the case is counted
-# only under the first of them.
+# A test case is left out if one of its requirements is not met. If several are not met, the case is
+# counted only under the first of them.
 NEEDS = (
     Need(hopper, marks=["gpu"]),
     Need(second_gpu, marks=["multigpu"]),

@@ -144,8 +144,8 @@ class ScaledSum:
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
         """Return h and a bound on its error.
 
-        Three roundings are covered: of the product ``branch_scale * x`` and of the sum, both to the
-        dtype of the arithmetic, and of h to its own dtype.
+        The bound covers three roundings. The product ``branch_scale * x`` and the sum are rounded
+        to the dtype of the arithmetic, and h is rounded to its own dtype.
         """
         product = self.branch_scale * self.x
         total = self.residual + product
@@ -223,7 +223,7 @@ class RotatedNorm(Norm):
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return the error of y from the arithmetic of the rotation and from rounding y."""
+        """Return a bound on the error that the rotation's arithmetic and rounding y cause in y."""
         # This includes the rounding of the tables to the dtype of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)

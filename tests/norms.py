@@ -35,8 +35,8 @@ def tables(shape, dtype="float32", *, factor=1.0, seed=0):
 def assert_sums(gradient, like, index, terms):
     """Assert that each element of a gradient is the sum of the terms that belong to it.
 
-    `index` maps each term to its element. A term consists of its value, its error and its
-    magnitude.
+    `index` maps each term to its element. `terms` has three arrays: the values of the terms, their
+    errors and their magnitudes.
     """
     assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
     value, error, magnitude = (

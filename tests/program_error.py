@@ -118,9 +118,8 @@ def assert_computes(
 def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
     """Assert that two programs without operands have the same results, in the same dtypes.
 
-    By default, the results may differ by the sum of two bounds on rounding errors: one from the
-    analysis of each program (see `analyse`). With `as_accurate`, the bound for `theirs` replaces
-    the bound for `ours`.
+    `analyse` returns a bound on the rounding error of each program. The results may differ by the
+    sum of the two bounds. With `as_accurate`, they may differ by twice the bound for `theirs`.
     """
     results, types = ours(), jax.eval_shape(theirs)
     assert jax.tree.structure(results) == jax.tree.structure(types)
@@ -434,7 +433,7 @@ def _added(sign: int) -> Callable:
     def rule(operands, **_):
         a, b = operands
         value = a.value + sign * b.value
-        # The addition of an exact zero is exact.
+        # Adding an exact zero causes no rounding error.
         is_rounded = np.logical_and(*(np.abs(o.value) + o.error > 0 for o in operands))
         return Value(value, a.error + b.error), np.abs(value) * is_rounded
 

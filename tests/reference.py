@@ -101,8 +101,9 @@ def softmax_gradient_bound(
     """Return a bound on the error of dx, where d is the cotangent of y.
 
     It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
-    dx. If y has 16 bits, the backward divides it by the sum of its row, so each row sums to 1.
-    Then a constant that is added to a whole row of d does not change dx.
+    dx. If y has 16 bits, the backward divides y by the sum of its row, so each row sums to 1. Then
+    adding a constant to a row of d does not change dx. So the bound uses d minus its mean, weighted
+    by y.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -173,8 +174,8 @@ def after_norm(
     """Return the activation of n, its derivative, and bounds on the errors of both.
 
     n is a norm's result with the error `error`. `name` is None without an activation. The error of
-    n changes the slopes of silu and gelu by less than `error`. It changes the slope of relu only if
-    it may change the sign of n.
+    n changes the derivatives of silu and gelu by less than `error`. It changes the derivative of
+    relu only if it may change the sign of n.
     """
     if name is None:
         return n, np.ones_like(n), error, np.zeros_like(n)
@@ -262,7 +263,7 @@ class Norm:
         gain = np.maximum(np.abs(self.gain), 2.0**-60)
         stored = np.abs(self.xh) * gain + np.abs(self.bias)
         recovered = (rounding(stored, self.y_dtype) + 4 * self.u * stored) / gain
-        # x_hat is clipped to sqrt(N), so the error is at most twice that.
+        # |x_hat| is clipped to sqrt(N), so the error is at most 2 * sqrt(N).
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
@@ -350,7 +351,7 @@ class TwoNorms:
         self.first.u = self.last.u = arithmetic(self.arithmetic)
 
     def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return bounds of dx, dresidual, dscale and dnext_scale."""
+        """Return bounds on the errors of dx, dresidual, dscale and dnext_scale."""
         first, last = self.first, self.last
         of_last, dnext_scale, _ = last.gradient_bounds()
         few = 8 * last.u

@@ -1,7 +1,7 @@
 """Calls that an implementation refuses: the reasons that tests expect, and the number of calls.
 
-A test skips if the implementation refuses its call. If an implementation refused everything, every
-test of it would be skipped. So a test lists the reasons that it expects, and a run on a GPU
+A test is skipped if the implementation refuses its call. If an implementation refused everything,
+all of its tests would be skipped. So a test lists the reasons that it expects, and a run on a GPU
 compares the number of refused calls with `refused.json` (written by ``pytest --write-refusals``).
 """
 

@@ -131,7 +131,7 @@ def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
 @pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
 @pytest.mark.parametrize("dtype", accurate)
 def test_as_accurate_as_flax(dtype, size):
-    """In nnx, our errors exceed Flax's errors by at most two ulps. In linen, both are similar.
+    """In nnx, our errors exceed Flax's errors by at most two ulps. In linen, they are similar.
 
     Linen rounds the logits. For large logits, this rounding is larger than all other errors. It is
     random, so our error may be somewhat larger or smaller than Flax's.

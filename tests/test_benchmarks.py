@@ -32,7 +32,7 @@ SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),)
 KERNELS = SUITES["kernels"]
 
 
-# Selected cells.
+# The cases (cells) that a command line selects.
 
 
 @pytest.mark.parametrize(

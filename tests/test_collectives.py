@@ -273,8 +273,8 @@ EXCEPTIONS = {
     # head and x. The logits of the 128 rows of this test are no larger than the head, so jaxnorm
     # exchanges more bytes, by the size of x. In training, logits are larger than the head.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
-    # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes per row.
-    # Plain JAX under `jax.checkpoint` saves 4 bytes per row.
+    # The losses save no statistics of rows for the backward. So the backward exchanges the
+    # statistics again: 12 bytes per row. Plain JAX under `jax.checkpoint` saves 4 bytes per row.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
     # x is replicated. XLA's code normalises a part of x on each device. A kernel cannot do this,
     # because it needs whole rows.

@@ -229,8 +229,8 @@ def test_other_calls_are_other_traces():
 def test_converted_again(caplog):
     """A model may be converted twice. It then calls the functions of the second conversion.
 
-    Conversions with the same `calls=` give models with equal graph definitions, so `nnx.jit` does
-    not compile again.
+    Conversions with the same `calls=` give models with equal graph definitions, so `nnx.jit`
+    compiles a function only once for both models.
     """
     x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
     graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]

@@ -53,8 +53,8 @@ SOFTMAX_CASES = (
     Case("split_row_tail", 2, 2571, InRegisters(1, 4)),
 )
 
-#: Schedules that share a row between the blocks of a cluster. The interpreter has no clusters, so
-#: the tests lower these kernels without running them.
+#: Schedules in which the blocks of a cluster process a row together. The interpreter has no
+#: clusters, so the tests lower these kernels without running them.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, PipelinedRows(8, 2, stages=3, cluster=2)),
     Case("cluster_of_2_rows", 9, 8192, PipelinedRows(8, 2, stages=3, rows=2, cluster=2)),
@@ -183,7 +183,7 @@ _TERMS = 128
 
 
 def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
-    """Return the outputs in float64 and their error bounds. Absent parameters give None."""
+    """Return the outputs in float64 and their error bounds. Absent outputs are None."""
     if spec.op == "norm":
         return norm_reference(spec, *operands)
     y, d = map(exact, operands)

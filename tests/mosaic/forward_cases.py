@@ -46,8 +46,9 @@ class Case:
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
-# For each kind of schedule: rows that fill all fragments (ranges of columns) of a row, and rows
-# whose last fragment overlaps the previous one ("tail").
+# Each kind of schedule has two cases. A row is processed in fragments (ranges of columns). In one
+# case, the fragments are disjoint. In the other ("tail"), the last fragment overlaps the previous
+# one.
 CASES = (
     Case("rows_in_warps", 9, 512, ForwardSchedule("row_tile", 8, rows=4)),
     Case("rows_in_warps_tail", 9, 440, ForwardSchedule("row_tile", 8, rows=8)),
@@ -96,7 +97,8 @@ CASES = (
     ),
 )
 
-#: Schedules that share a row between the blocks of a cluster. The interpreter cannot run them.
+#: Schedules in which the blocks of a cluster process a row together. The interpreter has no
+#: clusters, so it cannot run them.
 CLUSTERED = (
     Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
     Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
@@ -208,7 +210,7 @@ def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
     x = exact(x)
     shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
     # The relative error of exp(t), where t = x - max(x). It is the sum of three terms: the rounding
-    # of t, the rounding of t * log2(e) for 16-bit outputs, and 4 u for exp itself, where u is the
+    # of t, the rounding of t * log2(e) for 16-bit outputs, and 4 * u for exp itself, where u is the
     # unit roundoff. If a row is split among threads, each thread first subtracts the maximum of its
     # own elements, and its sum is rescaled later. So t is rounded twice, and the first two terms
     # double.
@@ -241,9 +243,9 @@ def norm_reference(
     norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
-    # Two errors of the variance matter. If the mean has an error of d, the variance is larger by
-    # d^2. And the variance is a mean of squares, so its terms do not cancel: the sum's rounding
-    # error is relative to the variance.
+    # The variance has two errors. First, an error d of the mean increases it by d^2. Second, the
+    # sum of squares is rounded. Its terms are not negative, so they do not cancel, and this error
+    # is relative to the variance.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
     error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)

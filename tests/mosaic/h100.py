@@ -151,12 +151,13 @@ def _read(said: str) -> list[Compiled]:
 
 
 #: The maximum number of bytes per thread that a kernel may spill. Rows that fill all registers of a
-#: block spill a few words. This cost no time where it was measured (softmax over 32768 columns).
+#: block spill a few words. In the case that was measured (softmax over 32768 columns), this cost no
+#: time.
 SPILLED = 32
 
 
 def assert_fits(kernel: Compiled, spec: Spec) -> None:
-    """Assert that the kernel hardly spills, and that the blocks of an SM fit into its registers."""
+    """Assert that a kernel hardly spills, and that an SM has registers for the scheduled blocks."""
     assert kernel.spilled <= SPILLED
     if spec.direction == "fwd" or not spec.is_norm:
         return

@@ -45,8 +45,8 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _two(spec: Spec, schedule: Any) -> int:
     """Return 2, the number of blocks.
 
-    All tests use this same function. The keys of the cache of programs contain the function, so a
-    new one for each test would compile every program again.
+    All tests use this same function, because it is a part of the keys of the cache of programs. If
+    each test had its own function, every program would be compiled again.
     """
     return 2
 
@@ -94,7 +94,10 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     ids=str,
 )
 def test_with_64_bit_types(op: str, case: Case) -> None:
-    """Kernels count in 32 bits, even if 64-bit types are enabled and Python integers are int64."""
+    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+
+    Python integers are then traced as int64.
+    """
     spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -153,7 +156,8 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# The two calls take turns from schedule to schedule, so both run with each kind of schedule.
+# Two calls (of rms_norm and layer_norm) alternate from schedule to schedule. So both run with each
+# kind of schedule.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -163,7 +167,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     ],
 )
 def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
-    """The kernel adds h's cotangent dh to dx and rounds once, to x's dtype.
+    """The kernel adds h's cotangent dh to dx and rounds the sum once, to x's dtype.
 
     x's dtype may be wider than the dtypes of the saved array and of dy.
     """
@@ -193,8 +197,8 @@ def test_dtypes_of_dh(
 
 #: Each entry has three items: the name of a schedule, the number of groups, and the number of rows
 #: per group. In some entries, the number of rows per group is not a multiple of the number of
-#: blocks, or of the rows that a block processes at once. In others, a block processes exactly one
-#: group at once.
+#: blocks, or of the number of rows that a block processes at once. In other entries, the rows that
+#: a block processes at once are exactly one group.
 GROUPED = [
     ("ring", 3, 5),
     ("ring_two_stages", 2, 3),

@@ -1,7 +1,6 @@
-"""The backward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
-
+"""Every schedule of the backward kernels lowers for an NVIDIA GPU, in every dtype.
 Like `test_lowering` for the forward, this runs Mosaic's layout inference and lowers to the vector
-and LLVM dialects. The later steps (LLVM, ptxas) need a GPU.
+and LLVM dialects. No GPU is needed. The later steps (LLVM, ptxas) are not tested here.
 """
 
 import dataclasses

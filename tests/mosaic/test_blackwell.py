@@ -175,7 +175,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
     """Yield a dict from each compute capability to a pool with a single process.
 
-    A process can compile for one architecture only, that of its first compilation.
+    A process can compile for only one architecture, which its first compilation determines.
     """
     spawn = multiprocessing.get_context("spawn")
     pools = {capability: ProcessPoolExecutor(1, spawn) for capability in CONFIGS}
@@ -185,7 +185,7 @@ def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
 
 
 def check(work: Any, capability: int, processes: dict[int, ProcessPoolExecutor]) -> None:
-    """Assert that the kernels compile in the GPU's process and hardly spill registers."""
+    """Assert that the kernels compile and hardly spill, in the process for this GPU."""
     kernels = processes[capability].submit(compiled, work, capability).result()
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED

@@ -117,7 +117,7 @@ def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add_rms_norm"])
 def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:
-    """In XLA's code, two fusions compute the sum h, and each of them rounds h to its dtype.
+    """In XLA's code, two fusions compute the sum h (e.g. x + residual). Both round it to h's dtype.
 
     JAX selects the code for the platform when it lowers, so the program contains no conditional.
     """

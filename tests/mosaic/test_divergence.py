@@ -134,9 +134,9 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """Errors are small even if the student's and the teacher's logits differ by only about 1e-2.
+    """If the student's and the teacher's logits differ by about 1e-2, errors are small, too.
 
-    The bound is 1e-2 times a few roundoffs.
+    The bound on an error is 1e-2 times a few roundoffs.
     """
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise

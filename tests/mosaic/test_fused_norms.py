@@ -329,9 +329,9 @@ def test_activations_of_groups_of_channels(
 
 
 def lowered_cases() -> Iterable[Any]:
-    """Yield pairs of a family's shape and a combination of options; the combinations take turns.
+    """Yield test parameters: each shape of each family with one to three combinations of options.
 
-    Of the options of "scaled sum", only the combination of dtypes changes.
+    The combinations take turns from shape to shape. For "scaled sum", only the dtypes change.
     """
     for family, of in FAMILIES.items():
         times = {"activation": 1, "scaled sum": 3}.get(family, 2)

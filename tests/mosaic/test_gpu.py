@@ -25,7 +25,7 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 pytestmark = pytest.mark.gpu
 
-# Shapes of arrays that are at least 64 MiB large in bfloat16. If a kernel misses a wait, an
+# Shapes of arrays that are at least 64 MiB large in bfloat16. If a kernel lacks a wait, an
 # asynchronous copy can overwrite data in shared memory before they are read. This happens only with
 # such large arrays.
 LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 5120), (8192, 8192)]

@@ -234,7 +234,10 @@ def test_no_races(strips: Strips) -> None:
 
 @pytest.mark.parametrize("saved", ["output", "input"])
 def test_with_64_bit_types(saved: str) -> None:
-    """Kernels count in 32 bits, even if 64-bit types are enabled and Python integers are int64."""
+    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+
+    Python integers are then traced as int64.
+    """
     with jax.enable_x64(True):
         check(make_spec("fwd", (1, 37, 40), 1, F32, saved=saved))
 

@@ -169,7 +169,10 @@ def test_groups_that_no_tile_can_have() -> None:
     ids=lambda case: case.name,
 )
 def test_with_64_bit_types(case: Case) -> None:
-    """Kernels count in 32 bits, even if 64-bit types are enabled and Python integers are int64."""
+    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+
+    Python integers are then traced as int64.
+    """
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
@@ -348,8 +351,8 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
 )
 @pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
-    # The number of rows is a multiple of the rows per block. Otherwise, the last block would be
-    # moved back and would process some rows a second time.
+    # The number of rows is a multiple of the number of rows per block. Otherwise, the last block
+    # would start at an earlier row and process some rows a second time.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
     spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)

@@ -1,7 +1,7 @@
-"""The forward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
-
+"""Every schedule of the forward kernels lowers for an NVIDIA GPU, in every dtype.
 This runs Mosaic's layout inference and lowers to the vector and LLVM dialects, which detects
-layouts that do not fit an operation. The later steps (LLVM, ptxas) need a GPU.
+layouts that do not fit an operation. No GPU is needed. The later steps (LLVM, ptxas) are not tested
+here.
 """
 
 import math
@@ -88,7 +88,8 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
         lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=6))
 
 
-#: The shapes of the benchmarks, odd shapes, few rows, and an array of more than 2^31 elements.
+#: The shapes of the benchmarks, odd shapes, shapes with few rows, and the shape of an array of more
+#: than 2^31 elements.
 SHAPES = [
     (32768, 128),
     (32768, 768),
@@ -224,7 +225,7 @@ def test_every_line_of_the_table_is_used() -> None:
         for op in ("softmax", "log_softmax", "layer_norm")
         for x in (BF16, F32)
     ]
-    # Calls with three parameters.
+    # Calls with three parameters: scale, bias and gate.
     specs += [
         norms.make_spec("scaled_add_norm", "fwd", 8192, cols, (BF16,) * 3, "layer_norm")
         for cols in (1152, 65536)
@@ -284,7 +285,7 @@ def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() 
 
     widest = layer_norm(1024, 131072)
     assert widest.tiles == math.ceil(1024 / HOPPER.clusters[widest.cluster])
-    # Measured for these shapes: blocks that process a few rows each are faster than persistent
-    # blocks that share all rows.
+    # For these shapes, measurements showed that blocks that process a few rows each are faster than
+    # persistent blocks that share all rows.
     for rows, cols in ((16384, 8192), (2048, 8192), (8192, 16384), (4096, 65536)):
         assert layer_norm(rows, cols).tiles <= 8

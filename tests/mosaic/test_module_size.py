@@ -43,7 +43,7 @@ class Function:
     """A function whose kernels are measured.
 
     Attributes:
-      call: the function. Its arguments are x, the operands like x, and one operand per parameter.
+      call: the function. It takes x, `like_x` other operands and `columns` parameters.
       x: a function that maps the number of columns to the shape of x.
       like_x: the number of other operands with the shape of x.
       columns: the number of operands with one element per column.

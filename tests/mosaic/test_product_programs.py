@@ -11,7 +11,7 @@ pytestmark = pytest.mark.compiles
 
 ROWS, COLS, FEATURES = 8192, 2048, 8192
 BF16, F32 = jnp.bfloat16, jnp.float32
-# Without a GPU, XLA cannot time matmuls. It uses cuBLAS and does not tune it.
+# Without a GPU, XLA cannot time matmuls. So these options select cuBLAS without autotuning.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 
 

@@ -28,7 +28,8 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# How rows of x share rows of the rotary tables. A row of x is a head at a position.
+# Ways in which rows of x share rows of the rotary tables, in the order of the entries. A row of x
+# is a head at a position.
 #
 # 1. The heads of a position share a table row. A kernel's tile has the rows of one position.
 # 2. The heads of a position share a table row. A tile has the rows of several positions.
@@ -185,7 +186,7 @@ def test_few_rows_are_refused() -> None:
 def test_registers(
     size: tuple[int, int], mix: tuple[np.dtype, ...], interleaved: bool, compiler: Compiler
 ) -> None:
-    """Few registers are spilled, and the scheduled blocks of an SM fit into its registers."""
+    """Few registers are spilled, and an SM has registers for the scheduled number of blocks."""
     for direction in ("fwd", "bwd"):
         spec = make_spec(direction, QUERIES[32], size, mix, interleaved=interleaved)
         (kernel,) = compiler.compile(
