@@ -45,8 +45,8 @@ class Linear:
     dtype: str | None = None
 
     of_rows: ClassVar = CrossEntropy
-    # The number of times a gradient is rounded: when it is saved, and when it is multiplied by the
-    # loss's cotangent.
+    # The number of roundings of a gradient: one when it is saved, and one when it is multiplied by
+    # the loss's cotangent.
     roundings: ClassVar = 2
 
     def __post_init__(self):
@@ -120,9 +120,9 @@ class Linear:
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
-            # An error of the logits also changes the softcap's derivative, 1 - tanh(x / cap)^2. Its
-            # derivative with respect to x is below 0.77 / cap. This error is multiplied by the
-            # loss's gradient with respect to the capped logits. That gradient is at most
+            # An error e of the logits x changes the softcap's derivative, 1 - tanh(x / cap)^2, by
+            # less than 0.77 * e / cap. The softcap's derivative is multiplied by the loss's
+            # gradient with respect to the capped logits. That gradient is at most
             # (p + targets) * (1 + 2 * z_loss * lse), where p are the probabilities.
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)

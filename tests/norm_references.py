@@ -266,7 +266,10 @@ class RotatedNorm(Norm):
         return dx, dscale + 1.01 * np.sum(error * np.abs(self.xh), 0)
 
     def table_terms(self):
-        """Yield dcos and then dsin, each with its bounds and the sums of its terms' magnitudes."""
+        """Yield dcos and then dsin, each as three arrays.
+
+        The arrays are the values, their error bounds, and the sums of their terms' magnitudes.
+        """
         error = self._normalised_error()
         error = error + (self._undone_error() if self.saved == "output" else 0)
         (da, db), (na, nb), (ea, eb) = (

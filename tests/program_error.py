@@ -266,8 +266,8 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
 
 
 # Each rule below computes one kind of jaxpr equation and returns two things. The first is the
-# result, with the error that comes from the errors of the operands. The second is the error that
-# the equation's own rounding adds, as a number per element in units of the unit roundoff.
+# result, with the error that comes from the errors of the operands. The second is the rounding
+# error of the equation itself: a number for each element, in units of the unit roundoff.
 
 
 def _product(a: Value, b: Value) -> Value:

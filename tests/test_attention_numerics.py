@@ -177,7 +177,7 @@ def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
     assert [a for a in saved(f, q, k, v) if a[0] == square] == [(square, dtype)]
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(f, q, k, v)[1](*a))(ct).jaxpr
     made = [o.aval for e in jaxpr.eqns for o in e.outvars if o.aval.shape == square]
-    backward = [a.dtype.name for a in made[-2:]]  # of the weights and of the logits
+    backward = [a.dtype.name for a in made[-2:]]  # cotangents of the weights and of the logits
     assert backward == [dtype, dtype]
 
 

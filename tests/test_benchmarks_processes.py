@@ -216,7 +216,7 @@ os._exit(worker.main())
 def started(monkeypatch, tmp_path):
     """Make workers run the script WORKER, and return the list of started processes.
 
-    In each of them, the attribute `asked` is the command that the harness wanted to run.
+    Each process object has an attribute `asked`: the command that the harness wanted to run.
     """
     found = []
 
@@ -295,7 +295,7 @@ def test_a_failure_costs_one_cell(started, workers):
         assert got[n].status == "failed: RuntimeError: illegal address"
     assert all(process.poll() is not None for process in started)
     if workers == 1:
-        assert [o.cell for o in outcomes] == cells  # in order, even if some were repeated
+        assert [o.cell for o in outcomes] == cells  # in this order, even if some ran twice
 
 
 @pytest.mark.parametrize("when", ["prepared", "measured"])

@@ -1,6 +1,6 @@
 """Keys of programs in JAX's persistent compilation cache.
 
-Equal programs must have the same key in all processes, and different programs different keys.
+Equal programs must have the same key in all processes. Different programs must have different keys.
 
 With Auto axes, a program contains the address of a Python function, which differs between
 processes. The setting `jax_remove_custom_partitioning_ptr_from_cache_key` omits the address from

@@ -219,7 +219,7 @@ class Layout(NamedTuple):
             return P(self.scale)
         if kind in ("weight", "down", "head"):
             return P(*self.weight)
-        # If the head is split over classes, so are its logits.
+        # If the head is split over classes, the logits are split over classes, too.
         features = self.features or (self.weight[1] if kind == "logits" else None)
         return P(*self.rows) if kind == "labels" else P(*self.rows, features)
 

@@ -81,7 +81,7 @@ class EqxSubclass(EqxNorm):
 class EqxBlock(eqx.Module):
     """A module that contains a norm.
 
-    In the argument `calls`, tests name this class instead of the norm's class.
+    A test passes functions in `calls=` for both classes: for this one, and for the norm's class.
     """
 
     norm: EqxNorm

@@ -1,7 +1,7 @@
-"""Values of the backward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
+"""Values of the backward kernels in Pallas' interpreter, for every schedule and dtype.
 
-The interpreter models neither layouts nor alignment nor clusters. `test_backward_lowering` tests
-layouts and clusters.
+The interpreter runs on the CPU. It models neither layouts nor alignment nor clusters.
+`test_backward_lowering` tests layouts and clusters.
 """
 
 from typing import Any

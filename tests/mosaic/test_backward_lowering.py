@@ -1,4 +1,5 @@
 """Every schedule of the backward kernels lowers for an NVIDIA GPU, in every dtype.
+
 Like `test_lowering` for the forward, this runs Mosaic's layout inference and lowers to the vector
 and LLVM dialects. No GPU is needed. The later steps (LLVM, ptxas) are not tested here.
 """

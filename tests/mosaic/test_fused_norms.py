@@ -40,10 +40,10 @@ class Family(NamedTuple):
     """The calls with which one fused norm is tested.
 
     Attributes:
-      options: a dict from the name of each option to its values. The tests cover every pair of
-        values of two options.
-      changes: dicts of further options. In a test, one of these dicts changes the default call. The
-        call has 16 rows.
+      options: a dict from the name of each option to its values. The tests are pairwise: every pair
+        of values of two options occurs in some test.
+      changes: dicts of further options. For each dict, a test changes the default call by these
+        options. The call has 16 rows.
       shapes: a tuple for each call that is lowered or compiled. Its items are the number of rows,
         the number of columns and, if groups of rows have their own parameters, the number of
         groups.

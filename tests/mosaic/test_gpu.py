@@ -118,7 +118,8 @@ def test_large_blocks(workload):
 
     expected = jax.tree.leaves(compiled("xla").call(*inputs))
     call = compiled("mosaic").call
-    # The two programs may round y differently, and gradients are computed from the stored y.
+    # The two programs may round y differently. Gradients are computed from the stored y, so they
+    # differ, too.
     bound = 2**-7
     if workload.dtype == "float32":
         bound = 8 * math.sqrt(math.prod(workload.sizes[:-1]) + workload.cols) * 2**-24

@@ -1,6 +1,7 @@
-"""Values of the forward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
+"""Values of the forward kernels in Pallas' interpreter, for every schedule and dtype.
 
-The interpreter models neither layouts nor alignment. `test_lowering` tests layouts.
+The interpreter runs on the CPU. It models neither layouts nor alignment. `test_lowering` tests
+layouts.
 """
 
 import dataclasses

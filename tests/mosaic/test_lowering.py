@@ -1,4 +1,5 @@
 """Every schedule of the forward kernels lowers for an NVIDIA GPU, in every dtype.
+
 This runs Mosaic's layout inference and lowers to the vector and LLVM dialects, which detects
 layouts that do not fit an operation. No GPU is needed. The later steps (LLVM, ptxas) are not tested
 here.

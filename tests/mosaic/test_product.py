@@ -274,7 +274,7 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program runs one kernel. Before the kernel, it multiplies the scale into the weight.
+    """The program runs one kernel. Before the kernel, it multiplies the weight by the scale.
 
     No other operation has an operand or a result of x's size.
     """
