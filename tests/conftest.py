@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and warpgroups wait for
-# each other: with fewer threads than warpgroups, they would hang. This must be set before JAX
-# creates its backend.
+# Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool. The warpgroups wait for
+# each other, so they would hang if the pool had fewer threads than there are warpgroups. NPROC is
+# the size of the pool. It must be set before JAX creates its backend.
 os.environ.setdefault("NPROC", "16")
 
-# If several test processes share a GPU, each must release the memory of finished tests: the GPU's
-# 80 GB cannot hold the largest test of every process.
+# If several test processes share a GPU, each must release the memory of finished tests. Otherwise,
+# the processes together would need more than the GPU's 80 GB.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
@@ -27,7 +27,7 @@ import refused
 from benchmarks import triton_programs
 from jaxnorm.primitives.rules import in_one_chunk
 
-# GPUs multiply float32 matrices in TF32 by default. These tests do not test its rounding.
+# GPUs multiply float32 matrices in TF32 by default. The tests' bounds do not cover its rounding.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Tests on meshes need several devices.
@@ -74,9 +74,10 @@ def quick_to_compile() -> Iterator[None]:
     ]
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with each implementation, requested explicitly by `implementation=`.
+    """Return the name of an implementation. The test runs once with each implementation.
 
-    The error bounds are the same for all implementations.
+    A test passes the name as `implementation=`. The error bounds are the same for all
+    implementations.
     """
     if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
@@ -92,13 +93,16 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     ]
 )
 def kernels(request: pytest.FixtureRequest) -> str:
-    """Run the test with each kernel implementation, for shapes that are too large without a GPU."""
+    """Return the name of a kernel implementation. The test runs once with each of them.
+
+    The arrays of tests with this fixture are too large to run without a GPU.
+    """
     return request.param
 
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a compiler for an H100, which need not be present."""
+    """Return a compiler that compiles for an H100. The machine needs no GPU."""
     from h100 import Compiler  # a module in tests/mosaic/
 
     return Compiler(tmp_path_factory.mktemp("ptxas"))
@@ -133,7 +137,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases that cannot run on this machine.
 
-    With ``--every N``, only about one in N of the other cases is kept.
+    With ``--every N``, also deselect most of the other cases, so that about one in N remains.
     """
     needs.leave_out(config, items)
     every = config.getoption("--every")
@@ -142,8 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen, others = [], []
         for item in items:
             test = item.nodeid.partition("[")[0]
-            # A hash chooses the cases, because every N-th case could always have the same value of
-            # one parameter.
+            # A hash chooses the cases. If every N-th case were chosen, one parameter could have the
+            # same value in all of them.
             at = zlib.crc32(item.nodeid.encode()) % every
             is_chosen = test not in seen or at == config.getoption("--offset") % every
             (chosen if is_chosen else others).append(item)
@@ -167,7 +171,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Run a test, and everything that it calls, in a frame with a large chunk of Python's stack.
+    """Run a test with a large chunk of Python's stack in reserve.
 
     This makes tracing faster, as `in_one_chunk` explains.
     """
@@ -184,8 +188,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Skip a test if an implementation refuses its call for an expected reason.
 
     A test lists the expected reasons with `refused.expect`; any other refusal is a failure. One
-    reason is expected in every test: Mosaic refuses the backward of a norm if the rows are not a
-    multiple of 16 bytes long.
+    reason is expected in every test: Mosaic refuses the backward of a norm if the length of a row
+    is not a multiple of 16 bytes.
     """
     try:
         return (yield)
@@ -246,7 +250,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run if the numbers of refused calls differ from the committed numbers."""
+    """Fail the run if the numbers of refused calls are not those of `refused.json`.
+
+    The file lists, for each test, how many of its calls each implementation refuses.
+    """
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or _is_worker(session.config):
         return

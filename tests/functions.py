@@ -1,4 +1,4 @@
-"""The table of functions: a call of each public function, its operands, and plain JAX's formula.
+"""The table of functions: calls of public functions, their operands, and formulas in plain JAX.
 
 The tests of values, batches, programs, rematerialisation and meshes run over this table. A function
 is tested by all of them as soon as it has an entry.
@@ -73,7 +73,7 @@ def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # 
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
     if kind in ("mask", "classes"):
         return (values < 0.5) | (np.arange(shape[-1]) == 1)
-    # Scales are near 1, and cos and sin of an angle are never both near 0.
+    # Scales are near 1. Elements of the rotary tables are between -1 and 1.
     centres = {"scale": 1 + values / 10, "cos": np.cos(values), "sin": np.sin(values)}
     centres |= {"weight": values / np.sqrt(shape[0]), "of_samples": 1 + values / 4}
     centres |= dict.fromkeys(("of_groups", "of_heads"), 1 + values / 10)
@@ -205,7 +205,7 @@ def _linear(function, **options):
     )
 
 
-# The first word of each name is the public function.
+# The first word of each key is the name of the public function.
 FUNCTIONS = {
     "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
     "softmax with a mask": Function(
@@ -417,13 +417,14 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: One entry for each public function, and for each form of it that is a separate operation.
+#: Keys of `FUNCTIONS`: one for each public function, and one for each form of it that is a separate
+#: operation.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
-# In this entry, the rotary tables are constants. If their gradients were needed, XLA's code would
+# Use the entry whose rotary tables are constants. If their gradients were needed, XLA's code would
 # run instead of kernels.
 BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"
 BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
-#: Entries that differ from another entry only in one option.
+#: Keys of entries that differ from another entry only in one option.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
 #: Public functions that have no derivatives.
@@ -436,7 +437,7 @@ def public_functions() -> set[str]:
 
 
 def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
-    """Return the operands of an entry: first the floats, all in `dtype`, then labels and masks."""
+    """Return the operands of the entry `name`: floats in `dtype`, and then labels and masks."""
     arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
     return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
 
@@ -444,14 +445,17 @@ def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tu
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
     """Return `function` as a function of its floating-point operands, which come first.
 
-    The other operands (labels and masks) have the values that are given here.
+    The other operands (labels and masks) are fixed to their values in `operands`.
     """
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
 
 
 def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, Any]:  # noqa: B008
-    """Return the entry's call as a function of its floating-point operands, and these operands."""
+    """Return two things: a function that runs the call of the entry `name`, and its arguments.
+
+    The arguments are the operands with floating-point values. The other operands are fixed.
+    """
     operands = operands_of(name, dtype, sizes)
     floats = tuple(a for a in operands if jnp.issubdtype(a.dtype, jnp.floating))
     return of_floats(FUNCTIONS[name].ours, operands), floats
@@ -473,7 +477,7 @@ def floats_in(operands: tuple[Any, ...]) -> tuple[int, ...]:
 def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
     """Return a function that computes the gradients of `scalar(function)`.
 
-    `wrt` has the indices of the operands with respect to which it differentiates.
+    The gradients are with respect to the operands at the indices `wrt`.
     """
     return jax.grad(scalar(function), wrt)
 

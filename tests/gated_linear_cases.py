@@ -16,7 +16,10 @@ BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Dtypes of the operands, of the elementwise result h, of the matmul (`product`) and of y."""
+    """Dtypes of the operands, of the elementwise result h, of the matmul (`product`) and of y.
+
+    `dtype` is the option `dtype=` of the call.
+    """
 
     gate: str
     up: str
@@ -78,9 +81,9 @@ class Expected:
       gradients: a dict from each operand's name to its gradient and bound. The bound does not
         cover the last step, in which the gradient is rounded to its dtype.
 
-    The bounds cover these roundings: of the elementwise result, of the matmul's operands, of the
-    matmul's sums, of the cotangent of its result, and of y. The errors of sums add up like a random
-    walk.
+    The bounds cover the rounding of five things: the elementwise result, the matmul's operands, the
+    matmul's sums, the cotangent of the matmul's result, and y. The errors of sums are assumed to
+    add up like a random walk.
     """
 
     def __init__(self, arrays, d, mix, activation):
@@ -97,8 +100,8 @@ class Expected:
         elementwise = arithmetic(mix.gate, mix.up)
         self.u = arithmetic(mix.product, mix.y)
 
-        # gelu multiplies x by the factor 1 + tanh(...). A small factor also has the rounding error
-        # of a number near 1, because tanh(...) is near -1 there.
+        # gelu multiplies x by the factor 1 + tanh(...). Where tanh(...) is near -1, the factor is
+        # small, but its rounding error is that of a number near 1.
         of_gate_error = 8 * elementwise * (np.abs(gate) + np.abs(of_gate))
         slope_error = 16 * elementwise * (1 + np.abs(gate))
         h = of_gate * up

@@ -29,9 +29,8 @@ def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
 class Linear:
     """The losses of rows of logits ``x @ weight + bias``, and the gradients of sum(d * losses).
 
-    The logits have errors from the sums of the matmul, and from rounding to the matmul's dtype. The
-    bounds rely on this fact: the absolute derivatives of a row's loss with respect to its logits
-    add up to at most 2.
+    The logits have two errors: the error of the matmul's sums, and the rounding to the matmul's
+    dtype. The bounds rely on this fact: the sum of |d loss / d logit| over a row is at most 2.
     """
 
     x: np.ndarray
@@ -46,8 +45,8 @@ class Linear:
     dtype: str | None = None
 
     of_rows: ClassVar = CrossEntropy
-    # The number of times a gradient is rounded: when it is saved, and when it is multiplied by the
-    # loss's cotangent.
+    # The number of roundings of a gradient: one when it is saved, and one when it is multiplied by
+    # the loss's cotangent.
     roundings: ClassVar = 2
 
     def __post_init__(self):
@@ -56,7 +55,7 @@ class Linear:
         dtype = jnp.dtype(self.dtype or promoted)
         factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
         self.u, self.v = arithmetic(dtype.name), self.logits_roundoff(dtype.name)
-        # dlogits are an operand of a matmul, so they are rounded to the dtype of its operands.
+        # The logits' gradient is an operand of a matmul, so it is rounded to that operand's dtype.
         self.factor_v = max(self.v, unit_roundoff(factors.name))
         self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
         self.bias = exact(self.bias)
@@ -115,15 +114,16 @@ class Linear:
             yield value, (bound + sums).reshape(value.shape) + stored
 
     def moved(self, d):
-        """Return a bound on the error that errors of the logits cause in the logits' gradient."""
+        """Return a bound on how far errors in the logits can change the logits' gradient."""
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
         wrong = self.wrong
         moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
         moved = p * (moved + 2 * self.z_loss * wrong)
         if self.logit_softcap is not None:
-            # The derivative of 1 - tanh(x / cap)^2 with respect to x is below 0.77 / cap. The
-            # loss's gradient with respect to the capped logits is at most (p + targets) *
-            # (1 + 2 * z_loss * lse).
+            # An error e of the logits x changes the softcap's derivative, 1 - tanh(x / cap)^2, by
+            # less than 0.77 * e / cap. The softcap's derivative is multiplied by the loss's
+            # gradient with respect to the capped logits. That gradient is at most
+            # (p + targets) * (1 + 2 * z_loss * lse), where p are the probabilities.
             turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
             moved = moved + turned * (p + self.rows.targets)
         return np.abs(exact(d))[..., None] * moved

@@ -13,7 +13,9 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 
 
 class LogProbs(CrossEntropy):
-    """Log-probabilities and entropies of rows of logits. A log-probability is a negated loss.
+    """Log-probabilities and entropies of rows of logits.
+
+    A log-probability is the negative of a cross-entropy.
 
     The bound of the entropy follows its computation as log(s) - sum(e * t) / s. Here t <= 0 is a
     logit minus the row's maximum, e = exp(t) and s = sum(e).
@@ -88,8 +90,8 @@ class Linear(linear_loss_cases.Linear):
     def bounds(self):
         """Return the bounds of both results.
 
-        The bound of the entropy relies on this fact: the absolute derivatives of a row's entropy
-        with respect to its logits add up to at most twice the entropy.
+        The bound of the entropy relies on this fact: the sum of |d entropy / d logit| over a row is
+        at most twice the entropy.
         """
         of_log_prob, of_entropy = self.rows.bounds
         wrong = self.wrong[..., 0]

@@ -37,7 +37,10 @@ class Case:
         return "-".join([str(self.shape), *(f"{k} {v}" for k, v in given.items() if v)])
 
     def call(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
-        """Return the forward call for these dtypes; `bias` and `y` default to the dtype of x."""
+        """Return the forward call of `op`.
+
+        `x`, `bias` and `y` are dtypes. `bias` and `y` default to the dtype of x.
+        """
 
         def struct(shape: tuple[int, ...] | None, dtype: Any) -> jax.ShapeDtypeStruct | None:
             return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
@@ -89,15 +92,15 @@ def of_width(kind: str, rows: int, cols: int) -> Case:
     )
 
 
-#: Widths for which every kind of schedule is chosen.
+#: Widths (numbers of columns). Each kind of schedule is chosen for at least one of them.
 COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 
 def mixed():
     """Yield combinations of a width, a kind of case and dtypes.
 
-    Each width is combined with half of the kinds: with those at even indices and those at odd
-    indices in turn. The combinations of dtypes alternate, too.
+    The first width is combined with the kinds at even indices, the next width with the kinds at odd
+    indices, and so on. The combinations of dtypes change from case to case.
     """
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):
@@ -108,7 +111,7 @@ def mixed():
 
 
 def op_of(kind: str, cols: int) -> str:
-    """Return softmax or log_softmax, alternating so that each width and each kind runs both."""
+    """Return "softmax" or "log_softmax", so that each width and each kind of case runs both."""
     return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
 
 
@@ -128,7 +131,7 @@ def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
 def assert_like_xla(implementation, case, op, dtypes):
     """Assert that the results of forward and backward agree with XLA's.
 
-    They may differ by two roundings and by the order in which sums are added.
+    The bound covers two roundings, and sums that are added in another order.
     """
     forward, backward = case.call(op, *dtypes), case.backward(op, *dtypes)
     keys = iter(jax.random.split(jax.random.key(0), 4))
@@ -155,9 +158,9 @@ def assert_near(implementation, call, *operands):
         of = jnp.finfo(theirs.dtype)
         terms = call.view.cols + theirs.size // call.view.cols
         bound = max(4 * float(of.eps), 8 * math.sqrt(terms) * 2.0**-24)
-        # If a bias has one column, its gradient sums the logits' gradients over a row. The terms
-        # may cancel, so the error is compared with the terms (near 1 for log_softmax), not with the
-        # sum.
+        # A bias with one column is broadcast over the rows of the logits, so its gradient is a sum
+        # over each row. The terms of this sum may cancel. The error is therefore compared with the
+        # size of the terms (about 1 per term for log_softmax), and not with the sum.
         least = math.sqrt(call.view.cols) if theirs.shape[-1] == 1 else 0.0
         error, alike = difference(ours, theirs, least)
         assert alike
@@ -167,7 +170,7 @@ def assert_near(implementation, call, *operands):
 
 @jax.jit
 def difference(ours, theirs, least):
-    """Return two things: the largest difference, and True if non-finite elements are equal.
+    """Return the largest difference, and True if the non-finite elements are equal.
 
     The difference is divided by the largest element of `theirs`, or by `least` if that is larger.
     """

@@ -26,13 +26,15 @@ class CrossEntropy:
     m - x_l + log(s). Here x_l is the label's logit; if it is the largest, its exponential is
     exactly 1.
 
-    With a scale or a cap, `x` is the transformed logit. A capped logit has the error `x_error`, a
-    sum of two errors. The first is the error of tanh: 2 ulps of the cap (8 ulps for 16-bit logits).
-    The second comes from rounding tanh's argument. A relative error e of the argument changes the
-    capped logit by at most 0.45 * e * cap.
+    With a scale or a cap, `x` is the transformed logit. A capped logit has an error of at most
+    `x_error`, which is the sum of two parts:
 
-    Without z_loss, the absolute derivatives of a row's loss with respect to its logits add up to at
-    most 2. So errors of `x_error` in the logits change the loss by at most 2 * x_error.
+    - the error of tanh: 2 ulps of the cap (8 ulps for 16-bit logits);
+    - the effect of rounding tanh's argument: if its relative error is e, the capped logit changes
+      by at most 0.45 * e * cap.
+
+    Without z_loss, the sum of |d loss / d logit| over a row is at most 2. So if each logit has an
+    error of at most `x_error`, the loss changes by at most 2 * x_error.
     """
 
     x: np.ndarray
@@ -111,8 +113,8 @@ class CrossEntropy:
         """A bound on the part of log(s)'s error that is due to errors of the exponentials.
 
         s is the sum of the exponentials exp(x - m). An exponential is inexact because its argument
-        is rounded. If the label's logit is the largest of the row, its argument is 0, and its
-        exponential is exact.
+        is rounded. If the label's logit is the largest of the row, the argument of its exponential
+        is 0, and the exponential is exact.
         """
         terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
         if self.label_smoothing == 1:

@@ -31,21 +31,21 @@ import jaxnorm
 from benchmarks import triton_programs
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
-# Rows and columns: narrow rows, odd and prime widths, widths that fill all fragments of a
-# warpgroup, and rows shared by a cluster of blocks. Some shapes have few rows.
+# Numbers of rows and columns: narrow rows, odd and prime widths, widths that fill all registers of
+# a warpgroup, and rows that a cluster of blocks processes together. Some shapes have few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
 SHAPES += [(3, 131072)]
-# Rows and columns of calls with two large operands: x and a residual or a gate.
+# Numbers of rows and columns for calls with two large operands: x and a residual or a gate.
 WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
-#: The largest odd width of a norm.
+#: For norms, larger odd numbers of columns are replaced by this number.
 LONGEST_ODD = 8191
 
-# Shapes whose middle axis is normalised: with overlapping strips, and with strips shared by a
-# cluster.
+# Shapes whose middle axis is normalised. A block of a kernel processes a strip, a range of the last
+# axis. In some shapes, two strips overlap; in some, a cluster of blocks processes a strip.
 STRIDED = [(5, 40, 72), (2, 1000, 784), (3, 3008, 144)]
-# Shapes of the logits of losses. Their rows are narrow, wide or unaligned.
+# Shapes of the logits of losses. The rows are narrow, wide or unaligned.
 OF_LOSSES = [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]
-# Shapes of the logits, of the mask and of the bias (or None), and whether the call is causal.
+# For each case: the shapes of the logits, the mask and the bias (or None), and True if causal.
 LOGITS = [
     ((2, 3, 67, 200), (2, 1, 1, 200), (3, 67, 200), False),
     ((3, 130, 131), None, None, True),
@@ -56,7 +56,7 @@ LOGITS = [
 
 
 def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls of `name` over axis 1 of arrays of several shapes, with their operands' types."""
+    """Yield calls of `name` over axis 1, each with its operands' types (shapes and dtypes)."""
     function = FUNCTIONS[name]
     operation = OPERATIONS[function.op]
     kinds = [OPERANDS[operand] for operand in operation.operands]
@@ -122,7 +122,7 @@ def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any,
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield softmaxes with biases and masks (all True), each with its operands' types."""
+    """Yield calls of softmaxes with biases and masks (all True), each with its operands' types."""
     for shape, mask, bias, causal in LOGITS:
 
         def call(x: jax.Array, *given: jax.Array, mask: Any = mask, causal: bool = causal) -> Any:
@@ -137,8 +137,8 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
     """Yield calls of the function `name`, each with its operands' types.
 
-    If jaxnorm has no function `name`, the calls are of softmax_cross_entropy_with_integer_labels.
-    Two of the labels are out of range.
+    If `name` is not the name of a public function (e.g. "loss"), the calls are of
+    softmax_cross_entropy_with_integer_labels. Two of the labels are out of range.
     """
     function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in OF_LOSSES:
@@ -159,7 +159,7 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def divergences(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield divergences, alternately forward and reverse, and the types of their operands."""
+    """Yield calls of a divergence (forward and reverse in turn), each with its operands' types."""
     for shape, reverse in zip(OF_LOSSES, itertools.cycle([False, True])):
 
         def call(x: jax.Array, teacher: jax.Array, reverse: bool = reverse) -> Any:
@@ -188,7 +188,7 @@ def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[
 
 
 def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield norms with the matmul after them, each with its operands' types.
+    """Yield calls of a norm that is followed by a matmul, each with its operands' types.
 
     No size is a multiple of the tile size.
     """
@@ -226,8 +226,8 @@ def compiled(call: Any, operands: Any) -> Any:
 def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]]:
     """Return the calls of the case `name`, each with the types of its operands.
 
-    `name` is the name of a function, or "loss" or "linear loss", or "logits of " before the name of
-    a softmax.
+    `name` is one of these: the name of a function; "loss"; "linear loss"; "logits of NAME", where
+    NAME is the name of a softmax.
     """
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}

@@ -37,7 +37,7 @@ class Case:
 
 
 def step(name, save="output", **options):
-    """Return a function of (cotangent, x, *params) that returns the value and the gradients."""
+    """Return a function of (cotangent, x, *params) that computes `name` and its gradients."""
 
     def function(x, *params):
         if OPERATIONS[operations.FUNCTIONS[name].op].family == "softmax":
@@ -91,7 +91,7 @@ def in_shards(arrays, mesh, specs):
 
 
 def on_mesh(function, arrays, case, kind):
-    """Return the compiled function and its sharded operands.
+    """Compile a function for the mesh of a case. Return the program and its sharded operands.
 
     Results with x's shape are sharded like x.
     """
@@ -133,5 +133,5 @@ def expected_of(name, save, shape):
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Assert that the compiled step returns the same results as one device, within the bounds."""
+    """Assert that the step returns the same results as on one device, within the bounds."""
     assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

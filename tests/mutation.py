@@ -28,14 +28,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SEED, LIMIT = 20, 600
-#: Folders of the code, and the number of mutants in each.
+#: Maps each folder of the code to the number of mutants in it.
 AREAS = {
     "kernels/jaxnorm_kernels/xla": 18,
     "jaxnorm/primitives": 15,
     "kernels/jaxnorm_kernels/mosaic": 15,
     "kernels/jaxnorm_kernels/triton": 12,
 }
-#: Maps a part of the mutated file's path to its tests. The first part that matches counts.
+#: Maps a part of a file's path to the names of test files. The tests of a mutated file are those of
+#: the first part that its path contains.
 COVERING = {
     "xla/norm_rope": ["test_norm_rope*", "test_forward_mode", "test_parts"],
     "xla/softmax": ["test_softmax", "test_logits", "test_forward_mode", "test_masked_derivatives"],
@@ -95,9 +96,9 @@ _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt",
 
 
 class Mutant(NamedTuple):
-    """A mutant: in `file`, the text `instead` replaces the text `code`.
+    """A mutated file: the text `code` is replaced by the text `instead`.
 
-    `span` has the indices of the start and the end of `code` in the file's text.
+    `span` is a pair of indices into the file's text: the start and the end of `code`.
     """
 
     file: str
@@ -142,7 +143,7 @@ def mutations(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _formulas(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the expressions in functions, except annotations, decorators and messages."""
+    """Yield the expressions in functions, except annotations, decorators and error messages."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             for statement in node.body:
@@ -191,7 +192,7 @@ def mutants(seed: int = SEED) -> list[Mutant]:
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    """Return the existing test files that `COVERING` names for the mutated file, in its order."""
+    """Return the existing test files of the mutated file, in the order of `COVERING`."""
     (names, *_) = [names for part, names in COVERING.items() if part in mutant.file]
     files = [path for name in names for path in sorted((ROOT / "tests").glob(f"{name}.py"))]
     return [str(path.relative_to(ROOT)) for path in dict.fromkeys(files)]

@@ -34,8 +34,8 @@ def capability() -> float:
     return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
 
 
-# -------------------------- requirements: each function returns what is missing, or None if it is
-# met
+# Requirements. Each function returns a text that says what is missing, or None if the requirement
+# is met.
 
 
 def hopper() -> str | None:
@@ -125,8 +125,8 @@ class Need:
         )
 
 
-# A test case is skipped if a requirement is not met. If several are not met, the case is counted
-# only under the first of them.
+# A test case is left out if one of its requirements is not met. If several are not met, the case is
+# counted only under the first of them.
 NEEDS = (
     Need(hopper, marks=["gpu"]),
     Need(second_gpu, marks=["multigpu"]),
@@ -137,7 +137,7 @@ NEEDS = (
     Need(triton_for_cuda, marks=["cuda_plugin"]),
 )
 
-# Requirements of whole files, which cannot even be imported without them.
+# Maps test files to the requirement without which they cannot even be imported.
 FILES = {"triton/test_compile*.py": triton_compiler}
 
 

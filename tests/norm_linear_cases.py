@@ -44,7 +44,7 @@ def operands(rows, cols, features, dtypes="float32", seed=0, lead=()):
 
 
 class _Norm(Norm):
-    """A norm whose bounds allow that its input differs from x by up to `excess`."""
+    """A norm whose input may differ from x by up to `excess`. The bounds cover this difference."""
 
     @property
     def r_error(self):
@@ -64,8 +64,8 @@ class _Norm(Norm):
 class NormLinear:
     """``y = activation(rms_norm(x) @ weight + bias)`` and its gradients, with error bounds.
 
-    All inputs are exact. With a residual, x is the stored sum h. The bounds allow that a kernel
-    rounds the normalised x, or ``scale * weight``, to the matmul's dtype.
+    All inputs are exact. With a residual, x is the stored sum h. The bounds also cover kernels that
+    round the normalised x, or ``scale * weight``, to the matmul's dtype.
     """
 
     x: np.ndarray
@@ -73,7 +73,7 @@ class NormLinear:
     gain: np.ndarray
     bias: np.ndarray
     d: np.ndarray
-    excess: np.ndarray  # per element: how far the input that a pass uses may be from x
+    excess: np.ndarray  # a bound, for each element, on |input of the pass - x|
     x_dtype: str
     weight_dtype: str
     product_dtype: str
@@ -121,7 +121,7 @@ class NormLinear:
     def gradients(self):
         """Return a dict from each operand's name to its gradient and bound.
 
-        The bounds exclude the rounding to the gradient's dtype, except for x.
+        The bound of dx includes the rounding to its dtype. The other bounds do not.
         """
         _, curvature, jump = SLOPES[self.activation]
         saved = self.z_error + rounding(self.z, self.y_dtype)

@@ -1,7 +1,7 @@
 """Norms, and operations fused with them, in float64: results, gradients and error bounds.
 
 Each class takes arrays of rows (..., N) and parameters that broadcast to them. These inputs are
-taken as exact. `expected` covers every operation of the family. Three names have the same meaning
+taken as exact. `expected` covers every operation with a norm. Three names have the same meaning
 everywhere:
 
 - r is the reciprocal of the root mean square or of the standard deviation;
@@ -79,8 +79,8 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # The norm's input is x * a, and its error is `t`. This error changes r = rstd by a
-            # relative error of at most the mean of |xh| * r * t over the row, where xh is x_hat.
+            # The norm's input is x * a, and its error is `t`. It causes a relative error of r =
+            # rstd that is at most mean(|x_hat| * r * t), where the mean is taken over the row.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -131,8 +131,8 @@ class ScaledSum:
 
     def __post_init__(self) -> None:
         self.u = arithmetic(*self.dtypes)
-        # The norm's gradient is rounded when it is stored, and dx and dresidual are computed from
-        # it.
+        # The norm's gradient is rounded only to the dtype of the arithmetic. dx and dresidual are
+        # computed from it, and then rounded to their own dtypes.
         wide = "float64" if "float64" in self.dtypes else "float32"
         options = self.subtract_mean, self.epsilon, self.saved, wide, self.dtypes[2]
         self.norm = Norm(self.h, self.gain, self.bias, self.dy, *options)
@@ -144,8 +144,8 @@ class ScaledSum:
     def sum_and_bound(self) -> tuple[np.ndarray, np.ndarray]:
         """Return h and a bound on its error.
 
-        Three roundings are covered: of the product ``branch_scale * x`` and of the sum, both to the
-        dtype of the arithmetic, and of h to its own dtype.
+        The bound covers three roundings. The product ``branch_scale * x`` and the sum are rounded
+        to the dtype of the arithmetic, and h is rounded to its own dtype.
         """
         product = self.branch_scale * self.x
         total = self.residual + product
@@ -184,7 +184,7 @@ class RotatedNorm(Norm):
 
     Attributes:
       cos, sin: the rotary tables, with one row for each row of x and one column for each pair.
-      dcos, dsin: for each row of x, its term of the tables' gradients.
+      dcos, dsin: the contribution of each row of x to the gradients of the tables.
     """
 
     cos: np.ndarray
@@ -223,7 +223,7 @@ class RotatedNorm(Norm):
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return the error of y from the arithmetic of the rotation and from rounding y."""
+        """Return a bound on the error that the rotation's arithmetic and rounding y cause in y."""
         # This includes the rounding of the tables to the dtype of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
@@ -266,7 +266,10 @@ class RotatedNorm(Norm):
         return dx, dscale + 1.01 * np.sum(error * np.abs(self.xh), 0)
 
     def table_terms(self):
-        """Yield dcos and then dsin, each with its bounds and the sums of its terms' magnitudes."""
+        """Yield dcos and then dsin, each as three arrays.
+
+        The arrays are the values, their error bounds, and the sums of their terms' magnitudes.
+        """
         error = self._normalised_error()
         error = error + (self._undone_error() if self.saved == "output" else 0)
         (da, db), (na, nb), (ea, eb) = (
@@ -285,8 +288,9 @@ class Expected(NamedTuple):
       rows: a dict of the arrays with rows: results, and gradients of operands. The bounds include
         the rounding to the array's dtype.
       stats: a list of the statistics of rows.
-      terms: a dict with the gradients of parameters and tables, which are sums. For each, it has
-        the terms (one for each element of x), their bounds, and their magnitudes.
+      terms: a dict from the name of each parameter or table to three arrays. Its gradient is a sum
+        of terms, one for each element of x. The arrays are the terms, their bounds, and their
+        magnitudes.
     """
 
     rows: dict[str, tuple[Any, Any]]

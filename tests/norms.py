@@ -1,7 +1,8 @@
 """Checks of norms against float64 values, within the bounds of `norm_references`.
 
 `check` tests a public function. `check_forward` and `check_backward` test one pass of an
-implementation; `types_of` and `make_operands` derive its operands from the table of operations.
+implementation. `types_of` and `make_operands` derive the operands of a pass from the table of
+operations.
 """
 
 import functools
@@ -34,8 +35,8 @@ def tables(shape, dtype="float32", *, factor=1.0, seed=0):
 def assert_sums(gradient, like, index, terms):
     """Assert that each element of a gradient is the sum of the terms that belong to it.
 
-    `index` maps each term to its element. A term consists of its value, its error and its
-    magnitude.
+    `index` maps each term to its element. `terms` has three arrays: the values of the terms, their
+    errors and their magnitudes.
     """
     assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
     value, error, magnitude = (
@@ -59,9 +60,9 @@ def _numbers(shape):
 def _spread(shape, of_x, axes):
     """Return, for each element of x, the index of the parameter's element that belongs to it.
 
-    The result has the shape (rows, cols). Its columns are x's normalised axes, whose indices are
-    `axes`, flattened. To broadcast the parameter, x's axes are reordered such that the normalised
-    axes are last.
+    The result has the shape (rows, cols). The normalised axes of x, `axes`, are flattened to the
+    columns. To broadcast the parameter, x's axes are reordered such that the normalised axes are
+    last.
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)
@@ -189,7 +190,7 @@ def assert_expected(reference, found, operands, index, rows):
 
 
 def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
-    """Return the spec of a pass of a norm's operation, with all of its parameters.
+    """Return the `Spec` of one pass of an operation with a norm. The norm has all its parameters.
 
     Args:
       mix: the dtypes of x, of the second operand (residual, gate or tables), if any, and of y.
@@ -354,11 +355,11 @@ def check_forward(call, spec, arrays=None):
 
 
 def backward_operands(spec, arrays=None, made=None):
-    """Return three things: the arrays, the forward's results, and the backward's operands.
+    """Return three things: a dict of arrays, the forward's results, and the backward's operands.
 
-    The first two are dicts, and the operands are a list for the backward that `spec` describes. If
-    `made` is given, the results and the statistics of the forward are taken from it. Otherwise,
-    XLA's code computes them.
+    The dict of arrays maps names of operands and cotangents to arrays. The results are a dict, too.
+    The operands are a list in the order that the backward `spec` expects. `made` has the results
+    and the statistics of a forward that ran already. If it is None, XLA's code computes them.
     """
     arrays = make_operands(spec) if arrays is None else arrays
     forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)

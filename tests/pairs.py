@@ -1,4 +1,7 @@
-"""Combinations of parameters that cover all pairs of values in fewer cases than the product."""
+"""Combinations of parameters' values that cover all pairs of values.
+
+They are fewer than the combinations of the Cartesian product.
+"""
 
 import itertools
 from collections.abc import Sequence

@@ -26,10 +26,11 @@ def around(a: jax.Array) -> jax.Array:
 
 
 def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes `function` of slices and stores results in larger arrays.
+    """Return a function that calls `function` on slices and stores its results in larger arrays.
 
-    Each slice and each result starts at the second element of a flat array, so no address is a
-    multiple of 16 bytes. The new function returns the larger arrays; `read` extracts the results.
+    The slices have the values of the new function's operands. Each slice and each result starts at
+    the second element of a flat array, so no address is a multiple of 16 bytes. The new function
+    returns the larger arrays; `read` extracts the results.
     """
 
     def of_slices(*operands: Any) -> Any:
@@ -47,10 +48,9 @@ def _stored(a: jax.Array) -> jax.Array:
 
 
 def read(whole: jax.Array) -> jax.Array:
-    """Remove the first element from a flat array, and return the rest, which is a result.
+    """Return a result of a function from `of_parts`.
 
-    `whole` is the return value of a function from `of_parts`, which puts one element before its
-    result.
+    `whole` is the flat array in which that function stored the result, after one other element.
     """
     return whole[1:]
 
@@ -59,9 +59,9 @@ class Address(NamedTuple):
     """An address inside an array that XLA passes to a kernel.
 
     Attributes:
-      operation: the text of the slice, or of the update of a slice, that XLA fused with the
-        kernel's call.
-      unit: a number of bytes that divides the address's offset from the start of the array.
+      operation: the kind of operation that XLA fused with the kernel's call: "slice",
+        "dynamic-slice" or "dynamic-update-slice".
+      unit: the address's offset from the start of the array is a multiple of this number of bytes.
     """
 
     operation: str
@@ -69,15 +69,16 @@ class Address(NamedTuple):
 
 
 def fused(text: str) -> list[str]:
-    """Return the slices and updates of slices that XLA fused with calls of kernels.
+    """Return the compiled program's lines in which XLA fused a slice with a kernel's call.
 
-    Each is a line of the compiled program. For each, a kernel receives an address inside an array.
+    A line is a slice, a dynamic-slice or a dynamic-update-slice. The kernel gets an address inside
+    a larger array, and the slice is not copied.
     """
     return [line for body in _bodies(text) for line in _slices(body)]
 
 
 def addresses(text: str) -> list[Address]:
-    """Return the addresses of the slices that `fused` finds."""
+    """Return an `Address` for each line that `fused` finds."""
     return [_address(line, body) for body in _bodies(text) for line in _slices(body)]
 
 

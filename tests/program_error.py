@@ -78,8 +78,8 @@ def _on_the_host(array: Any) -> Any:
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
     """Assert that each array of `actual` is within the error of its `Value` in `analysed`.
 
-    If `actual` was computed by a different program, `other` has the Values of this program. Their
-    errors are then added to the bounds.
+    `other` has the Values of the program that computed `actual`, if this is not the analysed
+    program. Their errors are then added to the bounds.
     """
     actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
     others = values if other is None else jax.tree.leaves(other)
@@ -118,9 +118,8 @@ def assert_computes(
 def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
     """Assert that two programs without operands have the same results, in the same dtypes.
 
-    By default, the results may differ by the sum of two bounds on rounding errors: one from the
-    analysis of each program (see `analyse`). With `as_accurate`, the bound for `theirs` replaces
-    the bound for `ours`.
+    `analyse` returns a bound on the rounding error of each program. The results may differ by the
+    sum of the two bounds. With `as_accurate`, they may differ by twice the bound for `theirs`.
     """
     results, types = ours(), jax.eval_shape(theirs)
     assert jax.tree.structure(results) == jax.tree.structure(types)
@@ -224,7 +223,10 @@ def _as_jax(operand: Value, atom: Any) -> Any:
 
 
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
-    """Run one of jaxnorm's primitives as the JAX program that it runs under `jax.disable_jit`."""
+    """Analyse one of jaxnorm's primitives by its JAX program.
+
+    This is the program that JAX runs under `jax.disable_jit`.
+    """
     with jax.disable_jit():
         run = functools.partial(equation.primitive.impl, **equation.params)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
@@ -233,7 +235,7 @@ def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
 
 
 def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
-    """Run one of JAX's high-level primitives as the JAX program that it expands to."""
+    """Analyse one of JAX's high-level primitives by the JAX program to which it expands."""
 
     def run(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, arrays)))
@@ -244,9 +246,9 @@ def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> li
 
 
 def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
-    """Return the result of a jaxpr equation, with the rounding of the result added to its error.
+    """Return the result of a jaxpr equation. Its error includes the rounding of the result.
 
-    This rounding error is `rounding` (a number for each element) times the dtype's unit roundoff.
+    The rounding error is `rounding` (a number for each element) times the dtype's unit roundoff.
     """
     dtype = np.dtype(dtype)
     value = np.asarray(result.value, np.float64)
@@ -255,8 +257,8 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
         np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
     )
     least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
-    # The analysis computes in float64. If the program does, too, both have equally large errors, so
-    # the bound is doubled.
+    # The analysis itself computes in float64. If the program computes in float64, too, the analysis
+    # makes rounding errors as large as those of the program, so the bound is doubled.
     own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
     error = np.broadcast_to(result.error, value.shape) + np.where(np.isfinite(value), own, 0)
     # Infinities and NaN must be reproduced exactly.
@@ -264,8 +266,8 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
 
 
 # Each rule below computes one kind of jaxpr equation and returns two things. The first is the
-# result, with the error that comes from the errors of the operands. The second is the error that
-# the equation's own rounding adds, as a number per element in units of the unit roundoff.
+# result, with the error that comes from the errors of the operands. The second is the rounding
+# error of the equation itself: a number for each element, in units of the unit roundoff.
 
 
 def _product(a: Value, b: Value) -> Value:
@@ -397,7 +399,8 @@ def _matmul(operands, dimension_numbers, **_):
 def _bilinear(function: Callable, terms: Callable) -> Callable:
     """Return the rule of an operation that is linear in two operands a and b, like a convolution.
 
-    Each element of the result is a sum of products, and ``terms(b, params)`` is their number.
+    Each element of the result is a sum of products. ``terms(b, params)`` is the number of products
+    in such a sum.
     """
 
     def rule(operands, **params):
@@ -430,7 +433,7 @@ def _added(sign: int) -> Callable:
     def rule(operands, **_):
         a, b = operands
         value = a.value + sign * b.value
-        # The addition of an exact zero is exact.
+        # Adding an exact zero causes no rounding error.
         is_rounded = np.logical_and(*(np.abs(o.value) + o.error > 0 for o in operands))
         return Value(value, a.error + b.error), np.abs(value) * is_rounded
 
@@ -444,8 +447,8 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
     """
 
     def rule(operands, **params):
-        # `params` has the addition as a jaxpr for the program's dtype. Replace it with one for
-        # float64.
+        # A scatter's `params` contain the addition as a jaxpr in the program's dtype. Replace it
+        # with an addition in float64.
         if adds:
             with jax.enable_x64(True):
                 params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}
@@ -559,7 +562,7 @@ _RULES: dict[str, Callable] = {
     "dot_general": _matmul,
     "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
     # b is the weight, or the activations when the weight's gradient is computed. Each sum runs over
-    # the rows of b, so it has at most max(b.shape) terms.
+    # one of b's axes, so it has at most max(b.shape) terms.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
@@ -589,7 +592,7 @@ _RULES: dict[str, Callable] = {
     "scatter_add": _by_jax(jax.lax.scatter_add_p, adds=True),
 }
 
-# The parameters in which JAX's call-like primitives hold their jaxpr.
+# The names of the parameters in which JAX's call-like primitives have their jaxpr.
 _INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
 _IDENTITIES = {
     "mesh_cast",

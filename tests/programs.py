@@ -29,7 +29,8 @@ def primitives(jaxpr: Any) -> list[str]:
 def names(jaxpr: Any) -> list[str]:
     """Return the names that `checkpoint_name` gives to arrays in a jaxpr.
 
-    With `jax_remat3`, each of these names is a primitive of the jaxpr.
+    In JAX's mode `jax_remat3`, `checkpoint_name` is a high-level primitive. The name is then an
+    attribute of the primitive, and not a parameter of the equation.
     """
     found = []
     for equation in equations(jaxpr):

@@ -2,9 +2,9 @@
 
 `jaxnorm.tools.references` computes the float64 values. Inputs are taken as exact, so a bound only
 covers arithmetic and storage. In the bounds, u is the unit roundoff of the arithmetic (float32 or
-float64), and v that of the stored output. A sum of n rounded terms has an error of about ``sqrt(n)
-* u`` times the sum of their magnitudes (a random walk). The factor ``SAFETY`` covers the largest
-deviation among all elements that a test checks.
+float64), and v is the unit roundoff of the stored output. A sum of n rounded terms has an error of
+about ``sqrt(n) * u`` times the sum of their magnitudes (a random walk). The factor ``SAFETY``
+covers the largest deviation among all elements that a test checks.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ def rounding(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def half_unit(value: np.ndarray, dtype: str) -> np.ndarray:
-    """Return half an ulp of `dtype` at `value`, slightly enlarged; tighter than `rounding`."""
+    """Return half an ulp of `dtype` at `value`, slightly enlarged.
+
+    This bound is tighter than `rounding`.
+    """
     return 1.01 * np.maximum(unit_roundoff(dtype) * np.abs(value), tiny(dtype) / 2)
 
 
@@ -98,8 +101,9 @@ def softmax_gradient_bound(
     """Return a bound on the error of dx, where d is the cotangent of y.
 
     It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
-    dx. If y has 16 bits, the backward divides it by the sum of its row, so each row sums to 1.
-    Then a constant that is added to a whole row of d does not change dx.
+    dx. If y has 16 bits, the backward divides y by the sum of its row, so each row sums to 1. Then
+    adding a constant to a row of d does not change dx. So the bound uses d minus its mean, weighted
+    by y.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -170,8 +174,8 @@ def after_norm(
     """Return the activation of n, its derivative, and bounds on the errors of both.
 
     n is a norm's result with the error `error`. `name` is None without an activation. The error of
-    n changes the slopes of silu and gelu by less than `error`. It changes the slope of relu only if
-    it may change the sign of n.
+    n changes the derivatives of silu and gelu by less than `error`. It changes the derivative of
+    relu only if it may change the sign of n.
     """
     if name is None:
         return n, np.ones_like(n), error, np.zeros_like(n)
@@ -201,7 +205,7 @@ class Norm:
     saved: str
     x_dtype: str
     y_dtype: str
-    #: The activation after the norm. If there is one, the input is saved.
+    #: The name of the activation after the norm, or None. With an activation, the input is saved.
     activation: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -225,7 +229,7 @@ class Norm:
         return SAFETY * self.u * (math.sqrt(self.n) + 4)
 
     def _xh_error(self) -> np.ndarray:
-        """Return the error that x_hat has in the forward, due to errors of the mean and of r."""
+        """Return the error of x_hat in the forward. It comes from errors of the mean and of r."""
         biggest = np.max(np.abs(self.x), -1, keepdims=True) if self.subtract_mean else 0.0
         mean_error = self._walk * biggest
         # If the mean has an error e, the variance has an error of e^2. `variance_error` is
@@ -237,7 +241,7 @@ class Norm:
         """Return the error of the activation's argument: the norm's result before it is rounded."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
-        floor = 2.0**-60  # A kernel may replace a gain near 0 by a number of at most this size.
+        floor = 2.0**-60  # A kernel may replace a scale near 0 by a number of at most this size.
         return (
             self._xh_error() * (np.abs(self.gain) + floor)
             + floor * np.abs(self.xh)
@@ -259,7 +263,7 @@ class Norm:
         gain = np.maximum(np.abs(self.gain), 2.0**-60)
         stored = np.abs(self.xh) * gain + np.abs(self.bias)
         recovered = (rounding(stored, self.y_dtype) + 4 * self.u * stored) / gain
-        # x_hat is clipped to sqrt(N), so the error is at most twice that.
+        # |x_hat| is clipped to sqrt(N), so the error is at most 2 * sqrt(N).
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
@@ -317,8 +321,8 @@ class Norm:
 class TwoNorms:
     """``h = residual + norm(x)`` and ``y = norm(h)``, where both norms are RMSNorms.
 
-    Arrays of rows have the shape (M, N). The h from which y is computed is an input: it is the sum
-    that was rounded and stored.
+    Arrays of rows have the shape (M, N). The reference takes h as an argument, because y must be
+    computed from the rounded h that the tested call stored.
     """
 
     x: np.ndarray
@@ -347,15 +351,16 @@ class TwoNorms:
         self.first.u = self.last.u = arithmetic(self.arithmetic)
 
     def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return bounds of dx, dresidual, dscale and dnext_scale."""
+        """Return bounds on the errors of dx, dresidual, dscale and dnext_scale."""
         first, last = self.first, self.last
         of_last, dnext_scale, _ = last.gradient_bounds()
         few = 8 * last.u
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # Let u be the result of the first norm. The cotangent of u is dresidual, so the backward
-        # needs the mean of dresidual * u over a row. dresidual is a sum of terms. A kernel may
-        # multiply each term by u, compute the mean of each product, and add these means.
+        # The backward needs the mean over a row of dresidual * u, where u is the result of the
+        # first norm and dresidual is its cotangent. dresidual is itself a sum of terms. A kernel
+        # may multiply each term by u and add the means of these products. So the rounding error is
+        # bounded by the magnitudes of the terms, which may be larger than their sum.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(

@@ -1,7 +1,7 @@
 """Calls that an implementation refuses: the reasons that tests expect, and the number of calls.
 
-A test skips if the implementation refuses its call. If an implementation refused everything, every
-test of it would be skipped. So a test lists the reasons that it expects, and a run on a GPU
+A test is skipped if the implementation refuses its call. If an implementation refused everything,
+all of its tests would be skipped. So a test lists the reasons that it expects, and a run on a GPU
 compares the number of refused calls with `refused.json` (written by ``pytest --write-refusals``).
 """
 
@@ -32,8 +32,8 @@ expect = pytest.mark.refused
 
 COUNTS = Path(__file__).with_name("refused.json")
 
-#: Maps a test and an implementation to a pair of numbers: how many cases ran or were refused, and
-#: how many of these were refused.
+#: Maps a test and an implementation to a pair of numbers: how many cases were tried, and how many
+#: of these cases the implementation refused.
 Counts = dict[str, tuple[int, int]]
 
 _REFUSAL = re.compile(
@@ -63,7 +63,7 @@ def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
 
 
 def differences(counted: Counts) -> list[str]:
-    """Return a message for each test whose number of refusals differs from the committed one.
+    """Return a message for each test whose number of refusals is not that of `refused.json`.
 
     Tests are left out if not all of their cases ran.
     """

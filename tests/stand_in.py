@@ -1,4 +1,4 @@
-"""A stand-in for kernels: an implementation that is the default on a machine without a GPU."""
+"""A stand-in for kernels: an implementation that is the default in tests without a GPU."""
 
 import contextlib
 import sys
@@ -43,7 +43,7 @@ class Kernels(StandIn):
     Like kernels, its functions take two-dimensional arrays of rows and run on a single shard.
 
     Attributes:
-      tables: a list of the shapes of rotary tables that calls had.
+      tables: a list with the shape of the rotary tables of each call that has them.
     """
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ def told(report, name):
 def is_true(before, after, name):
     """Return True if the advice is correct.
 
-    Then following it saves as many bytes as it states, within 10 %, and the report of the changed
-    function does not contain it.
+    The advice is correct if two conditions hold. Following it saves as many bytes as it states,
+    within 10 %. And the report of the changed function does not contain it.
     """
     saves = sum(row.saves for row in told(before, name))
     return (

@@ -83,8 +83,8 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Each value runs a test on the operation that `added_operation` defines. The suite runs the same
-# tests on every other operation. The keys are ids of the tests.
+# Maps names of tests to functions. Each function runs that test on the operation that
+# `added_operation` defines. The test's own file runs it on all existing operations.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
@@ -144,7 +144,7 @@ def test_over_other_axes(added, x64):
 
 
 def test_names(added):
-    """The names in programs, policies, errors and plans are derived from the entry."""
+    """The names in programs, policies, errors and plans come from the entry in `OPERATIONS`."""
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
     passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]

@@ -68,7 +68,7 @@ def test_a_chunk_of_more_rows_than_there_are():
 
 W = jnp.ones((4, 5))
 NAMES = sorted(public_functions() - OTHERS)
-# Pairs of a function and an option: all options that are numbers.
+# Pairs (function, option) for every option whose value is a number.
 NUMBERS = [
     *((n, o) for n in NAMES for o, default in options_of(n).items() if type(default) is float),
     *((n, "logit_softcap") for n in NAMES if "logit_softcap" in options_of(n)),

@@ -22,7 +22,8 @@ FLUSHED = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers to 0
 attend = jaxnorm.nnx.dot_product_attention
 
 
-# On a CPU, jax 0.11.2 adds some batched bfloat16 matmuls in bfloat16, also in plain JAX.
+# On a CPU, jax 0.11.2 accumulates the sums of some batched bfloat16 matmuls in bfloat16. This is
+# not specific to jaxnorm.
 adds_in_bfloat16 = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)
 accurate = [
     pytest.param("bfloat16", marks=pytest.mark.skipif(adds_in_bfloat16, reason="XLA's matmuls")),
@@ -60,7 +61,10 @@ def expected(q, k, v, ct, kept, *, rounds_logits):
     scale = DEPTH**-0.5
 
     def matmul(subscripts, a, b, a_error=0.0, b_error=0.0, dtype=None):
-        """Return the matmul of a and b, with a bound from the operands' errors and the sums."""
+        """Return the matmul of a and b, and a bound on its error.
+
+        The bound covers the errors of a and b, and the rounding of the matmul's sums.
+        """
         y, terms = np.einsum(subscripts, a, b), a.shape[subscripts.index(contracted(subscripts))]
         size = np.einsum(subscripts, np.abs(a), np.abs(b))
         error = reference.SAFETY * u * (math.sqrt(terms) + 2) * size
@@ -127,7 +131,7 @@ def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
 @pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
 @pytest.mark.parametrize("dtype", accurate)
 def test_as_accurate_as_flax(dtype, size):
-    """In nnx, our errors exceed Flax's errors by at most two ulps. In linen, both are similar.
+    """In nnx, our errors exceed Flax's errors by at most two ulps. In linen, they are similar.
 
     Linen rounds the logits. For large logits, this rounding is larger than all other errors. It is
     random, so our error may be somewhat larger or smaller than Flax's.
@@ -173,7 +177,7 @@ def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
     assert [a for a in saved(f, q, k, v) if a[0] == square] == [(square, dtype)]
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(f, q, k, v)[1](*a))(ct).jaxpr
     made = [o.aval for e in jaxpr.eqns for o in e.outvars if o.aval.shape == square]
-    backward = [a.dtype.name for a in made[-2:]]  # of the weights and of the logits
+    backward = [a.dtype.name for a in made[-2:]]  # cotangents of the weights and of the logits
     assert backward == [dtype, dtype]
 
 
@@ -219,7 +223,11 @@ def test_derivatives_in_both_modes_to_second_order(kind):
 
 @pytest.mark.parametrize("dtype", accurate)
 def test_tangents_in_16_bits(dtype):
-    """Tangents in both query and key are within their bounds: each term and the sum are rounded."""
+    """Tangents with respect to both query and key are within their bounds.
+
+    The tangent of the logits is a sum of two terms, one for query and one for key. The bounds allow
+    for rounding each term and the sum.
+    """
     q, k, v, t = operands(dtype, 1)
     _, dy = jax.jvp(lambda q, k: attend(q, k, v), (q, k), (t, 2 * t))
     with jax.enable_x64(True):
@@ -283,7 +291,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
-    """A bias of -1e9 on all unmasked keys gives no weight to masked keys."""
+    """Masked keys have weight 0, even if all unmasked keys have a bias of -1e9."""
     q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
     v = jnp.eye(8, dtype=dtype)[None, :4, None]  # the identity, so that y consists of the weights
     padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
@@ -295,8 +303,8 @@ def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
 def biases():
     """Return a dict from names to float32 biases.
 
-    Masked logits have the lowest finite float32 value. The smallest element of the bias "lowest"
-    equals this value. That of "-inf" is below it, and those of the other biases are above it.
+    Masked logits have the lowest finite float32 value L. The smallest element of the bias is L in
+    "lowest", less than L in "-inf", and greater than L in the other biases.
     """
     lowest = float(np.finfo(np.float32).min)
     first = np.arange(5) < 3

@@ -14,7 +14,7 @@ from functions import BASIC, FUNCTIONS, Sizes, operands_of
 ROWS = 70
 KEPT = [0, 33, ROWS - 1]  # rows that a test does not change; the last one is in a partial tile
 LINEAR = [name for name in BASIC if "linear" in name]
-# Kernels do not support separate parameters for each row.
+# Functions with separate parameters for each row are left out: kernels do not support them.
 NAMES = [n for n in BASIC if n not in LINEAR and "of_samples" not in FUNCTIONS[n].kinds]
 NAMES += ["layer_norm from input", "softmax with a bias", "add_rms_norm with a gate"]
 

@@ -27,8 +27,8 @@ def layouts(kinds):
     yield (None, *[0] * (len(kinds) - 1))
 
 
-# Every function is tested with a batch axis in one operand, for each operand. It is also tested
-# with half of the combinations in which several operands have a batch axis.
+# Each function is tested with a batch axis in a single operand, once for each operand. It is also
+# tested with half of the combinations in which several operands have a batch axis.
 CASES = [
     pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
     for n, (name, function) in enumerate(FUNCTIONS.items())

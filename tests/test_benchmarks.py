@@ -32,7 +32,7 @@ SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),)
 KERNELS = SUITES["kernels"]
 
 
-# Selected cells.
+# The cases (cells) that a command line selects.
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_bytes(direction, dtypes, arrays):
         # residual, y, h. Backward: y, dy, dh, and one gradient for both x and the residual.
         ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
         ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
-        # The arrays of the previous case, but the residual, h and dh are float32. dx and the
+        # As in the previous case, except that the residual, h and dh are float32. dx and the
         # gradient of the residual have different dtypes, so both are stored.
         ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
         # Forward: x, residual, y. Backward: x, dy, dx; the residual's gradient is dy itself.
@@ -338,7 +338,7 @@ def test_linear_losses_get_the_weight_as_torch_stores_it(
     del sys.modules[adapter]
 
 
-#: Small shapes of blocks, by their number of axes.
+#: Maps the number of axes of a block's arrays to a small shape.
 SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
 
 
@@ -449,9 +449,10 @@ ENTRY %main.2 (param.1: f32[8]) -> f32[8] {
 
 
 def test_collectives_of_a_program():
-    """`hlo.collectives` returns the bytes that a device sends in each run, and the number of runs.
+    """`hlo.collectives` returns two numbers for each collective of a program.
 
-    All-reduces use a ring; a collective in a loop runs several times.
+    The first is the number of bytes that a device sends when the collective runs once. The second
+    is how often the collective runs (more than once in a loop). All-reduces use a ring.
     """
     found = hlo.collectives(COLLECTIVES, 8)
     assert [(each.name, each.size, each.runs) for each in found] == [

@@ -1,4 +1,4 @@
-"""The benchmark suite `cpu`: its cells, their timing, and its table."""
+"""The benchmark suite `cpu`: its cases (cells), their timing, and its table."""
 
 import dataclasses
 

@@ -88,8 +88,8 @@ def test_the_providers_compute_the_product_of_a_norm(name):
     assert [a.dtype for a in actual] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
     for a, e in zip(actual, expected):
         a, e = (np.asarray(array, np.float64) for array in (a, e))
-        # A few intermediate arrays are rounded to bfloat16, which has a precision of 8 bits. Each
-        # implementation rounds other arrays.
+        # A few intermediate arrays are rounded to bfloat16, which has a precision of 8 bits. Which
+        # arrays these are depends on the implementation.
         assert np.linalg.norm(a - e) <= 4 * 2**-8 * np.linalg.norm(e)
 
 
@@ -147,7 +147,10 @@ def test_torch_products(op, name, monkeypatch):
 
 
 def test_one_process_compiles(monkeypatch):
-    """A single process compiles matmuls, because compilers time them on the GPU."""
+    """Only one process compiles matmuls, because XLA and torch time matmuls when they compile.
+
+    Several processes would disturb each other's timings.
+    """
     asked = []
     monkeypatch.setattr(
         processes, "outcomes", lambda *_, workers, **__: asked.append(workers) or []

@@ -30,8 +30,9 @@ has_rope = pytest.mark.skipif(
 )
 
 
-# Variant, remat, layers and dtype. The variant "jaxnorm-products" runs with every remat, every kind
-# of layers and every dtype.
+# Each case: the variant, remat (a policy of rematerialisation), the kind of layers and the dtype.
+# The variant "jaxnorm-products" runs with every remat, every kind of layers and every dtype. The
+# other variants run with some of them.
 CASES = [
     ("jaxnorm-norms", "none", "scan", "float32"),
     ("jaxnorm-everything", "dots", "scan", "float32"),
@@ -157,7 +158,10 @@ def test_a_training_step(cell):
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPU devices")
 def test_a_training_step_on_a_mesh(cell, monkeypatch):
-    """Losses on a mesh equal those of one device; parameters, moments and batches are sharded."""
+    """Losses on a mesh equal the losses on one device.
+
+    The parameters, the optimiser's moments and the batches are sharded.
+    """
     monkeypatch.setattr(training, "_SPLIT_FROM", 1000)
     monkeypatch.setattr(training, "LOSS_STEPS", LOSS_STEPS[:2])
     alone, over_two = (
@@ -173,7 +177,7 @@ def test_a_training_step_on_a_mesh(cell, monkeypatch):
     assert ours["tokens_per_s"] == pytest.approx(4 * 24 / ours["ms"] * 1e3)
     for n in LOSS_STEPS[:2]:
         # The mesh adds up the losses of the rows in another order, so the results differ by
-        # rounding errors. The loss is about log(97), for 97 classes.
+        # rounding errors. They are relative to the loss, which is about log(97) for 97 classes.
         loss = expected[f"loss_{n}"]
         assert ours[f"loss_{n}"] == pytest.approx(loss, abs=1e-4)
 

@@ -1,7 +1,7 @@
-"""Processes of the benchmark harness: who compiles and measures when, and what a failure costs.
+"""Processes of the benchmark harness: which process compiles and measures what, and failures.
 
-A *side* is JAX or torch. Its workers are processes that prepare (compile) benchmark cells in
-parallel, and measure them on the GPU one after the other.
+A *side* is JAX or torch. Its workers are processes that prepare (compile) benchmark cells (cases)
+in parallel, and measure them on the GPU one after the other.
 """
 
 import collections
@@ -70,9 +70,8 @@ def raised(error):
 def spoken(side, cells, *, turn=True, threads=1):
     """Return the exit code and the output of a worker for one batch of cells.
 
-    A worker first prepares (compiles) all cells of the batch and then waits for a second request,
-    `{}`, before it measures them. If `turn` is False, the second request is missing, and nothing is
-    measured.
+    A worker first prepares (compiles) all cells of the batch. It measures them after a second
+    request, `{}`. If `turn` is False, no second request is sent, and nothing is measured.
     """
     request = {"suite": "kernels", "cells": [*map(dataclasses.asdict, cells)]}
     requests = [json.dumps(request), *(["{}"] if turn else [])]
@@ -101,7 +100,7 @@ def test_failures_are_answers():
     errors = [(None, None), (None, memory), (group, None), (ImportError("no"), None)]
     errors += [(None, lost), (None, None)]
     code, got = spoken(Side(*errors), cells_of(range(6)))
-    assert code == worker.RESTART  # The worker ends before the last cell.
+    assert code == worker.RESTART  # The worker exits before it measures the last cell.
     assert got[0] == {}
     assert got[1] == {"figures": {"us": 1.0}, "status": "ok"}
     assert [a["status"] for a in got[2:]] == [
@@ -217,7 +216,7 @@ os._exit(worker.main())
 def started(monkeypatch, tmp_path):
     """Make workers run the script WORKER, and return the list of started processes.
 
-    In each of them, the attribute `asked` is the command that the harness wanted to run.
+    Each process object has an attribute `asked`: the command that the harness wanted to run.
     """
     found = []
 
@@ -296,7 +295,7 @@ def test_a_failure_costs_one_cell(started, workers):
         assert got[n].status == "failed: RuntimeError: illegal address"
     assert all(process.poll() is not None for process in started)
     if workers == 1:
-        assert [o.cell for o in outcomes] == cells  # in order, even if some were repeated
+        assert [o.cell for o in outcomes] == cells  # in this order, even if some ran twice
 
 
 @pytest.mark.parametrize("when", ["prepared", "measured"])

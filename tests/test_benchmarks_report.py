@@ -142,9 +142,9 @@ def test_a_report_of_another_folder(tmp_path):
 
 def test_a_report_of_blocks(tmp_path):
     table = Table(tmp_path, SUITES["blocks"])
-    # Each row has a shape, a provider, its time in microseconds or why it failed, and the number of
-    # extra copies of whole arrays (`extra_passes`). Copying the minimal bytes would take 4
-    # microseconds.
+    # Each row has four items: a shape, a provider, its time in microseconds (or why it failed), and
+    # the number of extra copies of whole arrays (`extra_passes`). At the speed of a copy, the bytes
+    # that the block must load and store would take 4 microseconds.
     for shape, provider, us, extra_passes in [
         ("8192x4096", "jaxnorm", 5.0, 0),
         ("8192x4096", "jnp", 6.0, 1),
@@ -234,7 +234,7 @@ def test_a_report_of_training_steps(tmp_path):
     assert "| llama-1b, 8 x 2048, fsdp=2 | dots | plain JAX and optax | 210.0 | 1.00 |" in text
     assert "jaxnorm's residual norms and loss | 189.0 | 0.90 |" in text
     assert "losses differ by at most 0.2500 nats from" in text
-    # The table lists only measured cells.
+    # The table lists only cells that were measured.
     assert "| llama-1b, length 2048 | dots | 9 | - |\n" in text
     assert "| llama-1b, length 2048, unrolled | dots | - | 14 |\n" in text
     assert "| bar |" not in text
@@ -249,10 +249,10 @@ def test_a_report_of_training_steps(tmp_path):
 
 
 def test_a_report_of_bars(tmp_path):
-    """The report of bars lists only steps that were measured.
+    """A bar is an upper limit for the ratio of two measured numbers, e.g. of two times.
 
-    A bar is a limit of the ratio of two measured numbers. The report compares the ratio with the
-    limit before it rounds the ratio.
+    The report compares each ratio with its bar before it rounds the ratio. It lists a bar only if
+    the bar's step with jaxnorm was measured.
     """
     table = Table(tmp_path, SUITES["training"])
 

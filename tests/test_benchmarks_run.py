@@ -35,7 +35,7 @@ def test_rows_survive_the_csv(tmp_path):
     for row in (first, failed):
         table.append(row)
     assert results.read(table.file, KERNELS.columns) == [first, failed]
-    assert table.rows() == [failed]  # the last row that was written for a cell
+    assert table.rows() == [failed]  # the newest row of this cell
     assert first["roof"] == "0.9877"
     assert failed["us"] == ""
 
@@ -149,7 +149,7 @@ def test_a_run_of_first_calls(tmp_path, capfd):
 def test_first_calls_of_training_steps(monkeypatch):
     """Training steps can be lowered for a GPU, in three variants.
 
-    They use plain JAX, only jaxnorm's norms, or all of jaxnorm.
+    The variants use plain JAX, only jaxnorm's norms, or all of jaxnorm.
     """
     tiny = Size("gpt2", 2, 64, 2, 2, 128, 96, seq=16, batch=2)
     monkeypatch.setitem(MODELS, "tiny", tiny)
@@ -235,8 +235,9 @@ def test_training_steps_on_a_mesh():
 def test_steps_that_bars_compare():
     """`--bars` selects the two training steps that each bar compares.
 
-    A bar is a limit on the ratio of a jaxnorm step's figure to a plain JAX step's. A step that
-    occurs in several bars is selected once.
+    A bar is an upper limit for the ratio of two measured numbers (times or memory). One is of a
+    step with jaxnorm, and the other is of a step in plain JAX. A step that occurs in several bars
+    is selected once.
     """
     every = asked("--bars")
     assert len({*every}) == len(every)

@@ -1,6 +1,6 @@
-"""Tests of `jax_side` and `torch_side`, which run one benchmark in JAX and in torch.
+"""Tests of `jax_side` and `torch_side`, which run the benchmarks' cases in JAX and in torch.
 
-The tests check how each of them compiles programs, and whether it frees memory afterwards.
+The tests check when each of them compiles programs, and whether it frees memory afterwards.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd")]
 
 @pytest.fixture
 def compiled():
-    """Return a list that grows with every program that XLA compiles."""
+    """Return a list that gets a new element whenever XLA compiles a program."""
     found = []
 
     def note(event, seconds, **_):

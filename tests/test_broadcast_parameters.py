@@ -13,7 +13,7 @@ from program_error import analyse, assert_computes
 import jaxnorm
 from jaxnorm_kernels.implementation import takes_no_inner
 
-# Shapes of x, the normalised axes, and shapes of scale and bias.
+# Maps names of cases to the shape of x, the normalised axes, and the shapes of scale and bias.
 CASES = {
     "group norm": ((2, 37, 4, 8), (1, 3), (4, 1, 8), (4, 1, 8)),
     "images": ((2, 5, 8, 4, 8), (1, 2, 4), (4, 1, 1, 8), (4, 1, 1, 8)),
@@ -71,7 +71,10 @@ def summed(name, x, *parameters, scale_offset=1.0, **given):
     ("name", "save"), [(name, ("output", "input")[i % 2]) for i, name in enumerate(FUNCTIONS)]
 )
 def test_whole_parameters_give_the_same(name, save):
-    """Broadcast parameters give the same results as expanded ones, also in forward mode."""
+    """Parameters that broadcast give the same results as expanded parameters.
+
+    This is tested in reverse mode and in forward mode.
+    """
     given = {} if name == "rms_norm_add" else {"save": save}
 
     def whole(x, *parameters):

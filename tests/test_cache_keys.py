@@ -1,10 +1,10 @@
 """Keys of programs in JAX's persistent compilation cache.
 
-Equal programs must have the same key in all processes, and different programs different keys.
+Equal programs must have the same key in all processes. Different programs must have different keys.
 
 With Auto axes, a program contains the address of a Python function, which differs between
-processes. The setting `jax_remove_custom_partitioning_ptr_from_cache_key` omits it from the key. So
-other parts of the program must contain everything that distinguishes two calls.
+processes. The setting `jax_remove_custom_partitioning_ptr_from_cache_key` omits the address from
+the key. So other parts of the program must contain everything that distinguishes two calls.
 """
 
 import os

@@ -219,7 +219,7 @@ class Layout(NamedTuple):
             return P(self.scale)
         if kind in ("weight", "down", "head"):
             return P(*self.weight)
-        # If the head is split over classes, so are its logits.
+        # If the head is split over classes, the logits are split over classes, too.
         features = self.features or (self.weight[1] if kind == "logits" else None)
         return P(*self.rows) if kind == "labels" else P(*self.rows, features)
 
@@ -261,19 +261,20 @@ def operands(kinds: Sequence[str]) -> list[Any]:
     return [*map(operand, kinds)]
 
 
-#: Cases that exchange more than plain JAX, with the reason. The key is a function's name, a layout,
-#: and a way to compile it (or "*" for all ways).
+#: Maps cases whose devices exchange more bytes than in plain JAX to the reason. A key consists of a
+#: function's name, a layout, and a way to compile the function (or "*" for all ways). The *head* is
+#: the weight of the logits.
 EXCEPTIONS = {
-    # x is replicated over the axes that split the head. In plain JAX, all devices along these axes
-    # compute the loss of the same rows. jaxnorm splits the rows over them, so it must exchange
-    # gradients.
+    # x is replicated over the mesh axes that split the head. In plain JAX, all devices along these
+    # axes compute the loss of the same rows. jaxnorm splits the rows over the devices, so they must
+    # exchange gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
-    # Plain JAX exchanges partial logits and adds them up. With the 128 rows of this test, the
-    # logits are no larger than the head, and jaxnorm exchanges more bytes than plain JAX. The
-    # difference is the size of x. In training, logits are larger than the head.
+    # In plain JAX, devices exchange partial logits and add them up. In jaxnorm, they exchange the
+    # head and x. The logits of the 128 rows of this test are no larger than the head, so jaxnorm
+    # exchanges more bytes, by the size of x. In training, logits are larger than the head.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
-    # Losses save no statistics of rows, so the backward exchanges them again: 12 bytes per row.
-    # Plain JAX under `jax.checkpoint` saves 4 bytes per row.
+    # The losses save no statistics of rows for the backward. So the backward exchanges the
+    # statistics again: 12 bytes per row. Plain JAX under `jax.checkpoint` saves 4 bytes per row.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
     # x is replicated. XLA's code normalises a part of x on each device. A kernel cannot do this,
     # because it needs whole rows.
@@ -288,9 +289,9 @@ EXCEPTIONS = {
 def exchanged(
     function: Callable[..., Any], kinds: Sequence[str], layout: Layout, kind: str
 ) -> list[hlo.Collective]:
-    """Return the collectives of a gradient whose results are sharded like the operands.
+    """Return the collectives of a program that computes a function's gradients.
 
-    Collectives of scalars are left out.
+    The gradients are sharded like the operands. Collectives of scalars are left out.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     shardings = [NamedSharding(mesh, layout.spec(kind)) for kind in kinds]
@@ -331,8 +332,9 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
     with as_default(Kernels()) if way == "kernel" else contextlib.nullcontext():
         found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
     expected = plain_exchanges(name, its)
-    # XLA may gather vectors of parameters more than once, so only larger arrays count here. All
-    # programs of rms_norm_rope run XLA's code.
+    # XLA may gather vectors of parameters more than once. So in programs with XLA's code, only
+    # arrays of two or more axes are counted. rms_norm_rope has no kernel here, so all its programs
+    # have XLA's code.
     if way == "xla" or name == "rms_norm_rope":
         found, expected = ([c for c in side if large(c)] for side in (found, expected))
     ours, most = (sum(each.bytes for each in side) for side in (found, expected))

@@ -109,7 +109,8 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-# For any two of configuration, operation and shape, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (configuration,
+# operation, shape).
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
@@ -120,7 +121,8 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# For any two of configuration, operation and shape, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (configuration,
+# operation, shape).
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],

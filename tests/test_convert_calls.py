@@ -81,7 +81,7 @@ class EqxSubclass(EqxNorm):
 class EqxBlock(eqx.Module):
     """A module that contains a norm.
 
-    In the argument `calls`, tests name this class instead of the norm's class.
+    A test passes functions in `calls=` for both classes: for this one, and for the norm's class.
     """
 
     norm: EqxNorm
@@ -102,7 +102,7 @@ def equinox_model():
 def assert_as_accurate(ours, theirs, x, times=1):
     """Assert that our result is as accurate as plain JAX's result `theirs`.
 
-    Both apply `times` norms one after the other, with scales of 1.
+    Each result is x after a chain of norms. `times` is the number of norms; their scales are 1.
     """
     with jax.enable_x64(True):
         expected = jnp.asarray(np.asarray(x, "float64"))
@@ -229,7 +229,8 @@ def test_other_calls_are_other_traces():
 def test_converted_again(caplog):
     """A model may be converted twice. It then calls the functions of the second conversion.
 
-    Conversions with the same `calls=` give models with equal graphs.
+    Conversions with the same `calls=` give models with equal graph definitions, so `nnx.jit`
+    compiles a function only once for both models.
     """
     x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
     graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]

@@ -23,9 +23,9 @@ from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec
 
-#: Cases ending in "tail" have widths at which the last fragment of a row overlaps the previous one.
-#: The numbers of rows are such that two persistent blocks reuse the stages of their rings, and one
-#: block has more rows than the other.
+#: Cases whose names end in "tail" have widths at which the last fragment (range of columns) of a
+#: row overlaps the previous one. Each case has so many rows that two persistent blocks reuse the
+#: stages of their rings. One of the two blocks has more rows than the other.
 NORM_CASES = (
     Case("ring", 11, 2048, PipelinedRows(8, 1, stages=3)),
     Case("ring_two_stages", 7, 2048, PipelinedRows(8, 1, stages=2)),
@@ -53,8 +53,8 @@ SOFTMAX_CASES = (
     Case("split_row_tail", 2, 2571, InRegisters(1, 4)),
 )
 
-#: Schedules that share a row between the blocks of a cluster. The interpreter has no clusters, so
-#: the tests lower these kernels without running them.
+#: Schedules in which the blocks of a cluster process a row together. The interpreter has no
+#: clusters, so the tests lower these kernels without running them.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, PipelinedRows(8, 2, stages=3, cluster=2)),
     Case("cluster_of_2_rows", 9, 8192, PipelinedRows(8, 2, stages=3, rows=2, cluster=2)),
@@ -84,7 +84,7 @@ def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def of_rows(parameter: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return a parameter with one row for each row of x, or with one row if all rows share it."""
+    """Return a parameter with one row per row of x, or with a single row if all rows share it."""
     if parameter.ndim == 1:
         return parameter[None]
     return np.repeat(parameter, spec.rows // len(parameter), axis=0)
@@ -110,7 +110,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     if spec.norm.scale_dtype is not None:
         shape = parameter_shape(spec.norm.scale_groups, spec)
         scale = rng.normal(1, 0.5, shape).astype(spec.norm.scale_dtype)
-        # If y's dtype has enough range, the forward replaces these scales by a tiny floor.
+        # If y's dtype has enough range, the forward replaces scales of 0 by a tiny number, the
+        # floor.
         scale[..., ::7] = 0
         y = y * of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
     if spec.norm.bias_dtype is not None:
@@ -118,8 +119,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            # The bias is 0 wherever the scale was 0 and is now the floor. There, y is
-            # floor * x_hat + bias, and rounding y would lose floor * x_hat if the bias were not 0.
+            # Where the floor replaced a scale of 0, the bias is 0. With another bias, rounding y =
+            # floor * x_hat + bias would lose floor * x_hat.
             bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
@@ -156,33 +157,33 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     """Return `call` under `jax.jit`.
 
-    `blocks` is the function that returns the number of blocks. The kernel looks this function up
-    in its module, so it is not used here. It is an argument because the compiled program depends
-    on it, and the arguments are the key of `_program_once`'s cache.
+    The body does not use `blocks`, the function that returns the number of blocks, because the
+    kernel looks up this function in its module. `blocks` is an argument only because the compiled
+    program depends on it: in this way, it becomes a part of the keys of `_program_once`'s cache.
     """
     del blocks
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
 
 
-# With a given schedule, the program is always the same and is compiled once. Without a schedule, it
-# depends on tables that a test may replace.
+# Programs with a given schedule are cached. Programs without a schedule are not cached, because
+# they depend on tables that a test may replace.
 _program_once = functools.lru_cache(maxsize=64)(_program)
 
 
 # References and error bounds.
 #
-# They start from the arrays that the kernel reads, including the statistics. `reference` starts
-# from x, so its formulas cannot be used here. u = 2^-24 is the unit roundoff of float32. A kernel
-# adds at most _TERMS terms one after the other and then adds those partial sums as a tree. The
-# relative error of a sum (against the sum of magnitudes) is therefore below _TERMS u. Everything
-# else adds a few roundings.
+# They start from the arrays that the kernel reads, including the statistics. The formulas of the
+# module `reference` start from x, so they cannot be used here. u = 2^-24 is the unit roundoff of
+# float32. A kernel adds at most _TERMS terms one after the other, and then adds these partial sums
+# as a tree. So the error of a sum, divided by the sum of its terms' magnitudes, is below _TERMS *
+# u. All other steps add a few roundings.
 
 _U = 2.0**-24
 _TERMS = 128
 
 
 def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
-    """Return the outputs in float64 and their error bounds; None for an absent parameter."""
+    """Return the outputs in float64 and their error bounds. Absent outputs are None."""
     if spec.op == "norm":
         return norm_reference(spec, *operands)
     y, d = map(exact, operands)
@@ -192,7 +193,7 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
     total_error = _TERMS * _U * np.abs(terms).sum(axis=1, keepdims=True)
     if spec.renormalises:
         # y is not negative, so the error of its sum is relative to the sum. The division adds a few
-        # u.
+        # roundings.
         total, total_error = (a / y.sum(axis=1, keepdims=True) for a in (total, total_error))
         total_error += (_TERMS + 4) * _U * np.abs(total)
     # The kernel may compute exp(y) as 2^(y * log2(e)), which rounds the exponent once more.
@@ -211,7 +212,7 @@ def norm_reference(
     g = np.ones((1, spec.cols))
     if scale is not None:
         g = of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
-    # The error of the cotangent once it is multiplied by the activation's derivative.
+    # A bound on the error of d, the product of the cotangent and the activation's derivative.
     d_error = np.zeros_like(d)
     if spec.norm.saved == "input":
         mean = stats[1].astype(np.float64)[:, None] if spec.norm.subtract_mean else 0.0

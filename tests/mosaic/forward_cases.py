@@ -46,8 +46,9 @@ class Case:
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
-# Each kind of schedule with rows that fill all fragments, and with rows whose last fragments
-# overlap ("tail").
+# Each kind of schedule has two cases. A row is processed in fragments (ranges of columns). In one
+# case, the fragments are disjoint. In the other ("tail"), the last fragment overlaps the previous
+# one.
 CASES = (
     Case("rows_in_warps", 9, 512, ForwardSchedule("row_tile", 8, rows=4)),
     Case("rows_in_warps_tail", 9, 440, ForwardSchedule("row_tile", 8, rows=8)),
@@ -96,7 +97,8 @@ CASES = (
     ),
 )
 
-#: Schedules that share a row between the blocks of a cluster. The interpreter cannot run them.
+#: Schedules in which the blocks of a cluster process a row together. The interpreter has no
+#: clusters, so it cannot run them.
 CLUSTERED = (
     Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
     Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
@@ -116,7 +118,7 @@ CLUSTERED = (
 
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
-    """Return the spec of an operation; a residual has the dtype of x unless `kwargs` change it."""
+    """Return the forward spec of `op`. A residual has the dtype of x unless `kwargs` change it."""
     if op in ("softmax", "log_softmax"):
         return build_spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
@@ -164,9 +166,10 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> 
 
 
 def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) -> Any:
-    """Return `call` under `jax.jit`, cached for a given schedule, so that it compiles once.
+    """Return `call` under `jax.jit`. With a given schedule, it is cached and compiles only once.
 
-    Without a schedule, the program depends on tables that a test may replace.
+    Programs without a schedule are not cached, because they depend on tables that a test may
+    replace.
     """
     if schedule is not None:
         return _program_of(spec, schedule, **kwargs)
@@ -179,7 +182,10 @@ def _program_of(spec: Spec, schedule: ForwardSchedule, **kwargs: Any) -> Any:
 
 
 def lower(spec: Spec, schedule: Any = None) -> str:
-    """Return the module that XLA receives for an NVIDIA GPU. Lowering infers Mosaic's layouts."""
+    """Return the module that XLA receives for an NVIDIA GPU.
+
+    Lowering includes Mosaic's layout inference, so this also tests that the inference succeeds.
+    """
     run = jax.jit(functools.partial(contract.call, mosaic, spec, schedule=schedule))
     return run.trace(*norms.types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -190,24 +196,24 @@ def xla_call(spec: Spec, *operands: Any) -> list[np.ndarray]:
 
 # -------------------------------------------------------------------------------- error bounds
 #
-# The values are computed by `reference`; the bounds follow the order in which the kernels add. u =
-# 2^-24 is the unit roundoff of float32. A kernel adds at most _TERMS terms one after the other and
-# then adds those partial sums as a tree. The relative error of a sum (against the sum of
-# magnitudes) is therefore below _TERMS u. Everything else adds a few roundings.
+# The values are computed by the module `reference`. The bounds follow the order in which the
+# kernels add. u = 2^-24 is the unit roundoff of float32. A kernel adds at most _TERMS terms one
+# after the other, and then adds these partial sums as a tree. So the error of a sum, divided by the
+# sum of its terms' magnitudes, is below _TERMS * u. All other steps add a few roundings.
 
 _U = 2.0**-24
 _TERMS = 128
 
 
 def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return y in float64, and the error that a kernel may make."""
+    """Return y in float64, and a bound on the error of a kernel's y."""
     x = exact(x)
     shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
     # The relative error of exp(t), where t = x - max(x). It is the sum of three terms: the rounding
-    # of t, the rounding of t * log2(e) for 16-bit outputs, and 4 u for exp itself, where u is the
-    # unit roundoff. A row may be split among threads. Each of them first subtracts the maximum of
-    # its own elements, and its sum is rescaled later. So t is rounded twice, and the first two
-    # terms double.
+    # of t, the rounding of t * log2(e) for 16-bit outputs, and 4 * u for exp itself, where u is the
+    # unit roundoff. If a row is split among threads, each thread first subtracts the maximum of its
+    # own elements, and its sum is rescaled later. So t is rounded twice, and the first two terms
+    # double.
     exp_error = (4 * np.abs(shifted) + 4) * _U
     total_error = (p * exp_error).sum(axis=1, keepdims=True) + (_TERMS + 8) * _U
     if spec.op == "softmax":
@@ -220,7 +226,7 @@ def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def norm_reference(
     spec: Spec, x: np.ndarray, scale: np.ndarray | None, bias: np.ndarray | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return y, rstd and mean in float64, and the errors that a kernel may make."""
+    """Return y, rstd and mean in float64, and bounds on the errors of a kernel's results."""
     x = exact(x)
     scale, bias = (of_rows(param, spec.rows) for param in (scale, bias))
     g = 1.0 if scale is None else exact(scale) + spec.norm.scale_offset
@@ -237,9 +243,9 @@ def norm_reference(
     norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
-    # If the mean has an error of d, the variance is larger by d^2. The variance is computed as a
-    # sum of squares. None of them is negative, so the sum's rounding error is small relative to the
-    # variance.
+    # The variance has two errors. First, an error d of the mean increases it by d^2. Second, the
+    # sum of squares is rounded. Its terms are not negative, so they do not cancel, and this error
+    # is relative to the variance.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
     error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)
@@ -261,7 +267,7 @@ def norm_reference(
 def residual_reference(
     spec: Spec, outputs: Sequence[np.ndarray], x: Any, residual: Any, *params: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return all outputs and their errors for a norm with a residual.
+    """Return all outputs and their error bounds for a norm with a residual.
 
     y is compared with the norm of the h that the kernel returned.
     """

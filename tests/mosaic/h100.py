@@ -56,7 +56,10 @@ device_description_str: "{name}"
 
 
 def _config(name: str, major: int, gpu: Gpu, memory: int, threads: int = 2048) -> str:
-    """Return the description of `gpu`: `memory` is in bytes, `threads` is per multiprocessor."""
+    """Return the description of `gpu`.
+
+    `memory` is in bytes. `threads` is the maximum number of threads per multiprocessor.
+    """
     optin, shared = gpu.smem, gpu.shared_bytes
     return _CONFIG.format(
         name=name,
@@ -109,8 +112,8 @@ class Compiler:
     def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
         """Compile ``function(*operands)`` and return its kernels, sorted by name."""
         with pytest.MonkeyPatch.context() as patch:
-            # No dump folder is set: with one, the compiler would write the kernel after each pass,
-            # which takes longer than the pass.
+            # No dump folder is set. With a dump folder, the compiler would write the kernel to a
+            # file after each pass, which takes longer than the pass.
             patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
             shapes = jax.tree.map(self._on_gpu, tuple(operands))
             with _printed_to(self.folder / "ptxas"):
@@ -148,12 +151,13 @@ def _read(said: str) -> list[Compiled]:
 
 
 #: The maximum number of bytes per thread that a kernel may spill. Rows that fill all registers of a
-#: block spill a few words. This cost no time where it was measured (softmax over 32768 columns).
+#: block spill a few words. In the case that was measured (softmax over 32768 columns), this cost no
+#: time.
 SPILLED = 32
 
 
 def assert_fits(kernel: Compiled, spec: Spec) -> None:
-    """Assert that the kernel hardly spills and uses few enough registers for its blocks per SM."""
+    """Assert that a kernel hardly spills, and that an SM has registers for the scheduled blocks."""
     assert kernel.spilled <= SPILLED
     if spec.direction == "fwd" or not spec.is_norm:
         return

@@ -81,7 +81,7 @@ def test_each_thread_finds_its_elements(name, row):
 
 
 def test_axes_that_are_not_counted():
-    """With a stride of 0 for the last axis, the address depends only on the other axes."""
+    """If the stride of the last axis is 0, the address depends only on the other axes."""
     layout = strip_layout(8, 8).to_mgpu()
     numbers = np.broadcast_to(np.arange(32).reshape(4, 8, 1), (4, 8, 128))
     places = mgpu.places(layout, (4, 8, 128), (8, 1, 0))
@@ -89,7 +89,7 @@ def test_axes_that_are_not_counted():
 
 
 def test_threads_side_by_side_take_one_term():
-    """If all threads load adjacent vectors, the address is one term: ``thread % 128 * vector``.
+    """If the threads load adjacent vectors, the address has one term: ``thread % 128 * vector``.
 
     The fewer terms an address has, the cheaper it is to compute.
     """

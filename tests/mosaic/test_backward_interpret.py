@@ -1,7 +1,7 @@
-"""Values of the backward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
+"""Values of the backward kernels in Pallas' interpreter, for every schedule and dtype.
 
-The interpreter models neither layouts nor alignment nor clusters. `test_backward_lowering` tests
-layouts and clusters.
+The interpreter runs on the CPU. It models neither layouts nor alignment nor clusters.
+`test_backward_lowering` tests layouts and clusters.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels with two persistent blocks.
 
-    Two suffice to test sums over blocks, and take the interpreter little time.
+    Two blocks suffice to test sums over blocks, and take the interpreter little time.
     """
     monkeypatch.setattr(schedules, "persistent_blocks", _two)
 
@@ -45,7 +45,8 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _two(spec: Spec, schedule: Any) -> int:
     """Return 2, the number of blocks.
 
-    All tests use this same function, because the cache of programs has it in its keys.
+    All tests use this same function, because it is a part of the keys of the cache of programs. If
+    each test had its own function, every program would be compiled again.
     """
     return 2
 
@@ -65,7 +66,8 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# For any two of function, dtype, saved array and schedule, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (function, dtype, saved
+# array, schedule).
 @pytest.mark.parametrize(
     ("op", "dtype", "saved", "case"),
     [
@@ -92,7 +94,10 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     ids=str,
 )
 def test_with_64_bit_types(op: str, case: Case) -> None:
-    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
+    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+
+    Python integers are then traced as int64.
+    """
     spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16), *make_operands(spec))
@@ -151,7 +156,8 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Schedules alternate between the two calls, so both run with each kind of schedule.
+# Two calls (of rms_norm and layer_norm) alternate from schedule to schedule. So both run with each
+# kind of schedule.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -161,7 +167,7 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     ],
 )
 def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
-    """The kernel adds h's cotangent dh to dx and rounds once, to x's dtype.
+    """The kernel adds h's cotangent dh to dx and rounds the sum once, to x's dtype.
 
     x's dtype may be wider than the dtypes of the saved array and of dy.
     """
@@ -191,8 +197,8 @@ def test_dtypes_of_dh(
 
 #: Each entry has three items: the name of a schedule, the number of groups, and the number of rows
 #: per group. In some entries, the number of rows per group is not a multiple of the number of
-#: blocks, or of the rows that a block processes at once. In others, a block processes exactly one
-#: group at once.
+#: blocks, or of the number of rows that a block processes at once. In other entries, the rows that
+#: a block processes at once are exactly one group.
 GROUPED = [
     ("ring", 3, 5),
     ("ring_two_stages", 2, 3),
@@ -273,7 +279,9 @@ def test_nan_stays_in_its_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring_two_stages", "rows_ring"])
 def test_clip(name: str) -> None:
-    """A recovered |x_hat| is clipped to sqrt(N), its largest true value. Larger values are rounding
+    """If x_hat is recovered from y, it is clipped to the range from -sqrt(N) to sqrt(N).
+
+    For rows of N columns, no true x_hat is outside of this range. Values outside of it are rounding
     errors, here because y is much larger than the scale.
     """
     case = BY_NAME[name]
@@ -312,8 +320,8 @@ def test_float16_that_overflows(name: str, op: str) -> None:
     check(spec, case.schedule_for(F32), saved, stats, scale, bias, d)
 
 
-# Where fragments or rows overlap, two threads store the same value. This race is harmless and is
-# not in these cases.
+# Where fragments or rows overlap, two threads store the same value. The race detector would report
+# this harmless race, so these cases have no overlaps.
 @pytest.mark.parametrize(
     "name",
     ["ring", "ring_two_warpgroups", "ring_rows", "ring_four_warpgroups", "rows_ring"],
@@ -354,9 +362,9 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, x and the residual have the same gradient, the gradient of h.
+    """For h = x + residual, the gradients of x and of the residual are the gradient of h.
 
-    It is stored in h's dtype for the residual, and in x's dtype for x.
+    The residual's gradient is stored in the residual's dtype, and x's gradient in x's dtype.
     """
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)

@@ -1,7 +1,7 @@
-"""The backward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
+"""Every schedule of the backward kernels lowers for an NVIDIA GPU, in every dtype.
 
 Like `test_lowering` for the forward, this runs Mosaic's layout inference and lowers to the vector
-and LLVM dialects. The later steps (LLVM, ptxas) need a GPU.
+and LLVM dialects. No GPU is needed. The later steps (LLVM, ptxas) are not tested here.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def mixed(cases: Sequence[Case]) -> list[Any]:
 
 
 def in_turn(ops: Sequence[str], cases: Sequence[Any]) -> list[Any]:
-    """Alternate between two functions, so that all schedules and dtypes run with both."""
+    """Return test parameters that alternate between two functions from case to case."""
     return [
         pytest.param(ops[i % 2], case, x, y, id=f"{ops[i % 2]}-{case.name}-{x}-{y}")
         for i, (case, x, y) in enumerate(cases)
@@ -121,7 +121,7 @@ def test_default_schedules_lower(rows: int, cols: int, dtype: np.dtype) -> None:
 #: Widths that the backward of a norm does not support.
 TOO_LONG = (262144,)
 
-#: Widths at which the schedule tables change, and others.
+#: Widths at which a schedule table changes to another rule, and some other widths.
 WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5000, 5120, 7168, 8192, 12288, 16384, 32768]
 
 
@@ -149,7 +149,7 @@ def test_default_schedules_with_dh_lower(
 
 
 def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
-    """A backward that takes dh is refused if dh's rows are not a multiple of 16 bytes long.
+    """A backward that takes dh is refused if the length of dh's rows is not a multiple of 16 bytes.
 
     The rows of its other arrays are multiples of 16 bytes here.
     """

@@ -1,8 +1,8 @@
-"""Compile a call for each rule of the schedule tables for B200 and RTX 50, which were never timed.
+"""Compile a call for each rule of the schedule tables for two other GPUs: B200 and RTX 50.
 
-Schedules are chosen for the sizes of these GPUs. Compiling needs JAX's CUDA plugin but no GPU
-(`make compile` installs it in CI). The tests that the calls cover every rule, and that schedules
-fit into memory, need neither.
+Schedules are chosen for the sizes of these GPUs, but nothing was timed on them. Compiling needs
+JAX's CUDA plugin but no GPU (`make compile` installs the plugin in CI). Two tests need neither: one
+checks that these calls cover every rule, the other that schedules fit into shared memory.
 """
 
 import functools
@@ -50,7 +50,7 @@ def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.
     return changed(spec, inner=inner, inner_params=True)
 
 
-# Operation, rows, columns, dtypes of x and y.
+# Each line: the operation, the numbers of rows and columns, and the dtypes of x and y.
 FORWARD = [
     forward_cases.make_spec(op, rows, cols, x, y)
     for op, rows, cols, x, y in (
@@ -63,7 +63,7 @@ FORWARD = [
         ("log_softmax", 8192, 16384, F32, F32),  # pipelined_row that rereads shared memory
         ("softmax", 8192, 32768, BF16, BF16),  # split_row
         ("softmax", 1024, 2**18, BF16, BF16),  # split_row with rows of half a MiB
-        # Rows that are not a multiple of 16 bytes.
+        # Rows whose length is not a multiple of 16 bytes.
         ("softmax", 8, 8199, BF16, BF16),
         ("softmax", 8192, 4095, F32, F32),
         ("softmax", 8192, 50257, BF16, BF16),
@@ -154,7 +154,8 @@ SCALED = [
     ]
     for direction in ("fwd", "bwd")
 ]
-# Function, kind (a key of `logits_cases.KINDS`), columns, dtype. Each runs forward and backward.
+# Each entry: the function, the kind (a key of `logits_cases.KINDS`), the number of columns, and the
+# dtype. Each entry is compiled forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
     ("softmax", "causal", 2048, BF16),
@@ -165,7 +166,7 @@ PLACED = [
 
 @pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make schedules use the sizes of one GPU, and return that GPU's compute capability."""
+    """Choose schedules for the sizes of one GPU, and return that GPU's compute capability."""
     monkeypatch.setattr(gpu_module, "_local_gpu", lambda: GPUS[request.param])
     return request.param
 
@@ -174,7 +175,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
     """Yield a dict from each compute capability to a pool with a single process.
 
-    A process can compile for one architecture only, that of its first compilation.
+    A process can compile for only one architecture, which its first compilation determines.
     """
     spawn = multiprocessing.get_context("spawn")
     pools = {capability: ProcessPoolExecutor(1, spawn) for capability in CONFIGS}
@@ -184,7 +185,7 @@ def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
 
 
 def check(work: Any, capability: int, processes: dict[int, ProcessPoolExecutor]) -> None:
-    """Assert that the kernels compile in the GPU's process, and hardly spill registers."""
+    """Assert that the kernels compile and hardly spill, in the process for this GPU."""
     kernels = processes[capability].submit(compiled, work, capability).result()
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED
@@ -208,7 +209,7 @@ def compiler_for(capability: int) -> Compiler:
 
 
 def function_of(spec: Spec) -> tuple[Any, Any]:
-    """Return a function that calls the kernel, and the shapes of its operands."""
+    """Return a function that calls the kernel, and the types (shapes, dtypes) of its operands."""
     if spec.operation.family == "loss":
         return loss_of(spec)
     results = slice(2 if spec.norm.rotated else None)
@@ -244,8 +245,9 @@ def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
-        # A block without a cluster would need 256 KiB for each of two arrays. Such rows need
-        # clusters of at least 16 blocks, or more shared memory.
+        # This kernel has a row of each of two arrays in shared memory. Without a cluster, a block
+        # would need 256 KiB per array. Such rows need clusters of at least 16 blocks, or more
+        # shared memory.
         assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
     if spec.direction == "bwd" and spec.is_norm and spec.cols == 1001:

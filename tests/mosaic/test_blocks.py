@@ -51,10 +51,14 @@ ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COL
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 IMAGES, CHANNEL = ((32, 1024, 32, 8), "bfloat16"), ((32, 1, 8), "float32")
 
-# Each value has four items: the function, its operands, the indices of the gradients that the
-# program computes (without those that equal another one), and a number of fusions. XLA may add at
-# most this number of fusions over arrays of x's size. "unchanged code" has one, because it adds the
-# residual before the norm in plain JAX.
+# Each value has four items:
+#
+# - the function;
+# - the types of its operands;
+# - the indices of the gradients that the program computes (a gradient that equals another one is
+#   computed only once);
+# - how many fusions over arrays of x's size XLA may add to the kernels. It is 1 for "unchanged
+#   code", which adds the residual outside of the kernel, in plain JAX.
 BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, [ROW, ROW, COLUMN], [0, 2], 0),
     "add_layer_norm": (jaxnorm.add_layer_norm, [ROW, ROW, COLUMN, COLUMN], [0, 2, 3], 0),
@@ -113,9 +117,9 @@ def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add_rms_norm"])
 def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:
-    """XLA's implementation computes a norm in two fusions, each of which rounds the sum.
+    """In XLA's code, two fusions compute the sum h (e.g. x + residual). Both round it to h's dtype.
 
-    The program contains no conditional that selects the platform: JAX resolves this when it lowers.
+    JAX selects the code for the platform when it lowers, so the program contains no conditional.
     """
     x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=compiler.sharding)
     function: Any = functools.partial(getattr(jaxnorm, name), implementation="xla")

@@ -26,7 +26,7 @@ DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "
 
 
 def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0, **options):
-    """Return the specs of the forward, which also returns statistics, and of the backward."""
+    """Return two specs: of the forward, which also returns statistics, and of the backward."""
     given = {"scale": 1.0, "reverse": False, "logit_softcap": None, "teacher_logit_softcap": None}
     call = divergence_call(
         "kl_divergence",
@@ -71,9 +71,9 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
         return function(*arrays, *([] if positions is None else [positions]))
 
 
-# A thread processes a row in steps of 16 bytes. With these widths, all steps are full, or the last
-# one is partial, or rows are unaligned, or a row has less than 16 bytes per thread. The logits and
-# the teacher's logits have equal or different dtypes.
+# A thread processes a row in steps of 16 bytes. The widths cover four cases: all steps are full;
+# the last step is partial; rows are unaligned; a row has less than 16 bytes per thread. The dtypes
+# of the logits and of the teacher's logits are equal in some cases and different in others.
 @DIRECTIONS
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
@@ -90,8 +90,8 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
 def test_values(cols, dtype, teacher_dtype, schedule, reverse):
     """Values and gradients are within their bounds.
 
-    A row of an odd number of columns can start at up to 8 different offsets within a 16-byte word.
-    For such rows, the test has nine of them, so every offset occurs.
+    If the number of columns is odd, rows start at up to 8 different offsets within a 16-byte word.
+    Such a test has 9 rows, so every offset occurs.
     """
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
     d = jnp.linspace(-1, 2, len(x))
@@ -134,7 +134,10 @@ def test_rows_of_all_kinds(reverse):
 
 @DIRECTIONS
 def test_small_divergences(reverse):
-    """If logits and teacher differ by about 1e-2, errors are at most some roundoffs times 1e-2."""
+    """If the student's and the teacher's logits differ by about 1e-2, errors are small, too.
+
+    The bound on an error is 1e-2 times a few roundoffs.
+    """
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)

@@ -1,7 +1,8 @@
 """The kernels of norms with fused operations: interpreted, lowered, compiled.
 
 The operations are a gate, an activation, a sum with a scaled branch, and, for the backward only, a
-second norm after a residual. Every test runs over `FAMILIES`, which lists how they differ.
+second norm after a residual. The tests run over `FAMILIES`, which lists the options, dtypes and
+shapes with which each operation is tested.
 """
 
 import functools
@@ -39,13 +40,16 @@ class Family(NamedTuple):
     """The calls with which one fused norm is tested.
 
     Attributes:
-      options: the values of each option. For any two options, the tests cover every pair of
-        values.
-      changes: dicts of further options. Each dict is tested on 16 rows, as a change of the default
-        call.
-      shapes: for each call that is lowered or compiled, its numbers of rows and columns and, if
-        groups of rows have their own parameters, the number of groups.
+      options: a dict from the name of each option to its values. The tests are pairwise: every pair
+        of values of two options occurs in some test.
+      changes: dicts of further options. For each dict, a test changes the default call by these
+        options. The call has 16 rows.
+      shapes: a tuple for each call that is lowered or compiled. Its items are the number of rows,
+        the number of columns and, if groups of rows have their own parameters, the number of
+        groups.
+      directions: the tested passes.
       mixes: the number of combinations of dtypes that are compiled.
+      given: options that all calls of this family have.
     """
 
     op: Op
@@ -132,7 +136,8 @@ FAMILIES = {
         mixes=4,
     ),
 }
-# Two norms run in the same loops as one norm, so a few schedules are enough.
+# Names of the schedules with which "two norms" is tested. A few schedules are enough, because two
+# norms run in the same loops over rows as one norm.
 OF_TWO_NORMS = (
     *("ring_two_stages", "ring_tail", "ring_rows"),
     *("ring_two_warpgroups", "rows_ring_tail"),
@@ -145,7 +150,7 @@ IN_BOTH_ORDERS = [{"norm_before_gate": before} for before in (True, False)]
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels with two persistent blocks.
 
-    Two suffice to test sums over blocks, and take the interpreter little time.
+    Two blocks suffice to test sums over blocks, and take the interpreter little time.
     """
     monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
@@ -165,11 +170,11 @@ def check(spec: Spec, schedule: Any) -> None:
 
 
 def in_turn(direction: str) -> Iterable[Any]:
-    """Yield cases in which each schedule runs one combination of options.
+    """Yield cases of each family: a schedule with a combination of options.
 
-    One fast schedule runs all combinations. The other schedules need only one each, because a
-    schedule's loop over rows does not depend on the formula. Several schedules share each kind of
-    loop, so each loop still runs with several combinations.
+    One fast schedule runs all combinations. Each other schedule runs one combination, because a
+    schedule's loop over rows does not depend on the formula. Several schedules use the same kind of
+    loop, so each kind of loop still runs with several combinations.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:
@@ -324,9 +329,9 @@ def test_activations_of_groups_of_channels(
 
 
 def lowered_cases() -> Iterable[Any]:
-    """Yield each shape with alternating combinations of options.
+    """Yield test parameters: each shape of each family with one to three combinations of options.
 
-    For the family "scaled sum", combinations of dtypes alternate instead.
+    The combinations take turns from shape to shape. For "scaled sum", only the dtypes change.
     """
     for family, of in FAMILIES.items():
         times = {"activation": 1, "scaled sum": 3}.get(family, 2)

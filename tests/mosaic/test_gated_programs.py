@@ -12,12 +12,12 @@ import jaxnorm
 
 pytestmark = pytest.mark.compiles
 
-# Sizes at which XLA does not merge the gate's and up's matmuls. It merges smaller ones, and then
-# copies both halves of the result.
+# Sizes at which XLA does not merge the two matmuls that compute gate and up. XLA merges smaller
+# matmuls, and then copies both halves of the result.
 TOKENS, WIDTH, INNER, LAYERS = 8192, 2048, 8192, 3
 
-# Force cuBLAS, which XLA chooses by timing on a real GPU. Without timings it would choose Triton,
-# and no fusion could read the results of two matmuls.
+# Use cuBLAS for matmuls. On a real GPU, XLA times cuBLAS and Triton, and chooses cuBLAS. Here it
+# cannot time them and would choose Triton; then no fusion could read the results of two matmuls.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -85,8 +85,8 @@ def test_kept_for_the_backward(activation: str, compiler: Compiler) -> None:
     )
     array = TOKENS * INNER * 2
     kept = LAYERS * 2 * array
-    # The remaining memory is the residual stream of each layer, and one layer's arrays in the
-    # backward.
+    # The remaining memory is for the residual stream of each layer, and for the arrays of one
+    # layer's backward.
     assert kept <= ours <= kept + LAYERS * TOKENS * WIDTH * 2 + 8 * array
     assert plain >= ours + LAYERS * 3 * array
 

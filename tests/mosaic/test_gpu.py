@@ -25,8 +25,9 @@ from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 pytestmark = pytest.mark.gpu
 
-# Arrays of at least 64 MiB in bfloat16. If a kernel misses a wait, an asynchronous copy can
-# overwrite data in shared memory before they are read. This happens only under such a load.
+# Shapes of arrays that are at least 64 MiB large in bfloat16. If a kernel lacks a wait, an
+# asynchronous copy can overwrite data in shared memory before they are read. This happens only with
+# such large arrays.
 LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 5120), (8192, 8192)]
 LARGE += [(8192, 12288), (4096, 16384), (2048, 32768), (1024, 65536), (512, 131072)]
 UNALIGNED = [(8192, 4095), (1024, 50257), (4096, 9001)]
@@ -39,8 +40,8 @@ FORWARD_COLS += [2**17, 2**18]
 @pytest.mark.parametrize("cols", FORWARD_COLS)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_forward_kernels(op, cols):
-    # The combinations of dtypes alternate, so that each width and each function runs with all
-    # three.
+    # The three combinations of dtypes take turns, so that each width runs with all of them, and so
+    # does each function.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     cols = cols if "softmax" in op else cols // 8 * 8
@@ -117,7 +118,8 @@ def test_large_blocks(workload):
 
     expected = jax.tree.leaves(compiled("xla").call(*inputs))
     call = compiled("mosaic").call
-    # The two programs may round y differently, and gradients are computed from the stored y.
+    # The two programs may round y differently. Gradients are computed from the stored y, so they
+    # differ, too.
     bound = 2**-7
     if workload.dtype == "float32":
         bound = 8 * math.sqrt(math.prod(workload.sizes[:-1]) + workload.cols) * 2**-24

@@ -1,9 +1,10 @@
 """Norms of arrays ``(outer, cols, inner)`` over cols and groups of neighbouring inner elements.
 
-GroupNorm with channels last is such a norm; its parameters belong to inner elements. A block of a
-kernel processes a *strip*: all columns of some inner elements. The references normalise rows, so
-the tests transpose arrays for them. The interpreter models neither layouts nor clusters, so calls
-whose strips are shared by a cluster are only lowered, compiled, and run on a GPU.
+GroupNorm with channels last is such a norm. Its parameters have one element per inner element. A
+block of a kernel processes a *strip*: all columns of some inner elements. The references normalise
+rows, so the tests transpose arrays for them. The interpreter models neither layouts nor clusters.
+Calls in which a cluster of blocks processes a strip are therefore only lowered, compiled, and run
+on a GPU.
 """
 
 import functools
@@ -84,9 +85,9 @@ def in_rows(array: Any, spec: Spec) -> Any:
 
 
 def of_rows(spec: Spec) -> Spec:
-    """Return a spec of the same norm for arrays in rows, with separate parameters for each row.
+    """Return the spec of the same norm for an array in which each normalised row is contiguous.
 
-    `in_rows` reshapes arrays to this form.
+    `in_rows` reshapes arrays to this form. Each row has its own row of parameters.
     """
     plain = changed(spec, inner=1, inner_cols=1, inner_params=False)
     return changed(plain, scale_groups=spec.rows, bias_groups=spec.rows)
@@ -136,7 +137,7 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
     for output, value, error in zip((in_rows(y, spec), *stats), values, errors, strict=True):
         within(output, value, error)
 
-    # The tested backward gets the arrays that the forward of XLA's code saves.
+    # The tested backward takes the arrays that the forward of XLA's code saves.
     y, kept = jax.jit(functools.partial(contract.call, xla, rows))(x, *wide)
     saved, kept = np.asarray(y) if spec.norm.saved == "output" else x, [np.asarray(s) for s in kept]
     backward, rows = (changed(s, direction="bwd", adds_dh=adds_dh) for s in (spec, rows))
@@ -154,11 +155,12 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
 
 
 #: A strip is the part of the array that one block processes: all columns, and a range of inner
-#: elements. Some cases have these properties:
-#: - Strips overlap in inner elements, or parts of a strip overlap in columns.
-#: - A block processes its columns in a loop, or several warpgroups share them.
-#: - Neighbouring inner elements that are normalised together (a group) are a part of the vector
-#:   that a thread loads, one vector, or the vectors of several threads.
+#: elements. A group is a range of neighbouring inner elements that are normalised together. The
+#: cases cover these properties:
+#: - Strips overlap in inner elements, or the parts of a strip overlap in columns.
+#: - A block processes its columns in a loop, or several warpgroups divide them.
+#: - A thread loads a vector of inner elements. A group is smaller than this vector, or equal to it,
+#:   or it spans the vectors of several threads.
 STRIPS = {
     "a_vector": Strips(1, 37, 32, 4, 8, group=4),
     "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
@@ -232,16 +234,20 @@ def test_no_races(strips: Strips) -> None:
 
 @pytest.mark.parametrize("saved", ["output", "input"])
 def test_with_64_bit_types(saved: str) -> None:
-    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
+    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+
+    Python integers are then traced as int64.
+    """
     with jax.enable_x64(True):
         check(make_spec("fwd", (1, 37, 40), 1, F32, saved=saved))
 
 
 # ------------------------------------------------------------------------- layouts and registers
 
-#: Samples, positions, channels, groups of channels.
+#: Each entry: the numbers of samples, positions, channels and groups of channels.
 SIZES = [(32, 4096, 256, 32), (8, 16384, 128, 32), (16, 1024, 512, 32), (64, 64, 256, 128)]
-#: Sizes with groups that are not a power of 2: Stable Diffusion's U-Nets, and groups of 6 channels.
+#: Entries whose groups have a number of channels that is not a power of 2. The last has groups of 6
+#: channels, and the others are from Stable Diffusion's U-Nets.
 UNEVEN = [(8, 1024, 320, 32), (8, 1024, 640, 32), (8, 256, 1920, 32), (8, 64, 1280, 32)]
 UNEVEN += [(8, 4096, 192, 32)]
 
@@ -261,9 +267,9 @@ def types(spec: Spec) -> list[Any]:
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
 
 
-#: Shapes (outer, cols, inner). There is one shape for each rule of the schedule table. In the
-#: remaining shapes, `inner` is not a multiple of the strip's width, or `cols` is not a multiple of
-#: the number of warps. Each group has one channel.
+#: Shapes (outer, cols, inner), with one channel per group. There is one shape for each rule of the
+#: schedule table. In the remaining shapes, `inner` is not a multiple of the strip's width, or
+#: `cols` is not a multiple of the number of warps.
 SHAPES = [(64, 8, 4096), (16, 32, 256), (16, 64, 3136), (32, 256, 4096), (8, 1000, 784)]
 SHAPES += [(8, 4096, 4096), (4, 3001, 144), (2, 12000, 64), (8, 333, 32), (8, 100, 16)]
 
@@ -453,8 +459,9 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-#: Sizes with one channel per group. A strip is a range of neighbouring channels that one block
-#: processes. The last strip overlaps its neighbour. In some sizes, a cluster shares a strip.
+#: Entries like those of `SIZES`, with one channel per group. A strip is a range of neighbouring
+#: channels that one block processes. The last strip overlaps its neighbour. In some entries, the
+#: blocks of a cluster process a strip together.
 SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
 
 

@@ -1,6 +1,7 @@
-"""Values of the forward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
+"""Values of the forward kernels in Pallas' interpreter, for every schedule and dtype.
 
-The interpreter models neither layouts nor alignment. `test_lowering` tests layouts.
+The interpreter runs on the CPU. It models neither layouts nor alignment. `test_lowering` tests
+layouts.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# For any two of function, dtype and schedule, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (function, dtype,
+# schedule).
 @pytest.mark.parametrize(
     ("op", "dtype", "case"),
     [
@@ -80,8 +82,8 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     """Return pairs of a call and a case, such that each kind of schedule runs every call.
 
     `CASES` has two successive cases for each kind of schedule. One of them runs the calls with even
-    indices, and the other runs the calls with odd indices. The first case of a kind runs the even
-    calls for every second kind, and the odd calls for the other kinds.
+    indices, and the other runs the calls with odd indices. Which of the two comes first changes
+    from kind to kind.
     """
     found = [
         (call, case)
@@ -96,7 +98,7 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     return found
 
 
-# `test_residual_variants` runs all of these calls with overlapping rows.
+# `test_residual_variants` runs the same functions with tiles of rows that overlap.
 @pytest.mark.parametrize(
     ("op", "x", "residual", "y", "case"),
     [
@@ -143,7 +145,7 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
 def test_groups_of_rows(op: str, case: Case) -> None:
     """Values are correct if each group of rows has its own scale or bias.
 
-    The schedule must ensure that no tile and no block processes rows of two groups.
+    The schedule must ensure that no tile has rows of two groups, and that no block does.
     """
     schedule, groups = dataclasses.replace(case.schedule_for(F32), params_first=True), 3
     rows = 2 * schedule.rows * max(1, schedule.tiles)
@@ -168,7 +170,10 @@ def test_groups_that_no_tile_can_have() -> None:
     ids=lambda case: case.name,
 )
 def test_with_64_bit_types(case: Case) -> None:
-    """With 64-bit types, where Python integers are int64, kernels still count in 32 bits."""
+    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+
+    Python integers are then traced as int64.
+    """
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
         check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
@@ -267,7 +272,10 @@ SPECIAL_CASES = [
 
 
 def special_calls() -> list[Any]:
-    """Return each schedule with each special value, alternating between softmax and layer_norm."""
+    """Return test parameters for each pair of a schedule and a special value (a key of `SPECIAL`).
+
+    The function is "softmax" or "layer_norm", in turn.
+    """
     found = []
     for case, special, op in pairwise(SPECIAL_CASES, [*SPECIAL], ["softmax", "layer_norm"]):
         # A norm of a row whose sum overflows has no defined result.
@@ -337,15 +345,15 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
         check(spec, None, *make_operands(spec))
 
 
-# Where fragments of a row overlap, two warpgroups store the same value. This race is harmless, so
-# these cases are left out.
+# Where fragments of a row overlap ("tail"), two warpgroups store the same value. The race detector
+# would report this harmless race, so it does not run these cases.
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.name.endswith("tail")], ids=lambda case: case.name
 )
 @pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
-    # The number of rows is a multiple of the rows per block. Otherwise, the last block would be
-    # moved back and would process some rows a second time.
+    # The number of rows is a multiple of the number of rows per block. Otherwise, the last block
+    # would start at an earlier row and process some rows a second time.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
     spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)

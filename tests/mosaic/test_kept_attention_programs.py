@@ -1,4 +1,4 @@
-"""The number of cuDNN's attention kernels in programs that save its residuals by name."""
+"""The number of cuDNN's attention kernels in programs that save attention's residuals by name."""
 
 import re
 

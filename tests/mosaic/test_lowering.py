@@ -1,7 +1,8 @@
-"""The forward kernels lower for an NVIDIA GPU that is not present: every schedule and dtype.
+"""Every schedule of the forward kernels lowers for an NVIDIA GPU, in every dtype.
 
 This runs Mosaic's layout inference and lowers to the vector and LLVM dialects, which detects
-layouts that do not fit an operation. The later steps (LLVM, ptxas) need a GPU.
+layouts that do not fit an operation. No GPU is needed. The later steps (LLVM, ptxas) are not tested
+here.
 """
 
 import math
@@ -42,7 +43,8 @@ RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
-# For any two of schedule, function and dtypes, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (schedule, function,
+# dtypes).
 @pytest.mark.parametrize(
     ("op", "case", "x", "y"),
     [
@@ -87,7 +89,8 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
         lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=6))
 
 
-#: The shapes of the benchmarks, odd shapes, few rows, and an array of more than 2^31 elements.
+#: The shapes of the benchmarks, odd shapes, shapes with few rows, and the shape of an array of more
+#: than 2^31 elements.
 SHAPES = [
     (32768, 128),
     (32768, 768),
@@ -116,8 +119,8 @@ SHAPES = [
 ]
 
 
-#: Shapes of calls with a residual. These are the shapes above that are supported, and some shapes
-#: whose width is not a boundary between two rules of a schedule table.
+#: Shapes of calls with a residual: the shapes above that such calls support, and some shapes with
+#: other widths. The widths above are limits of rules of a schedule table; these lie between limits.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 
@@ -129,7 +132,8 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec)
 
 
-# For any two of shape, function and dtypes, the cases cover every pair of values.
+# Pairwise testing: the cases cover every pair of values of two parameters (shape, function,
+# dtypes).
 @pytest.mark.parametrize(
     ("rows", "cols", "op", "dtypes"),
     [
@@ -163,7 +167,7 @@ def test_groups_of_rows_lower(groups: int, rows: int, cols: int, op: str) -> Non
 
 
 def test_large_arrays_are_addressed_with_64_bits() -> None:
-    """Arrays of more than 2^31 elements are supported: offsets are computed in 64 bits."""
+    """Arrays of more than 2^31 elements are supported, because offsets are computed in 64 bits."""
     spec = make_spec("softmax", 70000, 65536, BF16, BF16)
     assert spec.rows * spec.cols > 2**31
     assert mosaic.why_unsupported(spec) is None
@@ -222,7 +226,7 @@ def test_every_line_of_the_table_is_used() -> None:
         for op in ("softmax", "log_softmax", "layer_norm")
         for x in (BF16, F32)
     ]
-    # Calls with three parameters.
+    # Calls with three parameters: scale, bias and gate.
     specs += [
         norms.make_spec("scaled_add_norm", "fwd", 8192, cols, (BF16,) * 3, "layer_norm")
         for cols in (1152, 65536)
@@ -255,8 +259,9 @@ def test_logits_give_way_to_their_gradient_on_explicit_axes(
 ) -> None:
     """A linear loss lowers on a mesh, with sharded rows and without.
 
-    If rows are not sharded, the gradient overwrites the logits. If they are sharded, the logits
-    vary over a mesh axis, and Pallas cannot write to such an array.
+    If rows are not sharded, the logits' gradient overwrites the logits. If rows are sharded, the
+    logits vary over a mesh axis. Pallas cannot write to such an array, so the gradient is a new
+    array.
     """
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
@@ -281,7 +286,7 @@ def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() 
 
     widest = layer_norm(1024, 131072)
     assert widest.tiles == math.ceil(1024 / HOPPER.clusters[widest.cluster])
-    # Measured for these shapes: blocks that process a few rows each are faster than persistent
-    # blocks that share all rows.
+    # For these shapes, measurements showed that blocks that process a few rows each are faster than
+    # persistent blocks that share all rows.
     for rows, cols in ((16384, 8192), (2048, 8192), (8192, 16384), (4096, 65536)):
         assert layer_norm(rows, cols).tiles <= 8

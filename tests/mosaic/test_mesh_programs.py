@@ -26,8 +26,8 @@ def mesh(compiler):
 
 
 ROWS = BATCH * LENGTH
-# For each layout: how x and the head (the weight of the logits) are sharded, and the shapes that
-# each collective exchanges.
+# For each layout: the sharding of x, the sharding of the head (the weight of the logits), and a
+# dict from each collective to the shapes of the arrays that it exchanges.
 LAYOUTS = {
     # FSDP: x is split over the batch, and the head along d.
     "d of the head": (
@@ -57,7 +57,10 @@ LAYOUTS = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_16_bits_are_exchanged(layout, mesh):
-    """With a bfloat16 x and a float32 head, matmuls and exchanged arrays are bfloat16."""
+    """With a bfloat16 x and a float32 head, matmuls run in bfloat16.
+
+    The arrays that the devices exchange are bfloat16, too.
+    """
     x_spec, head_spec, expected = LAYOUTS[layout]
 
     def operand(shape, dtype, spec):

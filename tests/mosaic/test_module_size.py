@@ -1,4 +1,4 @@
-"""The size of kernels' modules, which determines how long a first call takes.
+"""The number of operations in kernels' MLIR modules, which determines how long a first call takes.
 
 Each operation of a kernel costs time, first when Python lowers it and again when it is compiled. So
 a kernel must not emit a separate operation for each row, or for each vector of a thread. Instead,
@@ -21,14 +21,16 @@ from jax._src.lib.mlir import ir
 
 import jaxnorm
 
-# The maximum number of operations of forward and backward together. A first call may take 4 s,
-# which allows about 16000 operations.
+# The maximum number of MLIR operations in the kernels of forward and backward together. It is
+# chosen such that tracing, lowering and compiling take at most about 4 s in a first call.
 #
 # Measured with jax 0.12.0 on an idle core of a server (`python -m benchmarks.run compile`): tracing
-# and lowering take 0.07 to 0.09 ms per operation of these modules, for any function. Compiling both
-# passes for an H100 takes another 0.4 to 1 s. If the other cores are busy, everything takes up to
-# twice as long. jax 0.11.2 takes 2 to 2.5 times as long for unaligned rows, because its layout
-# inference prints operations in order to sort constraints.
+# and lowering take 0.07 to 0.09 ms per operation. This is about the same for all functions.
+# Compiling both passes for an H100 takes another 0.4 to 1 s. If the other cores are busy,
+# everything takes up to twice as long.
+#
+# In jax 0.11.2, calls with unaligned rows take 2 to 2.5 times as long as in 0.12.0, because its
+# layout inference prints operations in order to sort constraints.
 MOST = 16_000
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
@@ -41,6 +43,7 @@ class Function:
     """A function whose kernels are measured.
 
     Attributes:
+      call: the function. It takes x, `like_x` other operands and `columns` parameters.
       x: a function that maps the number of columns to the shape of x.
       like_x: the number of other operands with the shape of x.
       columns: the number of operands with one element per column.
@@ -141,9 +144,9 @@ FUNCTIONS = {
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
-# A call for each rule of the schedules, and calls whose kernels used to have an operation per row
-# or per vector. The latter have rows shorter than the vectors that a warp loads together, unaligned
-# rows, or fragments above a causal diagonal.
+# Calls that use each rule of the schedules. There are also calls whose kernels once had an
+# operation per row or per vector. They have short rows (a warp loads more elements at once),
+# unaligned rows, or tiles above a causal diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),
@@ -170,7 +173,8 @@ CASES = [
     ("softmax", 50257, F32, F32),
     ("cross_entropy", 50257, BF16, BF16),
     ("log_prob_and_entropy", 50257, BF16, BF16),
-    # The calls with the largest modules, found by a search over many widths and dtypes.
+    # The calls whose kernels have the most operations, found by a search over many widths and
+    # dtypes.
     ("add_rms_norm", 50256, BF16, F32),
     ("layer_norm", 50256, *MIXED),
     ("add_layer_norm", 57352, BF16, F32),

@@ -43,7 +43,7 @@ VALUES = [
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", VALUES, ids=str)
 def test_values(case, name, monkeypatch):
-    # The combinations of dtypes alternate, so that each function runs with most of them.
+    # The combinations of dtypes take turns, so that each function runs with most of them.
     mixes = test_logits.MIXES
     x_dtype, bias_dtype, y_dtype = mixes[
         (2 * VALUES.index(case) + (name == "softmax")) % len(mixes)
@@ -122,7 +122,10 @@ FILLED = [
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("case", FILLED, ids=str)
 def test_what_is_masked_may_take_part(case):
-    """With a finite `masked_logit`, as in Flax, a fully masked row is uniform with gradient 0."""
+    """With a finite `masked_logit`, as in Flax, a fully masked row gives equal probabilities.
+
+    The gradient of such a row is 0.
+    """
     mask = test_logits.mask_of(case.mask)
     mask = mask.at[0].set(False) if mask.ndim > 1 else mask
     x = data(case.shape, "float32").at[1].set(FILL)  # the value of masked logits

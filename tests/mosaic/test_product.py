@@ -113,8 +113,9 @@ def check(spec, schedule=None, params=None):
 
 
 # With these sizes, tiles are partial along the rows, the columns, the features, or all of them. The
-# loop over the columns has only one step, or fewer steps than the pipeline has stages. Some numbers
-# of columns are not divisible by the width of any swizzle, so the kernel copies tiles differently.
+# loop over tiles of columns has only one step, or fewer steps than the pipeline has stages. Some
+# numbers of columns are not divisible by the width of any swizzle (a layout of shared memory), so
+# the kernel copies tiles in another way.
 SIZES = [
     (128, 256, 128, None),
     (136, 64, 128, F32),
@@ -163,7 +164,7 @@ def special_rows(x):
     return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
 
 
-# The reference's NumPy code warns.
+# NumPy warns in the reference, because it computes with NaN and infinities.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
@@ -241,7 +242,7 @@ def test_vmap(in_axes):
 
 
 def test_its_derivative_is_the_composition_s():
-    """Derivatives equal, bit by bit, those of rms_norm followed by a matmul.
+    """Derivatives are bitwise equal to the derivatives of rms_norm followed by a matmul.
 
     This is tested in forward mode and in reverse mode.
     """
@@ -273,7 +274,7 @@ def test_its_derivative_is_the_composition_s():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """The program runs one kernel. Before the kernel, it multiplies the scale into the weight.
+    """The program runs one kernel. Before the kernel, it multiplies the weight by the scale.
 
     No other operation has an operand or a result of x's size.
     """

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.compiles
 
 ROWS, COLS, FEATURES = 8192, 2048, 8192
 BF16, F32 = jnp.bfloat16, jnp.float32
-# There is no GPU on which XLA could time its choices of matmuls.
+# Without a GPU, XLA cannot time matmuls. So these options select cuBLAS without autotuning.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 
 
@@ -21,9 +21,9 @@ def compiled(compiler: Compiler, function, *types):
 
 
 def test_a_gated_block_is_one_pass_between_its_products(compiler: Compiler):
-    """Between the matmuls, a single fusion computes the gated result and all elementwise gradients.
+    """Between the matmuls, one fusion computes the gated result and the elementwise gradients.
 
-    These are the gradients of the gate, the activation and the bias.
+    The elementwise gradients are those of the gate, the activation and the bias.
     """
 
     def step(x, weight, scale, bias, up, d):

@@ -1,6 +1,6 @@
 """Kernels with default schedules, compiled for an H100: their registers and spills.
 
-These tests need JAX's CUDA plugin, but no GPU. CI runs only `test_blackwell`, so run them by hand::
+These tests need JAX's CUDA plugin, but no GPU. They do not run in CI, so run them by hand::
 
     make compile SELECTED=tests/mosaic/test_registers.py
 """
@@ -102,7 +102,7 @@ def test_registers_of_logits(cols, kind, dtype, compiler):
 def test_a_program_holds_two_kernels_and_nothing_else(kind, compiler):
     """A softmax with a mask, a bias or `causal` is one kernel per pass, and nothing else.
 
-    The backward kernel also computes the bias's gradient. No other operation is needed.
+    The backward kernel also computes the bias's gradient.
     """
     case = KINDS[kind]
 

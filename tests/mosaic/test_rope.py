@@ -28,9 +28,13 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# How rows of x (heads) share rows of the rotary tables. In the first two cases, the heads of a
-# position share a row; the rows of a tile belong to one position, or to several positions. In the
-# third case, each row of x has its own row of the tables. In the last case, all rows share one.
+# Ways in which rows of x share rows of the rotary tables, in the order of the entries. A row of x
+# is a head at a position.
+#
+# 1. The heads of a position share a table row. A kernel's tile has the rows of one position.
+# 2. The heads of a position share a table row. A tile has the rows of several positions.
+# 3. Each row of x has its own table row.
+# 4. All rows of x share one table row.
 SHARED = {
     "16 heads": Shared(((2, False), (3, True), (16, False)), has_columns=True),
     "3 heads": Shared(((8, True), (4, False), (3, False)), has_columns=True),
@@ -71,7 +75,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(shared: Shared, *, schedule: Heads | None = None, **given: Any) -> None:
-    """Check both passes in the interpreter; the backward reads what the forward has saved."""
+    """Check both passes in the interpreter. The backward reads the forward's saved arrays."""
     forward, backward = (make_spec(direction, shared, **given) for direction in ("fwd", "bwd"))
     arrays, *made = norms.check_forward(run, forward)
     call = functools.partial(run, **({"schedule": schedule} if schedule else {}))
@@ -105,7 +109,7 @@ def test_variants(change: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("two_blocks")
 def test_steps_that_overlap() -> None:
-    """If the last step overlaps the previous one, sums count the common rows only once."""
+    """If the last tile of rows overlaps the one before, sums count the common rows only once."""
     shared = Shared(((71, True),), has_columns=True)
     check(shared, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
 
@@ -182,7 +186,7 @@ def test_few_rows_are_refused() -> None:
 def test_registers(
     size: tuple[int, int], mix: tuple[np.dtype, ...], interleaved: bool, compiler: Compiler
 ) -> None:
-    """Few registers are spilled, and the registers allow the scheduled number of blocks per SM."""
+    """Few registers are spilled, and an SM has registers for the scheduled number of blocks."""
     for direction in ("fwd", "bwd"):
         spec = make_spec(direction, QUERIES[32], size, mix, interleaved=interleaved)
         (kernel,) = compiler.compile(

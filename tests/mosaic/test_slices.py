@@ -147,7 +147,7 @@ def unrolled(x, scale, weights):
 
 
 def operations(text: str) -> collections.Counter[str]:
-    """Count a program's operations by name; fusions also by their kind."""
+    """Return a counter of the names of a program's operations. Fusions are counted by kind."""
     lines = re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\((.*)$", text, re.MULTILINE)
     kinds = (re.search(r"kind=(\w+)", rest) for _, rest in lines)
     return collections.Counter(

@@ -10,17 +10,18 @@ from benchmarks import training
 from benchmarks.bars import BARS, VARIANT
 from benchmarks.models import MODELS, cell
 
-# The version of cuDNN that h100.py describes. JAX would query this machine, which has none.
+# The version of cuDNN that h100.py describes. By default, JAX would look for cuDNN on this machine,
+# which has none.
 CUDNN = 90800
-SCALARS = 4096  # bytes: 16 scalars of 256 bytes each
+SCALARS = 4096  # bytes of 16 scalars: each of them occupies 256 bytes, the smallest allocation
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 @pytest.fixture(scope="module")
 def temp_bytes(compiler):
-    """Return a function that compiles the training step of a benchmark cell.
+    """Return a function that compiles the training step of a benchmark's case (a cell).
 
-    It returns the number of bytes of temporary memory that the step needs.
+    The function returns the number of bytes of temporary memory that the step needs.
     """
 
     @functools.cache

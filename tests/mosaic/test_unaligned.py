@@ -19,8 +19,8 @@ from specs import changed
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 
-#: Function, rows, columns, dtype. The widths are such that a row is processed by a part of a warp,
-#: by one warpgroup, or by several warpgroups.
+#: Each entry: the function, the numbers of rows and columns, and the dtype. The widths are such
+#: that a row is processed by a part of a warp, by one warpgroup, or by several warpgroups.
 FORWARD = (
     ("softmax", 8, 1999, BF16),
     ("log_softmax", 4, 9001, F32),
@@ -93,7 +93,10 @@ def test_dx_of_rows_beside_what_is_not_finite() -> None:
 @pytest.mark.parametrize("cols", [1001, 4095, 50257])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", *RESIDUAL_OPS])
 def test_norm_backwards_are_refused(op: str, cols: int) -> None:
-    """The backward of a norm with unaligned rows runs XLA's code: no model trains such widths."""
+    """No kernel supports the backward of a norm with unaligned rows, so XLA's code runs.
+
+    Models are not trained with such widths.
+    """
     fwd = forward.make_spec(op, 8192, cols, BF16, BF16)
     bwd = changed(fwd, direction="bwd", want_stats=False)
     assert mosaic.why_unsupported(fwd) is None
