@@ -1,7 +1,7 @@
 """memory_report's advice to use jaxnorm's divergences.
 
-Following the advice saves as many bytes as it states. Functions other than divergences do not get
-this advice.
+Following the advice reduces the saved bytes by the number that it states. Functions other than
+divergences do not get this advice.
 """
 
 import jax

@@ -1,7 +1,8 @@
 """Bad arguments: every error names the function, what was given, what was expected, and the fix.
 
-`OPTIONS` and the tests of arrays apply to every function that has an argument of that name.
-`ARGUMENTS` has errors of single functions.
+`OPTIONS` lists wrong values of an option, and `FLOATS` lists names of arrays. They are tested with
+every function that has an argument of such a name. `ARGUMENTS` lists the errors of single
+functions.
 """
 
 import functools
@@ -114,7 +115,7 @@ def test_traced_options(name):
             jax.jit(lambda v: call(**{option: v}))(1.0)  # noqa: B023
 
 
-# Names of floating-point arguments, and of other arrays.
+# Names of the arguments that must be floating-point arrays.
 FLOATS = (
     "x",
     "logits",
@@ -140,7 +141,7 @@ def arrays_of(name):
 def test_arrays_that_are_none(name):
     """An error is raised if a floating-point array is replaced by a list, a string or None.
 
-    Integer arrays raise an error, too.
+    An array of integers, booleans or complex numbers raises an error, too.
     """
     call = plain_call_of(name)
     for argument in arrays_of(name):
