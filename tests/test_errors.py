@@ -177,7 +177,7 @@ def test_labels(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_a_kernel_on_a_cpu(name):
-    """On a CPU, requesting kernels raises an error, even for rows that a kernel supports."""
+    """On a CPU, requesting kernels raises an error, even if a kernel would support the shape."""
     arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
     arrays |= dict.fromkeys(("cos", "sin"), T((128, 128))) | {"teacher_weight": T((256, 256))}
     given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}

@@ -68,9 +68,10 @@ def operands(*dtypes):
 
 
 def reports(before, after, x, weight):
-    """Return the reports of two losses of hidden states, a head and labels.
+    """Return the memory reports of two functions that compute a loss from x, a weight and labels.
 
-    The hidden states are computed inside the function.
+    Both get an x that is computed inside the differentiated function, because arguments are not
+    counted as saved.
     """
 
     def report(loss):
