@@ -42,7 +42,7 @@ OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--layers=1", "--mesh", "data=
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_short_run(options, main, tmp_path, monkeypatch, capsys):
-    """A short run prints its results, and each step that adopts more of jaxnorm saves memory.
+    """A short run prints its results. A model with more of jaxnorm's functions saves fewer bytes.
 
     The text on which the demo trains is cut to a tenth. Otherwise, evaluating the model on this
     text would take most of the time of a short run.

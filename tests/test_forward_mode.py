@@ -235,9 +235,9 @@ def some_zeros(s):
     return jnp.where(jnp.arange(s.shape[-1]) % 2 == 0, 0, s)
 
 
-# More pairs: functions over other axes, functions with masks or scales, and functions with two
-# results of which only one is used. Also losses and linear layers, whose operands have other
-# shapes.
+# More entries in the format of `FUNCTIONS`: functions that reduce over other axes, functions with
+# masks or scales, and functions with two results of which only one is used. There are also losses
+# and linear layers, whose operands have other shapes.
 OTHERS = {
     "softmax of all axes": (
         lambda x, s, b: jax.nn.softmax(x * s, axis=None),

@@ -38,9 +38,9 @@ def log_prob(x, labels, axis=-1, where=None, **options):
 
 
 each = pytest.mark.parametrize("function", [loss, log_prob])
-# If the vocabulary is split, devices exchange a few numbers per row in two or three steps. This is
-# the count of these numbers in each step. The first number is the row's maximum, and the others are
-# sums over the shards.
+# Maps a function to a list of counts. If the vocabulary is split, devices exchange a few numbers
+# per row in two or three steps. The list has the count of these numbers for each step. The first
+# number is the row's maximum, and the others are sums over the shards.
 EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
 
 

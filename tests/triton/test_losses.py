@@ -1,4 +1,4 @@
-"""Functions of logits in every kind of schedule, as in `test_schedules`."""
+"""Tests of losses and log-probabilities with every kind of schedule in `test_schedules`."""
 
 import jax
 import jax.numpy as jnp
@@ -103,9 +103,9 @@ def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(("dtype", "cols"), CASES[:2])
 def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
-    """The gradient dx may overwrite the logits x, because each logit is read before it is written.
+    """The gradient may overwrite the logits, because each logit is read before it is overwritten.
 
-    This also holds if padding, which is no class, follows the classes.
+    Columns with which rows are padded are not classes, and have no effect.
     """
     from jaxnorm_kernels import triton
 
