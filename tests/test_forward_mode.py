@@ -439,8 +439,8 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# Each of these functions shares its differentiation rules with another function. Only one formula
-# differs.
+# Each of these functions shares its differentiation rules with a function that is not in this list.
+# Only one formula differs.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",

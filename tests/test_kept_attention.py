@@ -123,7 +123,7 @@ def step_of(block):
 def custom_vjp3():
     """If ``jax_remat3`` is on, also turn on ``jax_custom_vjp3``.
 
-    Only with this setting does ``jax_remat3`` pass names inside a `jax.custom_vjp` to policies.
+    With ``jax_remat3``, policies see names inside a `jax.custom_vjp` only if this setting is on.
     """
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:

@@ -238,8 +238,8 @@ def test_losses(rows, cols, dtype, options, kernels):
 def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
     """Results and gradients equal those of XLA's code up to rounding errors.
 
-    An element of the entropy's gradient is ``p * (log p + H)``, where H is the entropy. Its
-    magnitude is at most 2, so rounding it causes an error of at most 2 unit roundoffs.
+    An element of the entropy's gradient is ``p * (log p + H)``, where H is the entropy. In this
+    test, its magnitude is at most 2, so rounding it causes an error of at most 2 unit roundoffs.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)

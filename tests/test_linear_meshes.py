@@ -241,7 +241,8 @@ LOSS = {
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
     # x is replicated. The devices divide its rows among themselves, but only along the mesh axis
-    # "data". The axis "model" splits the classes, so its devices need the same rows.
+    # "data". The axis "model" splits the classes, so all devices along this axis need the same
+    # rows.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True

@@ -41,9 +41,10 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Results are correct for certain and uniform rows, large logits, and logits of -inf.
+    """Results are correct for rows with extreme logits.
 
-    In a certain row, one class has a probability of nearly 1.
+    In such a row, one class has a probability of nearly 1, all classes have the same probability,
+    logits are large, or some logits are -inf.
     """
     x, labels, d = operands((7, 300), dtype)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # almost all probability on the label
@@ -87,7 +88,7 @@ def test_small_entropies(implementation):
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
 @pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
 def test_logits_that_stand_for_none(lowest, options, implementation):
-    """A logit of -inf or the lowest finite number excludes its class.
+    """A logit of -inf, or a very low finite logit, excludes its class.
 
     In each row of x, other classes are excluded: the first 200, the last ones except the label,
     every third, or all but the label.

@@ -137,7 +137,7 @@ CASES = [
 
 
 def is_its_own(name, layout, kind, runs):
-    """Return True if calling the function on each shard does not compute the function of the array.
+    """Return True if the results of all shards together are not the result for the whole array.
 
     This concerns only calls in `jax.shard_map`. For example, the mesh may split an axis over which
     the call normalises.
@@ -177,8 +177,8 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     travels = sizes_of(compiled)
     params = [a.size for a in sharded[1:] if a.size < x.size]
     if layout in LAYOUTS and not (is_split and "rope" in name):
-        # The exchanged arrays are gradients of parameters. If columns are split, they are also
-        # partial sums of each row.
+        # The exchanged arrays are gradients of parameters. If columns are split, partial sums of
+        # each row are exchanged, too.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
     # On Auto axes, XLA may gather parameters that differ between samples. It may also gather rows

@@ -97,8 +97,9 @@ def test_norms_of_all_sizes(activation, implementation):
 def test_scales_of_zero_beside_a_bias(dtype):
     """With a bias and an activation, gradients of scales near 0 are as accurate as others.
 
-    A norm with an activation saves its input. So the backward does not compute x_hat as ``(y -
-    bias) / scale``, in which a small scale would magnify rounding errors.
+    A norm with an activation saves its input. So the backward does not recover x_hat from y. To
+    recover it, the backward would divide by the scale, and a small scale would magnify rounding
+    errors.
     """
     x = normal((70, 64), dtype, 0)
     scale = normal((64,), "float32", 1, 0.3, 1.0).at[6].set(0).at[9].set(1e-6)

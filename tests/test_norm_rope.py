@@ -264,9 +264,9 @@ def test_the_law(ratio, dtype, interleaved):
     of n_i is ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin of the angle.
 
     x_hat has a mean square of 1. So the mean of y_i^2 is ``c^2 * g_i^2 + s^2 * g_j^2``, and the
-    mean of y_j^2 is ``s^2 * g_i^2 + c^2 * g_j^2``. After these are inserted, the mean over all
-    angles is ``u^2 * (3 * g_i^2 + g_j^2) / 4``. Relative to g_i, the error is ``u * sqrt((3 + (g_j
-    / g_i)^2) / 4)``.
+    mean of y_j^2 is ``s^2 * g_i^2 + c^2 * g_j^2``. With these values, the mean square error over
+    all angles is ``u^2 * (3 * g_i^2 + g_j^2) / 4``. Relative to g_i, the error is
+    ``u * sqrt((3 + (g_j / g_i)^2) / 4)``.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns

@@ -117,8 +117,7 @@ checkpointed = jax.checkpoint(rms_norm)
 
 #: Maps a name to two functions. The first function passes slices of arrays to jaxnorm. The second
 #: function creates the arguments of the first. Most of the slices start at an address that is not
-#: aligned as kernels require. So the compiled first function must copy them before it runs a
-#: kernel.
+#: aligned as kernels require. So the compiled program must copy them before it runs a kernel.
 PATTERNS = {
     "labels tokens[1:]": (
         lambda x, t: loss(x, t[1:]),

@@ -181,7 +181,7 @@ def installed(monkeypatch):
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     """If Triton is missing or unsuitable, requesting it raises an error that names the fix.
 
-    If Triton is not requested, another implementation runs, and the plan says why Triton does not.
+    If Triton is not requested, another implementation runs. Its plan says why Triton does not run.
     """
     monkeypatch.setattr(backends, "_failures", {})
     installed(**versions)

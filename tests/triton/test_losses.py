@@ -68,7 +68,8 @@ def test_rows_of_all_kinds(scheduled):  # noqa: F811
 def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
     options = test_log_prob.OPTIONS[CASES.index((dtype, cols)) % 4]
     x, labels, d = operands((9, cols), dtype)
-    # Rows that are certain of the label or of another class, uniform rows, and classes at -inf.
+    # In some rows, the label or another class has a probability of nearly 1. Other rows have equal
+    # logits, or logits of -inf.
     x = x.at[1].set(0).at[1, labels[1]].set(90).at[2].set(0).at[2, (labels[2] + 1) % cols].set(90)
     x = x.at[3].set(-7).at[4, : cols // 2].set(-jnp.inf).at[4, labels[4]].set(1)
     x = x.at[5, : cols - 3].set(jnp.finfo(dtype).min).at[5, labels[5]].set(1)
