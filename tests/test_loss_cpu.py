@@ -50,9 +50,9 @@ def test_ulps(cols, deviation):
 def test_lane_sizes():
     """A row is split into at least 32 lanes of equal size.
 
-    The size of a lane is a divisor of `cols`, the number of columns. The divisor must be within
-    certain limits. If several divisors are, the one nearest to ``cols^0.3`` is used. If none is,
-    the size is None.
+    The size of a lane is a divisor of `cols`, the number of columns. Only divisors within certain
+    limits are allowed. The size is the allowed divisor that is nearest to ``cols^0.3``, or None if
+    no divisor is allowed.
     """
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
     assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]
