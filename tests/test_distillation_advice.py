@@ -80,7 +80,7 @@ def test_other_logits(loss):
 
 
 def test_what_is_no_divergence():
-    """In two cases, the report does not advise to fuse the matmul with the loss.
+    """In two cases, the report does not recommend fusing the matmul with the loss.
 
     In one case, teacher and student are both trained. In the other, the logits are used twice.
     """

@@ -90,7 +90,7 @@ def test_shapes_and_dtypes_are_equinox_s(ours, theirs, shape, dtype):
 
 
 @each
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # equinox itself warns.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # equinox's own warning
 def test_numpy_s_float64_becomes_jax_s_float(ours, theirs):
     x = np.random.default_rng(0).normal(size=16)
     y, expected = ours(16)(x), theirs(16)(x)

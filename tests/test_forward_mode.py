@@ -517,7 +517,10 @@ def test_outside_jit(name):
 
 
 def test_hutchinson_s_estimator():
-    """optax's estimate of a Hessian's diagonal (forward over reverse) equals plain JAX's."""
+    """optax estimates the diagonal of a Hessian equally for our norm and for a norm in plain JAX.
+
+    It differentiates a gradient in forward mode.
+    """
     optax = pytest.importorskip("optax")
     x, scale, _ = operands("float64", 4, 6)
 

@@ -45,7 +45,8 @@ def check_case(shape, features, mix, activation, present):
         assert_within(np.reshape(exact(gradient), value.shape), value, error)
 
 
-# activation_linear runs only the combinations in which gate and up have the same dtype.
+# Without up, the tested function is activation_linear. It is tested only with the combinations of
+# dtypes in which gate and up have the same dtype.
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "shape"),
     [

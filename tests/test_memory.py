@@ -88,9 +88,9 @@ def test_residuals_are_the_output_itself(dtype):
 
 @pytest.mark.parametrize("custom_jvp", [False, True])
 def test_softmax_keeps_one_array_where_jax_keeps_two(custom_jvp):
-    """jaxnorm's softmax saves one array, and jax.nn's saves two.
+    """jaxnorm.softmax saves one array, and jax.nn.softmax saves two.
 
-    With `jax_softmax_custom_jvp`, which is off by default, jax.nn's saves one, too.
+    With `jax_softmax_custom_jvp`, which is off by default, jax.nn.softmax also saves only one.
     """
     assert jax.config.jax_softmax_custom_jvp is False
     x, v = jnp.ones((64, 64)), jnp.ones((64, 64))

@@ -1,4 +1,4 @@
-"""Hugging Face's Flax models and equinox models, converted without changes.
+"""Conversion of Hugging Face's Flax models and of equinox models, whose code is not changed.
 
 These tests do not run by default: ``pip install --group models``, then ``pytest -m models``.
 """
@@ -85,9 +85,10 @@ def kernels_in(function, *arguments):
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Assert that outputs and gradients in `context` are as accurate as outside of it.
+    """Assert that outputs and gradients are as accurate inside `context` as outside of it.
 
-    In `context`, all of the model's norms must be jaxnorm's, and run kernels on CUDA.
+    `context` is a context manager that converts modules. Inside it, all of the model's norms must
+    be jaxnorm's, and run kernels on CUDA.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)

@@ -187,7 +187,7 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """y equals plain JAX's formula.
+    """y equals the result of the same formula in plain JAX.
 
     For a single pair, y also equals the result of rms_norm, rotated by a complex number.
     """

@@ -216,7 +216,7 @@ def test_float32_parameters_with_bfloat16_output(subtract_mean):
 def test_mean_ten_thousand():
     """For a mean of 1e4, the variance is accurate, because it is computed in two passes.
 
-    E[x^2] - E[x]^2 would have an error of thousands.
+    The formula E[x^2] - E[x]^2 would have an error that is larger than the variance, 1.
     """
     x = 1e4 + rng(0).normal(size=(ROWS, COLS))
     y = jaxnorm.layer_norm(jnp.asarray(x, jnp.float32))

@@ -115,8 +115,8 @@ def test_what_to_take_where_a_norm_in_its_place_is_slower():
 def test_attention_with_qk_norms_and_rope():
     """Attention with QK norms and RoPE has the same results as in plain JAX.
 
-    The recipe has two versions. One is in Flax. The other is ported from Hugging Face, whose tables
-    contain each angle twice.
+    The recipe has two versions. One is in Flax. The other is ported from Hugging Face's code, in
+    which the tables contain each angle twice.
     """
     rope = page("rope")
     attention, width, heads, d = rope["attention"], 128, 4, 32

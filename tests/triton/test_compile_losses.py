@@ -1,4 +1,4 @@
-"""Functions of logits compile for every GPU, with the schedules that a rule chooses."""
+"""Functions of logits compile for every GPU, with the schedules that the library chooses."""
 
 import re
 
@@ -68,7 +68,7 @@ def test_capped_logits_compile(op, direction, cols):
 def test_entropies_compile(direction, cols):
     """Entropies compile. If several rows share a tile, some of a thread's values may spill.
 
-    A thread has 16 values, exp(v). For the entropy, it also needs a register for each exponent v.
+    A thread holds 16 exponentials exp(v). For the entropy, it must also hold their 16 arguments v.
     """
     gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
     for dtype in (BF16, F32):
@@ -160,8 +160,9 @@ def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
     """Threads exchange values only at the end of a row.
 
-    Therefore the number of exchanges hardly depends on the length of a row: 128256 columns take at
-    most twice as many as 512 columns, which one warp processes in one step.
+    Therefore the number of exchanges hardly depends on the length of a row: a row of 128256 columns
+    needs at most twice as many exchanges as a row of 512 columns, which one warp processes in one
+    step.
     """
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)
@@ -172,7 +173,8 @@ def test_parts_of_a_row_exchange_nothing_but_at_the_end():
 def test_the_logarithm_is_accurate_near_1():
     """Kernels do not use the hardware's logarithm, whose error near 1 is 2^-22.
 
-    A small loss would be lost in this error. The interpreter cannot show it.
+    A small loss would be lost in this error. The interpreter has a different logarithm, so only the
+    compiled code shows which one a kernel uses.
     """
     for dtype in (BF16, F32):
         (kernel,) = compile_call(make_spec("fwd", 8192, 4096, dtype), GPUS["sm_80"])

@@ -1,7 +1,7 @@
 """Norms with fused operations compile for all GPUs: residuals, gates, rotations, groups of rows.
 
-Schedules are those of the tables. dh is the cotangent of the sum h, which the backward takes in
-addition to dy.
+The kernels have the schedules of the schedule tables. In the code, dh is the cotangent of the sum
+h. The backward takes dh in addition to dy.
 """
 
 import functools

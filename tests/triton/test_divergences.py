@@ -96,9 +96,9 @@ def test_rows_of_all_kinds(reverse, scheduled):  # noqa: F811
 
 @each_direction
 def test_small_divergences(reverse, scheduled):  # noqa: F811
-    """The error of a small divergence is at most some roundoffs times the gap between the logits.
+    """The error of a small divergence is at most some unit roundoffs, multiplied by 0.01.
 
-    The gap here is about 0.01.
+    0.01 is about the difference between the logits of student and teacher.
     """
     x, noise = operands((5, 1001), "float32")
     teacher = x + 1e-2 * noise

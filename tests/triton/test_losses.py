@@ -46,7 +46,10 @@ def test_positions(scheduled):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # from the interpreter
 def test_rows_of_all_kinds(scheduled):  # noqa: F811
-    """Rows with bad labels or non-finite logits have XLA's results and do not affect others."""
+    """Rows with bad labels or non-finite logits have the same results as in XLA's code.
+
+    They do not affect other rows.
+    """
     x, labels, d = operands((9, 101), "float32")
     options = {"label_smoothing": 0.1, "z_loss": 1e-3}
     labels = labels.at[0].set(-1).at[1].set(101)
