@@ -81,9 +81,11 @@ def saved(rows, named, numbers):
     """Return a dict from each policy to a triple of counts, in the format of `FUNCTIONS`.
 
     Args:
-      rows: how many arrays of shape (rows, cols) are saved without a policy.
-      named: how many of these arrays have a name.
-      numbers: how many arrays with one number per row are saved.
+      rows: the number of arrays of shape (rows, cols) that are saved without `jax.checkpoint`. In
+        the dict, this case is called "plain".
+      named: the number of these arrays that have a name. Of arrays of this shape, "save_policy" and
+        "names" save only the named ones, and "all but out" saves none.
+      numbers: the number of saved arrays that have one number per row.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
     return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}

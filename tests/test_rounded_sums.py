@@ -35,8 +35,8 @@ def operands(name, dtype):
     h = 1 + rng.integers(0, 16, SHAPE) / 16
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
     # The test needs an addend that is lost in rounding: h + addend is rounded to h. So the addend
-    # is less than half the distance of neighbouring floats above 1. Below 1, this distance is
-    # smaller. So h is increased where h + addend would be below 1.
+    # is less than half the spacing of floats between 1 and 2. Below 1, the spacing is smaller, and
+    # the addend might not be lost. So h is increased where h + addend would be below 1.
     h = h * (1 + (addend < 0) * (h == 1) / 16)
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
