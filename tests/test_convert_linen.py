@@ -140,7 +140,8 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
     with jaxnorm.linen.converted():
         y, variables = Several().init_with_output(jax.random.key(0), x)
     size = float(jnp.abs(y).max())
-    # The model has six norms, which sum over 16 or 64 elements. The last norm is complex.
+    # The bound allows one error for each of Flax's six norms, which sum over 16 or 64 elements. y
+    # is complex, because the last norm has the dtype complex64.
     error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
     assert np.abs(y - Several().apply(variables, x)).max() <= error
     norms = [
@@ -195,7 +196,7 @@ class TwoNorms(nn.Module):
 
 
 def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
-    """Outside of jax.jit, a norm whose x cannot be recovered saves its input instead.
+    """Outside of `jax.jit`, a norm saves its input if x cannot be recovered from its output.
 
     This also holds under jax.grad, and for parameters that the model closes over. In all these
     cases, the values of the parameters are known.
@@ -227,9 +228,10 @@ def in_double(function, *arguments):
 
 @pytest.mark.parametrize("given", ["variables", "params", "boxed"])
 def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
-    """`params=` provides values if a model's parameters are traced.
+    """`params=` gives `converted` the values of parameters that are traced in the model.
 
-    The parameters of scanned or compiled layers are tracers, which have no values to judge.
+    The values determine which norms must save their input. In scanned or compiled layers, the
+    parameters are tracers, which have no values.
     """
     model, x = LinenModel(), normal((3, 5, 16))
     variables = model.init(jax.random.key(0), x)

@@ -91,7 +91,8 @@ def test_every_norm_of_a_model_is_converted():
         assert (norm.save, norm.implementation, norm.scale_offset) == ("input", "xla", 0.0)
     assert after["layers", 0, "after"].epsilon == 1e-3
     assert model.shared is model.chain.layers[1]
-    # Checkpoints are interchangeable: both models have the same variables at the same paths.
+    # A checkpoint of either model can be loaded into the other one, because both models have the
+    # same variables at the same paths.
     new_paths, new_leaves = zip(*nnx.to_flat_state(nnx.state(model)))
     assert new_paths == paths
     assert all(a is b for a, b in zip(new_leaves, leaves))
@@ -123,7 +124,8 @@ def test_a_converted_model_trains_as_before():
 def test_an_optimizer_may_be_made_before():
     """An optimizer that was created before the conversion still works.
 
-    It refers to the parameters, which do not change. Only results of `nnx.split` become invalid.
+    The optimizer refers to the parameters, and the conversion does not change them. Only the
+    results of an earlier `nnx.split` become invalid.
     """
     optax = pytest.importorskip("optax")
     x = normal((3, 5, 16))

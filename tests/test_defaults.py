@@ -1,4 +1,4 @@
-"""Calls for which kernels are not the default, compared with committed timings."""
+"""The default choice between kernels and XLA's code is right according to the committed timings."""
 
 import collections
 import statistics
@@ -32,10 +32,10 @@ def support(request, monkeypatch):
 H200, H100 = (folder.name for folder in report.SHOWN)
 MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
-# Kernels are the default for these two calls, although they are 5 % and 2 % slower than XLA's code.
-# The arrays have 16 MiB, so a part of them stays in an H100's cache. For RMSNorm, a schedule with
-# two tiles of 16 rows per block would be as fast as XLA's code, but only at this size. For
-# log_softmax, nine schedules were measured, and none is as fast as XLA's code.
+# Kernels are the default for these two calls, although they are 5 % and 2 % slower than XLA's code
+# on an H100. Each array has 16 MiB, so a part of it stays in the H100's cache. For RMSNorm, a
+# schedule with two tiles of 16 rows per block would be as fast as XLA's code, but only at this
+# size. For log_softmax, nine schedules were measured, and none is as fast as XLA's code.
 SLOWER_ON_H100 = {
     KernelWorkload("rms_norm", "fwd", 32768, 256, "bfloat16", "bfloat16"),
     KernelWorkload("log_softmax", "fwd", 32768, 128, "float32", "float32"),
@@ -51,9 +51,10 @@ def replaced(device, workload):
 
 
 def timed(name):
-    """Return a dict with the times in microseconds of the kernels `name` and of XLA's code.
+    """Return a dict from (device, workload) to two measured times in microseconds.
 
-    The keys are pairs of a device and a workload.
+    The first is the time of the kernels of the implementation `name`, the second that of XLA's
+    code.
     """
     return {
         (folder.name, KernelWorkload(*question)): (answers[name].us, answers["xla"].us)
@@ -101,7 +102,7 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # Each reason occurs with at least one call whose kernels were slower.
+    # For each reason, there is at least one call whose kernels were slower than XLA's code.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 
@@ -112,9 +113,11 @@ def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
 
 
 def stacks():
-    """Return the measured times, divided by the time of plain JAX ("jnp").
+    """Return the times of stacks of small layers, divided by the times of plain JAX ("jnp").
 
-    They are in a dict from (provider, direction) to a dict from cells to ratios.
+    The result is a dict from (provider, direction) to a dict from a workload to this ratio. A
+    provider is one of the compared implementations. A workload is a tuple (op, direction, rows,
+    cols, dtype).
     """
     (rows,) = [
         table.rows()

@@ -1,4 +1,4 @@
-"""The training run of `make demo`: a short run, checks, errors, and the docs that show it."""
+"""Tests of `make demo`: short training runs, wrong arguments, its checks, and the docs on it."""
 
 import pydoc_data.topics
 import subprocess
@@ -27,7 +27,7 @@ def demo(*arguments, cwd):
 @pytest.fixture
 def main(monkeypatch, tmp_path):
     """Return the demo's main function, running in a temporary folder."""
-    # Create all virtual devices first. Otherwise, the demo would create only those of its mesh.
+    # Create all virtual devices now. Otherwise, the demo would create only as many as its mesh has.
     jax.devices()
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
@@ -42,9 +42,10 @@ OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--layers=1", "--mesh", "data=
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_short_run(options, main, tmp_path, monkeypatch, capsys):
-    """A short run prints its results, and each step that adopts more of jaxnorm saves memory.
+    """A short run prints its results. A model with more of jaxnorm's functions saves fewer bytes.
 
-    The text is a tenth of the demo's, because evaluation takes most of a short run.
+    The text on which the demo trains is cut to a tenth. Otherwise, evaluating the model on this
+    text would take most of the time of a short run.
     """
     topics = pydoc_data.topics.topics
     monkeypatch.setattr(pydoc_data.topics, "topics", dict([*topics.items()][::10]))

@@ -1,7 +1,8 @@
-"""Second derivatives in two special cases.
+"""Second derivatives in three special cases.
 
-In the first, x cannot be recovered from y. In the second, a value is rounded in the forward pass.
-`test_forward_mode` tests all other second derivatives.
+The first is a scale of 0: x cannot be recovered from y then. The second is a row with a single
+nonzero element. The third is a bias that the forward pass rounds. `test_forward_mode` tests all
+other second derivatives.
 """
 
 import functools
@@ -25,9 +26,10 @@ def normal(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_second_derivative_at_a_floored_scale_is_loud(dtype):
-    """At a scale of 0, first derivatives are correct. With a saved y, second ones are NaN.
+    """At a scale of 0, second derivatives are NaN if y is saved, and correct if the input is saved.
 
-    The saved y does not determine second derivatives there. With save="input", they are correct.
+    A saved y does not determine these second derivatives. First derivatives are correct in both
+    cases.
     """
     x, w = normal(4, 6).astype(dtype), normal(6, seed=1).at[2].set(0)
 
@@ -50,7 +52,7 @@ def test_second_derivative_at_a_floored_scale_is_loud(dtype):
 def test_one_hot_rows(save):
     """Second derivatives are correct for one-hot rows, where |x_hat| is at its bound sqrt(N).
 
-    The clip to this bound must not set derivatives to 0.
+    x_hat is clipped to this bound, and the clip must not set derivatives to 0.
     """
     x = jnp.eye(4) * 3
     norm = functools.partial(jaxnorm.rms_norm, save=save, epsilon=1e-3)
@@ -59,7 +61,10 @@ def test_one_hot_rows(save):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_second_derivative_through_a_rounded_bias(dtype):
-    """The bias is rounded to the output's dtype, but is differentiated as if it were not."""
+    """The bias is rounded to the output's dtype.
+
+    Its derivatives are those of an unrounded bias.
+    """
     x, d = normal(3, 8).astype(jnp.float32), normal(3, 8, seed=1).astype(jnp.float32)
     for bias in (jnp.full(8, 1e-5, jnp.float32), jnp.full(8, 1.001, jnp.float32)):
 

@@ -1,7 +1,7 @@
 """memory_report's advice to use jaxnorm's divergences.
 
-Following the advice saves as many bytes as it states. Functions other than divergences do not get
-this advice.
+Following the advice reduces the saved bytes by the number that it states. Functions other than
+divergences do not get this advice.
 """
 
 import jax
@@ -80,7 +80,7 @@ def test_other_logits(loss):
 
 
 def test_what_is_no_divergence():
-    """In two cases, the report does not advise to fuse the matmul with the loss.
+    """In two cases, the report does not recommend fusing the matmul with the loss.
 
     In one case, teacher and student are both trained. In the other, the logits are used twice.
     """

@@ -25,7 +25,8 @@ PAIRS = {
 def test_a_call_costs_what_jax_nn_s_does(name):
     """A call outside of `jax.jit` takes at most 1.3 times as long as jax.nn's function.
 
-    The shortest of many timings counts, because other processes slow down the rest.
+    The test compares the shortest of many timings, because other processes make some timings
+    longer.
     """
     x = jnp.ones((8, 128))
     best = dict.fromkeys(PAIRS[name], np.inf)
@@ -46,7 +47,7 @@ def test_a_gradient_is_traced_once(name, order, constants):
     """Outside of `jax.jit`, computing a gradient a second time traces nothing again.
 
     Tracing would run Python code again: checks of arguments, differentiation rules or formulas.
-    Labels, masks and tables are JAX or NumPy arrays.
+    Operands without a gradient, such as labels and masks, are JAX arrays or NumPy arrays.
     """
     operands = [*map(jnp.asarray, operands_of(name))]
     arrays = [operands[i] for i in floats_in(operands)]
@@ -114,9 +115,10 @@ def test_without_jit():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("compiles", [True, False])
 def test_debug_nans_names_the_call(compiles):
-    """`jax_debug_nans` names the function in both passes, with and without `jax.jit`.
+    """With `jax_debug_nans`, the error for a NaN names jaxnorm's function, in both passes.
 
-    In a composition, the error names the norm.
+    This holds with and without `jax.jit`. For rms_norm_linear, which consists of a norm and a
+    matmul, the error names the norm.
     """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     bad = x.at[0, 0].set(jnp.nan)
@@ -151,7 +153,7 @@ def test_debug_nans_names_the_call(compiles):
 def test_debug_infs_stays_silent_where_positions_do_not_count():
     """`jax_debug_infs` raises no error for masked positions.
 
-    Internally, the derivative uses an infinite number as the mark of a masked position.
+    Internally, the derivative marks a masked position by an infinite number.
     """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     where = jnp.array([True, False])

@@ -90,7 +90,7 @@ def test_shapes_and_dtypes_are_equinox_s(ours, theirs, shape, dtype):
 
 
 @each
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # equinox itself warns.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # equinox's own warning
 def test_numpy_s_float64_becomes_jax_s_float(ours, theirs):
     x = np.random.default_rng(0).normal(size=16)
     y, expected = ours(16)(x), theirs(16)(x)
@@ -186,7 +186,7 @@ def test_a_converted_model(tmp_path, caplog):
     assert (converted.last.save, converted.last.implementation) == ("output", None)
     assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(model)))
     assert not caplog.records
-    # Checkpoints are interchangeable.
+    # A checkpoint of equinox's model can be loaded into the converted model.
     paths, others = (jax.tree_util.tree_leaves_with_path(m) for m in (converted, model))
     assert [path for path, _ in paths] == [path for path, _ in others]
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)

@@ -1,7 +1,8 @@
 """Bad arguments: every error names the function, what was given, what was expected, and the fix.
 
-`OPTIONS` and the tests of arrays apply to every function that has an argument of that name.
-`ARGUMENTS` has errors of single functions.
+`OPTIONS` lists wrong values of an option, and `FLOATS` lists names of arrays. They are tested with
+every function that has an argument of such a name. `ARGUMENTS` lists the errors of single
+functions.
 """
 
 import functools
@@ -114,7 +115,7 @@ def test_traced_options(name):
             jax.jit(lambda v: call(**{option: v}))(1.0)  # noqa: B023
 
 
-# Names of floating-point arguments, and of other arrays.
+# Names of the arguments that must be floating-point arrays.
 FLOATS = (
     "x",
     "logits",
@@ -140,7 +141,7 @@ def arrays_of(name):
 def test_arrays_that_are_none(name):
     """An error is raised if a floating-point array is replaced by a list, a string or None.
 
-    Integer arrays raise an error, too.
+    An array of integers, booleans or complex numbers raises an error, too.
     """
     call = plain_call_of(name)
     for argument in arrays_of(name):
@@ -176,7 +177,7 @@ def test_labels(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 @pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
 def test_a_kernel_on_a_cpu(name):
-    """On a CPU, requesting kernels raises an error, even for rows that a kernel supports."""
+    """On a CPU, requesting kernels raises an error, even if a kernel would support the shape."""
     arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
     arrays |= dict.fromkeys(("cos", "sin"), T((128, 128))) | {"teacher_weight": T((256, 256))}
     given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}

@@ -32,7 +32,7 @@ each = pytest.mark.parametrize("name", NAMES)
 def assert_close(results, expected):
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype == np.float64
-        # At most some hundred roundings follow one another.
+        # At most some hundred roundings follow one another, and the bound allows 1024.
         bound = of_roundings(1024, "float64", np.abs(theirs).max())
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
 
@@ -85,12 +85,12 @@ def test_the_transpose_of_one_tangent(x64, name):
         assert_close(got, expected)
 
 
-# --------------------------------- programs made with 64-bit types that run without them, or vice
-# versa
+# ------------------------------- programs traced with 64-bit types and run without, and vice versa
 
 
-# rms_norm_linear is left out. Its backward uses JAX's own transpose of a matmul. If the program was
-# traced with 64-bit types and runs without them, this transpose sums in float32.
+# rms_norm_linear is left out, because its backward uses JAX's own transpose of a matmul. If a
+# program is traced with 64-bit types but runs without them, this transpose computes its sums in
+# float32. Its results are then not as accurate as these tests require.
 each_with_rules = pytest.mark.parametrize(
     "name", [name for name in NAMES if not name.startswith("rms_norm_linear")]
 )
@@ -173,8 +173,7 @@ def test_partitioned_without_64_bit_types(name):
     assert_close(traced.lower().compile()(*sharded), expected)
 
 
-# ------------------------------------------------------------- static arguments outside of
-# `jax.jit`
+# --------------------------------------------------------- static arguments outside of `jax.jit`
 
 # Pairs of values that are equal in Python, such as True and 1. An option accepts only the first
 # value of each pair and raises an error for the second. A key is an option's name, or the type of

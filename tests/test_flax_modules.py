@@ -38,7 +38,8 @@ def keep_dtypes(operands, *, dtype):
     return operands
 
 
-# Fields of the modules that are tested. Each of Flax's fields is in at least one entry.
+# Each entry sets some fields of the tested modules. Every field of Flax's modules is set in at
+# least one entry.
 FIELDS = [
     {},
     {"epsilon": 1e-2},
@@ -56,7 +57,7 @@ FIELDS = [
     {"axis_name": "batch"},
     {"axis_index_groups": [[0, 1], [2, 3]]},  # has an effect only together with axis_name
     {"use_fast_variance": False},
-    # Fields that only linen's modules have, then those that only nnx's have.
+    # The next fields exist only in linen's modules, and the last ones only in nnx's.
     {"reduction_axes": (-1, -2), "feature_axes": (-2, -1), "name": "norm"},
     {"force_float32_reductions": False},
     {"promote_dtype": keep_dtypes},
@@ -183,8 +184,8 @@ def test_a_mask_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_other_dtypes_are_left_to_flax(make, ours, theirs):
-    # For these dtypes, our modules run Flax's code. Integers are left out for nnx, which casts them
-    # to floats, so our code runs.
+    # For these dtypes, our modules run Flax's code. nnx casts integers to floats and then runs our
+    # code, so integers are tested only for linen.
     for dtype in ("complex64", *(["int32"] if make is linen else [])):
         x = data().astype(dtype)
         assert_same(make(ours)(x), make(theirs)(x))

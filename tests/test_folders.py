@@ -40,7 +40,8 @@ def test_a_folder_imports_those_below(folder):
     for file in (ROOT / "jaxnorm" / folder).glob("*.py"):
         names = {name for name in imported(file) if name.split(".")[0] == "jaxnorm"}
         above = {name for name in names if name != "jaxnorm" and name.split(".")[1] not in below}
-        # The modules that check the package call its public functions, so they may import it.
+        # The modules of the self-check call the public functions, so they may import `jaxnorm`
+        # itself.
         is_check = folder == "tools" and file.stem in ("machine", "plan", "selfcheck", "wall_time")
         assert not above, file
         assert "jaxnorm" not in names or is_check, file
@@ -49,8 +50,8 @@ def test_a_folder_imports_those_below(folder):
 def test_no_file_is_in_a_circle_of_imports():
     """No file is part of an import cycle, even if imports inside functions are counted.
 
-    Imports of `jaxnorm/__init__.py` are not counted, because the modules that check the package
-    import it to call its public functions.
+    Imports of `jaxnorm/__init__.py` are not counted. The modules of the self-check import this
+    file, because they call the public functions.
     """
     folders = {"jaxnorm": ROOT, "kernels": ROOT / "kernels"}
     files = {

@@ -40,7 +40,10 @@ def two_norms(x, s, b):
 
 
 def with_residual(function, **options):
-    """Return a function of x, scale and bias that uses both results, y and h."""
+    """Return a function of x, scale and bias that calls `function` with a residual.
+
+    Its result is computed from both results of `function`, y and h.
+    """
 
     def both(x, *parameters, **more):
         y, h = function(x, residual(x), *parameters, **options, **more)
@@ -50,10 +53,10 @@ def with_residual(function, **options):
 
 
 def rotated(function, **options):
-    """Return `function` as a function of x, scale and bias. Its tables are computed from the bias.
+    """Return a function of x, scale and bias that calls `function` with rotary tables.
 
-    The tables are not true cosines and sines. Each entry of cos is at least 1, so that cos and sin
-    are never both near 0.
+    The tables cos and sin are computed from the bias. They are not true cosines and sines: each
+    entry of cos is at least 1, so that cos and sin are never both near 0.
     """
 
     def call(x, scale, bias, **more):
@@ -64,7 +67,7 @@ def rotated(function, **options):
 
 
 def gated(function, **options):
-    """Return `function` as a function of x, scale and bias. Its gate is sin(x) + bias."""
+    """Return a function of x, scale and bias that calls `function` with the gate sin(x) + bias."""
     return lambda x, s, b, **more: function(x, jnp.sin(x) + b, s, **options, **more)
 
 
@@ -83,7 +86,8 @@ def our_causal_softmax(x, s, b, **options):
     return y.reshape(x.shape)
 
 
-# Pairs of plain JAX's formula and our function.
+# Maps a name to two functions of x, scale and bias: a formula in plain JAX, and a call of our
+# function.
 FUNCTIONS = {
     "softmax causal": (causal_softmax, our_causal_softmax),
     "log_softmax with a bias": (
@@ -215,9 +219,9 @@ def plain_norm_linear(x, s, b):
 
 
 def masked(function):
-    """Return `function` with every third entry masked.
+    """Return a function of x, scale and bias that calls `function` with every third entry masked.
 
-    These entries of the result are set to 0, because the result of a logarithm is -inf there.
+    The results of masked entries are set to 0, because log_softmax returns -inf for them.
     """
 
     def call(x, s, b):
@@ -231,9 +235,9 @@ def some_zeros(s):
     return jnp.where(jnp.arange(s.shape[-1]) % 2 == 0, 0, s)
 
 
-# More pairs: functions over other axes, functions with masks or scales, and functions with two
-# results of which only one is used. Also losses and linear layers, whose operands have other
-# shapes.
+# More entries in the format of `FUNCTIONS`: functions that reduce over other axes, functions with
+# masks or scales, and functions with two results of which only one is used. There are also losses
+# and linear layers, whose operands have other shapes.
 OTHERS = {
     "softmax of all axes": (
         lambda x, s, b: jax.nn.softmax(x * s, axis=None),
@@ -332,7 +336,7 @@ def reverse_over_reverse(f):
     return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in gradient(f)(*a)), (0, 1, 2))
 
 
-# Each maps a function of x, scale and bias to one of its derivatives.
+# Each value takes a function of x, scale and bias, and returns one of its derivatives.
 DERIVATIVES = {
     "jvp": jvp,
     "jvp along scale": lambda f: lambda x, s, b: jax.jvp(lambda s: f(x, s, b), (s,), along((s,))),
@@ -395,7 +399,10 @@ def operands(dtype, rows, cols):
 
 
 def transformed(function, derivative, transformation):
-    """Return the derivative of a function, transformed if `transformation` is not None."""
+    """Return a derivative of `function`.
+
+    If `transformation` is not None, it is applied to the function before the derivative is taken.
+    """
     if transformation is not None:
         function = TRANSFORMATIONS[transformation](function)
     return derivative(function)
@@ -403,15 +410,15 @@ def transformed(function, derivative, transformation):
 
 @functools.cache
 def expected_of(reference, derivative, transformation, *of):
-    """Return the expected derivatives, with error bounds, from the reference function.
+    """Return the derivatives of the reference function, with error bounds.
 
-    They are cached, so functions that differ only in `save` share them.
+    They are cached, because functions that differ only in `save` have the same reference.
     """
     return analyse(transformed(reference, derivative, transformation), *operands(*of))
 
 
 def error_of(program, *of):
-    """Return the results of our program with its own error bounds."""
+    """Return the results of `program`, with error bounds that follow from its own operations."""
     return analyse(program, *operands(*of))
 
 
@@ -432,8 +439,8 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# The differentiation rules of each of these functions equal those of another function, except for
-# one formula.
+# Each of these functions shares its differentiation rules with a function that is not in this list.
+# Only one formula differs.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
@@ -451,11 +458,12 @@ IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
-# Kernels run every derivative of every function. XLA's code does so too, except that it runs only
-# half of the derivatives of each function in VARIANTS.
+# Kernels are tested with every derivative of every function. XLA's code is tested with every
+# derivative, too, but the functions in VARIANTS are tested only with half of the derivatives.
 #
-# Some kernels refuse calls with few short rows. Some refuse rotary norms with several scales; these
-# occur in per-example gradients, where each row is a group with its own scale.
+# A case is skipped if a kernel does not support its call. Some kernels do not support few short
+# rows. Some kernels of rotary norms do not support several scales. Per-example gradients have
+# several scales, because each row then has its own scale.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),
@@ -473,9 +481,9 @@ def test_derivatives(name, derivative, implementation):
 
 
 @pytest.mark.remat
-# For any two of function, transformation and derivative, the cases cover every pair of values. The
-# functions in VARIANTS are an exception: each runs with every derivative, but each time under only
-# one transformation.
+# The cases contain every pair of a function and a transformation, every pair of a function and a
+# derivative, and every pair of a transformation and a derivative. The functions in VARIANTS have
+# fewer cases: each derivative of such a function is tested under only one transformation.
 @pytest.mark.parametrize(
     ("derivative", "transformation", "name"),
     [
@@ -509,7 +517,10 @@ def test_outside_jit(name):
 
 
 def test_hutchinson_s_estimator():
-    """optax's estimate of a Hessian's diagonal (forward over reverse) equals plain JAX's."""
+    """optax estimates the diagonal of a Hessian equally for our norm and for a norm in plain JAX.
+
+    It differentiates a gradient in forward mode.
+    """
     optax = pytest.importorskip("optax")
     x, scale, _ = operands("float64", 4, 6)
 

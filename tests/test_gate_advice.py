@@ -61,11 +61,11 @@ def report_of(sum_and_norm, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("own", [plain_norm, norm])
 def test_a_gated_sum(own, dtype):
-    """Following the advice saves as many bytes as the advice states.
+    """Following the advice reduces the saved bytes by the number that it states.
 
-    There is advice only if the changed function saves fewer bytes for its backward pass. This is so
-    for a float32 residual stream: plain JAX saves a float32 copy of each branch, and the function
-    with `gate=` does not.
+    The advice is to call add_layer_norm with `gate=`. The report has this advice only if the call
+    saves fewer bytes for the backward pass. For example, with a float32 residual stream, plain JAX
+    saves a float32 copy of each branch. The call with `gate=` does not save it.
     """
     before = report_of(functools.partial(gated_sum, own), dtype)
     after = report_of(ours, dtype)

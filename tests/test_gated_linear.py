@@ -45,7 +45,8 @@ def check_case(shape, features, mix, activation, present):
         assert_within(np.reshape(exact(gradient), value.shape), value, error)
 
 
-# activation_linear runs only the combinations in which gate and up have the same dtype.
+# Without up, the tested function is activation_linear. It is tested only with the combinations of
+# dtypes in which gate and up have the same dtype.
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "shape"),
     [
@@ -152,7 +153,10 @@ def test_an_activation_closes_over_arrays(around):
 
 
 def test_experts():
-    """`product=` may call `jax.lax.ragged_dot`. It gets both operands in the matmul's dtype."""
+    """A function passed as `product` may call `jax.lax.ragged_dot`.
+
+    It gets both operands in the matmul's dtype.
+    """
     rng = np.random.default_rng(0)
     gate, up = (jnp.asarray(rng.normal(size=(12, 8)), BF16) for _ in range(2))
     weight = jnp.asarray(rng.normal(size=(3, 8, 6)), F32)

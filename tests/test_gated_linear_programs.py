@@ -95,7 +95,7 @@ def test_blocks(function, around):
     kept = made(AROUND[around](block), x, *weights)
     assert kept.count((4, INNER)) == expected
     assert not [shape for shape in kept if shape not in ((4, INNER), (4, WIDTH))]
-    # A policy that saves results of matmuls also saves this one.
+    # A policy that saves results of matmuls also saves the result of this matmul.
     assert kept.count((4, WIDTH)) <= (around == "dots")
 
 
@@ -145,9 +145,9 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
     of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
     activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
-    # Besides the saved activations, a layer may store x, and one copy of each weight by XLA. The
-    # size of x is a quarter of an activation. There are at most three weights, and the size of each
-    # is an eighth of an activation.
+    # Besides the saved activations (gate and up), a layer may store x. XLA may also store one copy
+    # of each weight. x has a quarter of the size of an activation. There are at most three weights,
+    # and each has an eighth of this size.
     assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
 
 

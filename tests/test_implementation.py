@@ -67,9 +67,9 @@ class Stub(types.ModuleType):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Register the stand-in, and yield a function of platforms.
+    """Register the stand-in, and yield a function ``f(*platforms)``.
 
-    The function makes the stand-in the default on these platforms.
+    A call of ``f`` makes the stand-in the default implementation on these platforms.
     """
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setitem(backends.MODULES, "stub", "jaxnorm_kernels_stub")
@@ -119,10 +119,9 @@ def test_a_name_is_honoured_or_refused_with_the_reason(stub):
 
 
 def test_second_derivatives_are_those_of_the_twin(stub):
-    """Second derivatives are computed by XLA's code.
+    """Second derivatives are computed by XLA's code, because the stand-in cannot be differentiated.
 
-    The stand-in cannot be differentiated. Its forward only provides rstd, which the second
-    derivative in this test reads.
+    In this test, the second derivative reads only one result of the stand-in's forward, rstd.
     """
     stub(HERE)
 
@@ -133,8 +132,9 @@ def test_second_derivatives_are_those_of_the_twin(stub):
 
         return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
 
-    # The stand-in adds a constant to y, but with a saved input the backward reads only x and rstd.
-    # So both implementations must give the same derivatives as XLA's code.
+    # The stand-in adds a constant to y. But this norm saves its input, so the backward reads x and
+    # rstd, and not y. Therefore the derivatives must equal those of XLA's code, whether the
+    # stand-in is requested or is the default.
     for implementation in ("stub", None):
         assert_computes(jax.grad(penalty(implementation))(X), jax.grad(penalty("xla")), X)
 
@@ -199,8 +199,8 @@ def test_gradients_under_vmap(stub, save):
 
         return jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, scale)
 
-    # The stand-in adds a constant to its output. If the backward starts from the saved output, the
-    # constant changes the gradient. So only shapes are compared.
+    # The stand-in adds a constant to its output. If the norm saves its output, the backward reads
+    # it, and the constant changes the gradient. So only shapes are compared then.
     expected = analyse(lambda: grads("xla"))
     for ours, theirs in zip(grads("stub"), expected):
         assert ours.shape == theirs.value.shape
@@ -229,9 +229,10 @@ def test_implementation_for(stub):
 
 
 def test_the_environment_names_the_default(stub, monkeypatch):
-    """An implementation that the environment names has precedence over all others.
+    """The implementation that JAXNORM_IMPLEMENTATION names has precedence over all others.
 
-    It runs every call that it supports. The order of the others is unchanged.
+    It runs every call that it supports, even a call for which it would not be the default. The
+    order of the other implementations is unchanged.
     """
     monkeypatch.setitem(backends.MODULES, "second", "jaxnorm_kernels_stub")
     stub()
@@ -246,7 +247,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     monkeypatch.setattr(backends, "_PREFERRED", "stub")
     chosen = backends.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
     assert plan().forward == plan().backward == chosen
-    assert plan(cols=7).forward == chosen  # not the default for 7 columns
+    assert plan(cols=7).forward == chosen  # without the variable, XLA's code is the default here
     assert plan(where=MASK).forward == backends.Choice(
         "xla", "stub: asked for by JAXNORM_IMPLEMENTATION, it has no masked kernel"
     )
@@ -278,10 +279,10 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch, tmp_path):
-    """Return a function ``make(name)``, which registers a module whose import raises an error.
+    """Return a function ``make(name)`` that registers an implementation whose import fails.
 
-    ``make`` returns a function without arguments. This function returns a list of the names of all
-    imports that were attempted so far.
+    The result of ``make`` is a function ``imports()``. A call of ``imports`` returns the names of
+    all such implementations that jaxnorm has tried to import so far, in order.
     """
     monkeypatch.setattr(backends, "_failures", {})
     monkeypatch.setattr(backends, "_told", set())
@@ -366,9 +367,9 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
-    """`_DEFAULT_ON["mosaic"]` is True for exactly the GPUs on which Mosaic is the default.
+    """`_DEFAULT_ON["mosaic"]` returns True for exactly the GPUs on which Mosaic is the default.
 
-    Warnings about kernels that cannot be imported use this table.
+    jaxnorm uses this table to decide whether to warn about kernels that cannot be imported.
     """
     spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):

@@ -26,7 +26,7 @@ WIDTH = HEADS * HEAD
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Allow tracing cuDNN's attention where cuDNN is not installed. Nothing runs."""
+    """Allow JAX to trace cuDNN's attention even if cuDNN is not installed. It is never executed."""
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
 
@@ -35,8 +35,7 @@ def flash(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-# ------------------------------------------------------------------------- attention's output is
-# saved once
+# ------------------------------------------------------------- attention's output is saved once
 
 
 def project(heads, weight):
@@ -78,7 +77,7 @@ def test_memory_report_finds_the_output_that_is_kept_twice(cudnn):
 
 
 def test_a_transpose_and_a_reshape(cudnn):
-    """Advice also finds heads that are transposed and reshaped before the projection."""
+    """There is also advice for heads that are transposed and reshaped before the projection."""
 
     def heads_first(heads, weight):
         return jnp.swapaxes(heads, 1, 2).swapaxes(1, 2).reshape(BATCH, LENGTH, -1) @ weight
@@ -107,15 +106,15 @@ def products_in(step, *arrays):
 
 @pytest.fixture(scope="module")
 def of_docs():
-    """Return what the examples of docs/transformations.md define."""
+    """Return a dict of everything that the examples in docs/transformations.md define."""
     return page("transformations")
 
 
 def step_of(block):
     """Return a function that computes a block's loss and gradients.
 
-    The loss is a sum of sines, whose derivative needs the block's result. A plain sum would not
-    need it.
+    The loss is a sum of sines, because its derivative needs the block's result. The derivative of a
+    plain sum would not need it.
     """
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
@@ -124,7 +123,7 @@ def step_of(block):
 def custom_vjp3():
     """If ``jax_remat3`` is on, also turn on ``jax_custom_vjp3``.
 
-    With this setting, policies see names inside a `jax.custom_vjp`.
+    With ``jax_remat3``, policies see names inside a `jax.custom_vjp` only if this setting is on.
     """
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:
@@ -185,9 +184,11 @@ def attention_operands():
 
 
 def test_names_of_cudnn_s_attention(cudnn, of_docs):
-    """Names inside the derivative rule of cuDNN's attention prevent its recomputation.
+    """A policy can save cuDNN's attention only if its derivative rule gives names to its residuals.
 
-    If `checkpoint_name` is applied only to the attention's output, the attention is recomputed.
+    The docs' function `named` uses `checkpoint_name` inside the derivative rule, so the attention
+    runs once. If `checkpoint_name` is applied only to the attention's output, the attention runs
+    twice.
     """
 
     def counts(attention):

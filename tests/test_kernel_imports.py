@@ -1,9 +1,9 @@
 """Rules for imports in the package of kernels.
 
-Only one module imports private parts of JAX, and no backend imports another one. The files of the
-package have an order, and a module imports only modules that come before it: `specs.py`,
-`implementation.py`, the other files that backends share, the backends. Mosaic's folders have an
-order, too.
+Only one module imports private parts of JAX, and no backend imports another one. The modules of the
+package have an order, and a module imports only earlier modules. First come `specs.py` and
+`implementation.py`, then the other modules that backends share, and last the backends. Mosaic's
+folders have an order, too.
 """
 
 import ast

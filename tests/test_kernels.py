@@ -32,8 +32,9 @@ from jaxnorm import kl_divergence
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 
-# Narrow rows, rows that fill all fragments, overlapping last fragments, odd lengths, pipelined
-# rows, and clusters.
+# Numbers of rows and columns. They include narrow rows, rows that fill all fragments, rows whose
+# last fragments overlap, rows of odd length, rows whose loads are pipelined, and rows that a
+# cluster processes.
 NORM_SHAPES = [
     (130, 64),
     (97, 128),
@@ -78,7 +79,8 @@ def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
 def test_norms(rows, cols, x_dtype, y_dtype, subtract_mean, kernels):
-    # `save` alternates, so that each width and each combination of dtypes runs with both values.
+    # Successive cases alternate between the two values of `save`. Over all cases, each width and
+    # each combination of dtypes is tested with both values.
     turn = NORM_SHAPES.index((rows, cols)) + MIXES.index((x_dtype, y_dtype)) + subtract_mean
     save = ("output", "input")[turn % 2]
     check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save)
@@ -181,7 +183,8 @@ LOGITS = [(8192, 4096), (2048, 32768), (1024, 50257), (512, 128256), (256, 26214
 def loss_error(x):
     """Return a bound on the error of a row's log-sum-exp, and on the error of its probabilities.
 
-    The bound is the same for both. It covers the rounding of exponents and of sums.
+    The bound is the same for both. It includes the rounding errors of sums, and of the arguments of
+    exponentials.
     """
     size = 2 * float(jnp.max(jnp.abs(x)))
     return SAFETY * unit_roundoff("float32") * (size + math.sqrt(x.shape[-1]) + 2)
@@ -191,9 +194,9 @@ def loss_error(x):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_losses(rows, cols, dtype, options, kernels):
-    """Losses and gradients agree with XLA's.
+    """Losses and gradients equal those of XLA's code up to rounding errors.
 
-    They may differ because the gradient is rounded, and because sums are added in different orders.
+    The two implementations add sums in different orders, and both round the gradient.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
@@ -233,10 +236,10 @@ def test_losses(rows, cols, dtype, options, kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), LOGITS)
 def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
-    """Results and gradients equal XLA's within bounds.
+    """Results and gradients equal those of XLA's code up to rounding errors.
 
-    The bounds are large enough because no element of the entropy's gradient exceeds 2. An element
-    is ``p * (log p + H)``, where H is the entropy.
+    An element of the entropy's gradient is ``p * (log p + H)``, where H is the entropy. In this
+    test, its magnitude is at most 2, so rounding it causes an error of at most 2 unit roundoffs.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
@@ -268,7 +271,8 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
         )
 
     of_results, of_dx, is_nan, is_zero, is_entropy = differences(x, labels, cotangents, where)
-    # An entropy is the sum of -p * log(p). |log(p)| may be as large as the range of the logits.
+    # An entropy is the sum of ``-p * log(p)``. So an error of p is multiplied by ``|log(p)|``,
+    # which may be as large as the range of the logits.
     size = float(jnp.max(jnp.abs(x)))
     assert of_results <= 2 * size * loss_error(x)
     assert of_dx <= 2 * (size * loss_error(x) + 2 * unit_roundoff(dtype))
@@ -313,7 +317,7 @@ def family_of(function):
     ids=str,
 )
 def test_divergences(rows, cols, dtype, teacher_dtype, reverse, kernels):
-    """Values and gradients, also of equal logits and of positions that do not count."""
+    """Values and gradients are correct, also for equal logits and for masked positions."""
     x, teacher = divergence_operands((rows, cols), dtype, teacher_dtype)
     function = functools.partial(
         kl_divergence, reverse=reverse, implementation=kernels, logits_scale=1.0

@@ -28,8 +28,8 @@ def operands(shape, dtype, teacher_dtype=None, seed=0):
 class Divergence:
     """The divergence of each row and its gradient in float64, with bounds on their errors.
 
-    The bounds follow the formulas in `xla.kl_divergence`. Each term has the rounding error of the
-    argument of an exponential. The errors of a row's terms add up as a random walk.
+    The bounds follow the formulas in `xla.kl_divergence`. Each term contains an exponential, whose
+    argument has a rounding error. The errors of a row's terms add up as a random walk.
     """
 
     def __init__(self, x, teacher, dtype, *, reverse):
@@ -99,7 +99,7 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 @each_direction
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
 def test_small_divergences(x64, reverse, gap):
-    """The error of a small divergence is at most some roundoffs times `gap`.
+    """The error of a small divergence is at most some unit roundoffs, multiplied by `gap`.
 
     `gap` is about the difference between the logits of student and teacher. The divergence is about
     gap^2 / 2, so its relative error grows like 1 / gap.
@@ -113,7 +113,8 @@ def test_small_divergences(x64, reverse, gap):
 
 
 INF, NAN = np.inf, np.nan
-# Each entry has the student's logits, the teacher's logits, and the divergences in both directions.
+# Each entry has the student's logits, the teacher's logits, and the expected divergences in both
+# directions. "finite" means any finite divergence.
 SPECIAL = [
     ([0, 1, 2], [0, -INF, 2], "finite", INF),
     ([0, -INF, 1], [0, 0, 1], INF, "finite"),
@@ -129,14 +130,17 @@ SPECIAL = [
 
 
 def special_rows(cols, start=0):
-    """Rows of both logits for `SPECIAL`. The classes from `start` are given; others are -inf."""
+    """Return the student's and the teacher's logits for the rows of `SPECIAL`.
+
+    The three classes from index `start` on have the logits in `SPECIAL`. All other logits are -inf.
+    """
     arrays = np.full((2, len(SPECIAL), cols), -INF, np.float32)
     arrays[..., start : start + 3] = [[row[i] for row in SPECIAL] for i in (0, 1)]
     return [*map(jnp.asarray, arrays)]
 
 
 def check_special_rows(y, dx, *, reverse):
-    """Check the divergences of `special_rows` and, where there are any, the gradients."""
+    """Check the divergences `y` of `special_rows`, and the gradients `dx` if they are not None."""
     for i, row in enumerate(SPECIAL):
         outcome, gradient = row[2 + reverse], None if dx is None else dx[i]
         if outcome == "finite":

@@ -66,7 +66,7 @@ LABELS[0] = -100
 
 
 def loss_of_rows(x, weight, bias, labels, *, reduction):
-    """Return one number, computed from the results of a function of linear logits.
+    """Call a loss that computes logits ``x @ weight`` itself, and reduce its results to one number.
 
     `reduction` is an option of the loss ("mean", for example), or it selects another function:
     log-probabilities and entropies, log-probabilities of several labels, or divergences.
@@ -232,15 +232,17 @@ LOSS = {
     "rows": Layout(P("data", "model"), P(), SUMS),
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
-    # A device could gather all 96 rows of x or all 64 columns of the weight. It gathers the weight,
-    # because rows of x and columns of the weight have the same length.
+    # A device could gather all 96 rows of x or all 64 columns of the weight. A row of x is as long
+    # as a column of the weight, so the 64 columns have fewer bytes. The device gathers these.
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
-    # Here a device gathers 24 rows of x.
+    # Here, a device needs only the 24 rows of x in its part of the batch. They have fewer bytes
+    # than the columns of the weight, so it gathers the rows.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # x is replicated. So its rows can be split only over the mesh axis that splits d, the first
-    # axis of the weight.
+    # x is replicated. The devices divide its rows among themselves, but only along the mesh axis
+    # "data". The axis "model" splits the classes, so all devices along this axis need the same
+    # rows.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
@@ -259,8 +261,8 @@ LAYOUTS |= {"several": LOSS, "divergence": LOSS}
 def test_layouts(name, layout, kind):
     """Values are correct, gradients are sharded like their operands, and few arrays are exchanged.
 
-    Arrays with the rows of x (not parameters or sums) are exchanged only if a requested sharding
-    requires it.
+    Arrays that have a row for each row of x, unlike parameters and sums, are exchanged only if a
+    requested sharding requires it.
     """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)
@@ -298,7 +300,7 @@ def check_loop(text, layout):
 
 
 def exchanged(lines):
-    """Return the name and the number of elements of each array that collectives exchange."""
+    """Return a pair for each exchanged array: the collective's name, and the number of elements."""
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return [
         (name, math.prod(int(n) for n in shape.split(",") if n))
@@ -362,7 +364,7 @@ def norm_on_shards(layout, x, residual, weight, scale, bias, **options):
 
 
 def on_shards(name, layout, **options):
-    """Return a function that computes the loss inside `jax.shard_map`, and then its operands.
+    """Return two things: a function that computes a loss inside `jax.shard_map`, and its operands.
 
     In the layout "FSDP over d", `jax.shard_map` gathers all operands except the first two.
     """
@@ -477,9 +479,9 @@ def test_losses_of_rows(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["rows", "rows and V"])
 def test_kernels_get_chunks_of_shards(kind, layout, name):
-    """Kernels run on the chunks of a shard. If classes are split, XLA's code runs.
+    """Kernels run on the chunks of a shard. If classes are split, XLA's code runs instead.
 
-    XLA's code sums over the mesh.
+    Each sum over classes then needs an exchange between devices, which a kernel cannot do.
     """
     mesh, function = mesh_of(Case("", MESH, P()), kind), LAYERS[name].loss
     sharded, _ = placed(name, mesh, LOSS[layout].x, LOSS[layout].weight)

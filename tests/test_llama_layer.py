@@ -1,4 +1,4 @@
-"""The residuals of a Llama layer: the docs show the figures that the example prints."""
+"""The residuals of a Llama layer: the docs show the numbers that the example prints."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def test_the_docs_have_its_figures():
 
 
 def test_each_step_is_what_the_advice_says():
-    """Following all advice saves as many bytes as the report says.
+    """Following all advice reduces the saved bytes by the number that the report states.
 
     The resulting layer, the last one of the example, gets no more advice.
     """

@@ -1,4 +1,4 @@
-"""log_prob_and_entropy: tests of entropies. The other tests are in `test_loss`."""
+"""Tests of the entropies of log_prob_and_entropy. Its other tests are in `test_loss`."""
 
 import functools
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 @refusable
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_log_probabilities_are_losses(dtype, implementation):
-    """Log-probabilities are negated losses, within the bounds of both."""
+    """Log-probabilities equal the negated losses, up to the sum of the error bounds of both."""
     x, labels, d = operands((9, 1000), dtype)
     log_prob, _ = check(x, labels, d, implementation=implementation)
     loss = softmax_cross_entropy_with_integer_labels(x, labels, implementation=implementation)
@@ -41,9 +41,10 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Results are correct for certain and uniform rows, large logits, and logits of -inf.
+    """Results are correct for rows with extreme logits.
 
-    A row is certain if one class has nearly all of its probability.
+    In such a row, one class has a probability of nearly 1, all classes have the same probability,
+    logits are large, or some logits are -inf.
     """
     x, labels, d = operands((7, 300), dtype)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # almost all probability on the label
@@ -87,7 +88,11 @@ def test_small_entropies(implementation):
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
 @pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
 def test_logits_that_stand_for_none(lowest, options, implementation):
-    """Classes may be masked by the dtype's lowest number: the first, the last, or all but one."""
+    """A logit of -inf, or a very low finite logit, excludes its class.
+
+    In each row of x, other classes are excluded: the first 200, the last ones except the label,
+    every third, or all but the label.
+    """
     x, labels, d = operands((4, 300), "float32")
     column, labels = jnp.arange(300), labels.at[:].set(299)
     left_out = jnp.stack([column < 200, (column >= 100) & (column < 299), column % 3 == 0])

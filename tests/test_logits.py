@@ -119,7 +119,8 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
 @pytest.mark.parametrize("shape", BROADCAST, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bias(name, shape, causal, half, implementation):
-    # The combinations of dtypes alternate, so that each shape runs with all of them.
+    # Each case takes the next combination of dtypes. Over all cases of a shape, every combination
+    # is tested.
     turn = 2 * causal + BROADCAST.index(shape) + (name == "softmax") + half
     x_dtype, bias_dtype, y_dtype = MIXES[turn % len(MIXES)]
     x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)
@@ -221,9 +222,10 @@ SPECS = [
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_what_is_masked_may_take_part(with_bias):
-    """With a finite value for masked logits, as in attention, results equal jnp's.
+    """`filled_softmax` replaces masked logits by a finite value, as attention code often does.
 
-    In a fully masked row, all weights are equal.
+    Its results equal those of the same formula in jnp. If a row is fully masked, all its results
+    are equal.
     """
     fill = float(np.finfo(np.float32).min)
     x = data((2, 3, 5, 7), "float32").at[0, 0, 1].set(fill)
@@ -271,8 +273,9 @@ def on_one_device(name, bias_shape):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @pytest.mark.parametrize(
     ("spec", "kind", "bias_shape", "name"),
-    # For any two of layout, bias and function, the cases cover every pair of values. A layout is a
-    # sharding with a kind of axes.
+    # The cases contain every pair of a layout and a bias, every pair of a layout and a function,
+    # and every pair of a bias and a function. A layout consists of a sharding and the type of the
+    # mesh axes.
     [
         (*on, *of)
         for on, *of in pairwise(

@@ -178,7 +178,10 @@ def test_positions_that_do_not_count(dtype, of, implementation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("options", [{}, OPTIONS[6]], ids=str)
 def test_weights(options, dtype, implementation):
-    """Weights have any sign and are cast to float32; 0 excludes even NaN and invalid labels."""
+    """Weights may have any sign, and are cast to float32. A weight of 0 excludes its row.
+
+    The excluded row has no effect, even if it has NaN logits or an invalid label.
+    """
     x, labels, d = operands((6, 300), "bfloat16")
     weights = jnp.asarray([[0.3, 0, -2, 1, 0, 1e-3]], dtype)
     bad = x.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
@@ -202,9 +205,9 @@ def test_weights(options, dtype, implementation):
 @refusable
 @pytest.mark.parametrize("cols", [301, 50257])
 def test_infinite_logits_under_a_cap(cols, implementation):
-    """With a softcap, logits of -inf become -softcap, so they are classes like others.
+    """With a softcap, a logit of -inf becomes -softcap, so its class is not excluded.
 
-    The columns with which a kernel pads a row must still have no effect.
+    A kernel pads rows with extra columns. These must have no effect, with or without a softcap.
     """
     x, labels, d = operands((3, cols), "bfloat16")
     x = x.at[0, 7].set(-jnp.inf).at[1, : cols // 2].set(-jnp.inf).at[2].set(jnp.inf)

@@ -68,9 +68,10 @@ def operands(*dtypes):
 
 
 def reports(before, after, x, weight):
-    """Return the reports of two losses of hidden states, a head and labels.
+    """Return the memory reports of two functions that compute a loss from x, a weight and labels.
 
-    The hidden states are computed inside the function.
+    Both get an x that is computed inside the differentiated function, because arguments are not
+    counted as saved.
     """
 
     def report(loss):
@@ -112,7 +113,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
 def test_log_probabilities(is_product, is_wide, dtype):
     """With `log_prob_and_entropy`, the logits of a matmul are not saved.
 
-    Other logits are saved, but not their cast to float32.
+    Logits that no matmul computed are saved, but their cast to float32 is not.
     """
 
     def ratios(results):
@@ -142,7 +143,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
 
 
 def test_a_tied_embedding_in_float32():
-    """The report advises to fuse the matmul with the loss, even if the embedding is tied.
+    """The report recommends fusing the matmul with the loss, even if the embedding is tied.
 
     A tied embedding table is also the weight that computes the logits. In this test, there are
     casts, a transpose and a bias between the table and the loss.
@@ -259,7 +260,7 @@ def test_logits_without_the_last_position(is_capped):
 
 
 def test_capped_logits_that_something_else_takes():
-    """There is no advice to fuse a softcap whose result is also used elsewhere."""
+    """The report does not recommend fusing a softcap whose result is also used elsewhere."""
 
     def loss(x, weight, labels):
         logits = capped(x @ weight)

@@ -1,8 +1,9 @@
 """Tests of the cross-entropy that jaxnorm computes with XLA, without kernels, on a CPU.
 
-XLA's code reshapes a row to a matrix. The columns of this matrix are called lanes. One sum adds the
-exponentials of all lanes except the label's lane. A second sum adds the exponentials of the label's
-lane, except the exponential of the label itself.
+The code reshapes a row to a matrix, whose columns are called lanes. It computes two sums of
+exponentials. The first sum is over all lanes but the label's lane. The second sum is over all
+elements of the label's lane but the label. Together, they are the sum over all classes but the
+label.
 """
 
 import functools
@@ -47,10 +48,11 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The columns are split into lanes of equal size, at least 32 of them.
+    """A row is split into at least 32 lanes of equal size.
 
-    The size of a lane divides the number of columns. Of the divisors within certain limits, the one
-    nearest to cols^0.3 is used. If there is none, the size is None.
+    The size of a lane is a divisor of `cols`, the number of columns. Only divisors within certain
+    limits are allowed. The size is the allowed divisor that is nearest to ``cols^0.3``, or None if
+    no divisor is allowed.
     """
     sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
     assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]

@@ -38,8 +38,9 @@ def log_prob(x, labels, axis=-1, where=None, **options):
 
 
 each = pytest.mark.parametrize("function", [loss, log_prob])
-# If the vocabulary is split, devices exchange these numbers for each row, in two or three steps.
-# The first is the row's maximum, and the others are sums over the shards.
+# Maps a function to a list of counts. If the vocabulary is split, devices exchange a few numbers
+# per row in two or three steps. The list has the count of these numbers for each step. The first
+# number is the row's maximum, and the others are sums over the shards.
 EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
 
 
@@ -85,8 +86,8 @@ def sizes(found):
 def test_vocabulary_split(kernels, kind, function):
     """If the vocabulary is split, devices exchange only maxima and sums of rows, not logits.
 
-    If XLA partitions the code itself (without kernels, on Auto axes), devices may exchange the
-    numbers of both shards of a row instead of only their sum.
+    On Auto axes without kernels, XLA partitions the code itself. It may then gather the partial
+    maxima or sums of both shards of a row, instead of reducing them to one number.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, _ = placed(mesh, VOCABULARY)
@@ -104,7 +105,10 @@ def test_vocabulary_split(kernels, kind, function):
 
 @each
 def test_vocabulary_split_beside_manual_rows(function):
-    """In a `jax.shard_map` over the rows' axis, an Explicit axis may split the vocabulary."""
+    """Inside a `jax.shard_map` that splits the rows, another mesh axis may split the vocabulary.
+
+    The axis of the rows is manual, and the axis of the vocabulary is Explicit.
+    """
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     sharded, _ = placed(mesh, VOCABULARY)
     with jax.set_mesh(mesh):
@@ -123,7 +127,7 @@ def test_vocabulary_split_beside_manual_rows(function):
 @each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_several_axes_of_classes_split(kind, function):
-    """If the classes have several axes, and all are split, a label is still a row-major index."""
+    """If classes have several axes, a label is a row-major index, even if all axes are split."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])

@@ -64,16 +64,17 @@ def test_what_runs_names_the_reasons(monkeypatch):
     ]
     monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
     assert dict(machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
-    # There is one line for both directions, because they have the same implementation.
+    # The report has one line for both passes of layer_norm if they have the same implementation.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_linear_layers_have_plans(platform):
-    """`implementation_for` supports functions of linear layers.
+    """`implementation_for` supports functions that contain a linear layer.
 
-    Functions without kernels run XLA's code. A function of linear logits has the same plan as the
-    function that it calls on the logits of a chunk.
+    gated_linear and activation_linear have no kernels, so their plan is XLA's code. A linear loss,
+    which computes its logits by a matmul, calls another loss on each chunk of logits. It has the
+    plan of this other loss.
     """
     shape, dtype = (8192, 4096), "bfloat16"
     for name in ("gated_linear", "activation_linear"):
@@ -138,18 +139,18 @@ def shifted(function, factor):
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
-# The tests below multiply correct values by 1 plus a relative error, and the check must reject
-# them. This error is 2**-12, except for the functions here, whose bounds are wider. A divergence is
-# a small difference of large logits, and its bounds assume the largest possible errors of the
-# matmuls.
+# Maps a function to a relative error that the check must find. The tests below multiply correct
+# values by 1 plus this error. For all other functions, the error is 2**-12. The bounds of a
+# divergence are wider: a divergence is a small difference of large logits, and its bounds assume
+# the largest possible errors of the matmuls.
 FOUND = {"linear_kl_divergence": 2**-5}
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
-    """The check accepts correct values, and rejects values with a relative error of 2**-12.
+    """The check accepts correct values, and rejects values that have a certain relative error.
 
-    For the functions in `FOUND`, the relative error is the larger one that is given there.
+    This error is 2**-12. For the functions in `FOUND`, it is the error that `FOUND` gives.
     """
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
@@ -181,7 +182,10 @@ def test_exit_status_of_what_is_right(monkeypatch, capsys):
 
 @on_a_cpu
 def test_processes_find_what_threads_find(monkeypatch):
-    """Checks in processes, as on a GPU, have the same outcomes as checks in threads."""
+    """The self-check has the same outcomes in processes as in threads.
+
+    By default, it runs in processes on a GPU, and in threads otherwise.
+    """
     few_cases(monkeypatch)
     in_threads = selfcheck.run()
     monkeypatch.setattr(selfcheck, "_IN_PROCESSES", {HERE})
@@ -259,7 +263,7 @@ def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
 
 
 def test_running_errors_bound_float32():
-    """Sums and products in float32 are within the check's bounds, element by element."""
+    """Each element of a float32 sum or matmul is within the error bound that `Bounded` computes."""
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(64, 512)).astype(np.float32) for _ in range(2))
     x, y = Bounded.exact(a), Bounded.exact(b)

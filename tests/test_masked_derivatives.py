@@ -51,8 +51,8 @@ softmaxes = pytest.mark.parametrize(
 def with_bias(name, kind, **more):
     """Return three things: a function, its operands, and an array of booleans.
 
-    The booleans are True for unmasked entries. The operands are x and, if this kind of mask has
-    one, a bias.
+    The booleans are True for unmasked entries. `kind` is a key of `MASKS`. If the entry of `MASKS`
+    has a bias, the operands are x and the bias. Otherwise, x is the only operand.
     """
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
@@ -87,8 +87,8 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
     )
     assert_masked(dx, clean, kept)
     if dbias and dbias[0].shape[-1] > 1:
-        # In the rows `BROKEN`, the cotangent is not finite. Only entries of the bias that are added
-        # to an unmasked entry of these rows may have gradients that are not finite.
+        # In the rows `BROKEN`, the cotangent is not finite. An entry of the bias may have a
+        # non-finite gradient only if it is added to an unmasked entry of these rows.
         over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
         in_row = np.zeros(SHAPE, bool)
         in_row[BROKEN] = kept[BROKEN]

@@ -88,9 +88,9 @@ def test_residuals_are_the_output_itself(dtype):
 
 @pytest.mark.parametrize("custom_jvp", [False, True])
 def test_softmax_keeps_one_array_where_jax_keeps_two(custom_jvp):
-    """jaxnorm's softmax saves one array, and jax.nn's saves two.
+    """jaxnorm.softmax saves one array, and jax.nn.softmax saves two.
 
-    With `jax_softmax_custom_jvp`, which is off by default, jax.nn's saves one, too.
+    With `jax_softmax_custom_jvp`, which is off by default, jax.nn.softmax also saves only one.
     """
     assert jax.config.jax_softmax_custom_jvp is False
     x, v = jnp.ones((64, 64)), jnp.ones((64, 64))
@@ -121,7 +121,7 @@ def test_statistics_are_computed_only_for_a_gradient(monkeypatch):
 
     recorded = xla.IMPLEMENTATION._replace(forward=recording)
     monkeypatch.setattr(xla, "IMPLEMENTATION", recorded)
-    x = jnp.ones((8, 17))  # no other test has this shape, so it is traced here
+    x = jnp.ones((8, 17))  # No other test has this shape, so the call is not in JAX's cache.
     jaxnorm.layer_norm(x)
     forward = set(wanted)
     wanted.clear()
@@ -153,7 +153,7 @@ def test_gradients_of_the_stack_agree():
 def test_nothing_else_of_the_logits_size(dtype, options):
     """Besides the logits, a compiled step stores one array of their size, the gradient.
 
-    On a CPU, float32 exponentials are also stored, but in the memory of the later gradient.
+    On a CPU, float32 exponentials are also stored. The gradient later overwrites them.
     """
     x, labels, d = logits_and_labels((64, 4096), dtype)
     step = value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile()
@@ -188,10 +188,10 @@ def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
 @each_direction
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_temporaries_of_a_divergence_on_a_cpu(dtype, reverse):
-    """On a CPU, a divergence takes three float32 arrays of the logits' size, and no more.
+    """On a CPU, a divergence allocates at most three float32 arrays of the logits' size.
 
-    They are the exponentials of both logits, and the terms of one sum. The gradient takes fewer
-    than plain JAX's.
+    They are the exponentials of both logits, and the terms of one sum. The program with the
+    gradient allocates at least about one such array less than the same program in plain JAX.
     """
     x = jax.ShapeDtypeStruct((64, 4096), dtype)
 

@@ -178,7 +178,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following the advice saves as many bytes as it says, within 10 %.
+    """Following the advice reduces the saved bytes by the number that it states, within 10 %.
 
     The report of the changed code must not have this advice any more.
     """
@@ -193,9 +193,9 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """If a norm's 16-bit result is cast to float32, the float32 array is saved with jaxnorm, too.
+    """If a norm's 16-bit result is cast to float32, the float32 array is also saved with jaxnorm.
 
-    So the saving that the advice states does not include this array.
+    So this array is not counted in the number of bytes by which the advice reduces the total.
     """
 
     def step(norm, x, w):
@@ -246,7 +246,7 @@ def cast(x, w, *, followed=False):
 def test_what_a_scan_keeps_twice(one):
     """There is advice if a scan saves both an array and a reshaped or cast copy of it.
 
-    Outside of a loop, XLA needs no copy for a reshape. So there is no advice for it.
+    Outside of a loop, XLA needs no copy for a reshape. So there is no such advice there.
     """
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
@@ -297,7 +297,7 @@ def test_modules(library):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_advice_on_flax_s_norms(name):
-    """The advice on Flax's norms states how many bytes `jaxnorm.linen` saves."""
+    """Replacing Flax's norms by `jaxnorm.linen` reduces the saved bytes as the advice states."""
 
     class Model(flax.linen.Module):
         norm: type[flax.linen.Module]
@@ -334,9 +334,9 @@ def test_an_equinox_model():
 
 
 def test_stacked_by_the_user():
-    """An array that user code stacked is not reported as the residuals of several layers.
+    """An array that user code stacked is reported as one array.
 
-    Only the arrays in which a scan stacks its residuals are reported so.
+    Only an array in which a scan stacks its residuals is reported as several arrays, one per layer.
     """
 
     def f(x):
@@ -441,7 +441,7 @@ def test_the_table():
 
 
 def test_long_names_are_cut():
-    """If names of files and functions are too long, they are cut, but keep their line numbers."""
+    """Names of files and functions are cut if they are too long. The line numbers remain."""
     source = f"a_file_with_a_very_long_name_{'x' * 60}.py:1234 (a_function)"
     row = jaxnorm.tools.memory_report.KeptArray(
         2**30, (64, 1024, 128256, 16, 16), np.dtype("float32"), source, "convert_element_type", 1,
@@ -485,8 +485,8 @@ def mlp(w, x, *, followed=False):
 def test_frozen_weights(trained):
     """If some weights are frozen, advice counts only arrays that the remaining gradients need.
 
-    For example, if only gate and up are trained, down is frozen. The input of the down projection
-    is then not saved, because only the gradient of down needs it.
+    For example, if gate and up are trained and down is frozen, the input of the down projection is
+    not saved. Only the gradient of down would need it.
     """
     w = {n: jnp.ones(SHAPES[n], "bfloat16") for n in ("gate", "up", "down")}
     x = jnp.ones(X.shape, X.dtype)

@@ -1,4 +1,4 @@
-"""memory_report's advice on Hugging Face's models: following it saves what the report says.
+"""memory_report's advice on Hugging Face's models reduces the saved bytes as it states.
 
 The tests follow the advice without changing the model's code. While the model is traced, they
 replace functions that it calls and results of its modules.
@@ -78,9 +78,9 @@ def check(before, after, function):
 
 
 def test_all_advice_is_of_these_functions(before):
-    """The report advises only functions that other tests use.
+    """The report recommends only functions that other tests of this file put into the models.
 
-    Each advice belongs to a line of the model or of the loss.
+    Each recommendation refers to a source line of the model or of the loss.
     """
     told = [row for row in before if row.advice]
     functions = {row.advice.partition(":")[0] for row in told}

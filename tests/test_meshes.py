@@ -137,9 +137,10 @@ CASES = [
 
 
 def is_its_own(name, layout, kind, runs):
-    """Return True if, in `jax.shard_map`, each shard would compute a different function.
+    """Return True if the results of all shards together are not the result for the whole array.
 
-    This is the case if the mesh splits an axis over which the call normalises, for example.
+    This concerns only calls in `jax.shard_map`. For example, the mesh may split an axis over which
+    the call normalises.
     """
     of_positions = name == OF_GROUPS and layout != "replicated"
     of_heads = "with a bias" in name and layout == "both"  # splits queries of a causal softmax
@@ -176,7 +177,8 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     travels = sizes_of(compiled)
     params = [a.size for a in sharded[1:] if a.size < x.size]
     if layout in LAYOUTS and not (is_split and "rope" in name):
-        # Exchanged arrays are gradients of parameters, and sums over rows whose columns are split.
+        # The exchanged arrays are gradients of parameters. If columns are split, partial sums of
+        # each row are exchanged, too.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
     # On Auto axes, XLA may gather parameters that differ between samples. It may also gather rows
@@ -186,7 +188,8 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     if layout in ("rows", "both", "over two") and not moves_rows:
         assert {*collectives(compiled)} <= {"all-reduce"}
     if kernels is not None:
-        # A kernel with a rotation needs whole rows (heads), even if x's columns are split.
+        # If a layout splits x's columns, a device gathers complete heads (rows) before it runs a
+        # kernel with a rotation.
         over = its.x[:2] if "rope" in name else its.x
         shards = math.prod(MESH[axis] for axis in jax.tree.leaves(tuple(over)))
         rows = (ROWS // shards, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Hugging Face's Flax models and equinox models, converted without changes.
+"""Conversion of Hugging Face's Flax models and of equinox models, whose code is not changed.
 
 These tests do not run by default: ``pip install --group models``, then ``pytest -m models``.
 """
@@ -34,7 +34,7 @@ CONFIGURATIONS = {
     "Llama": LLAMA_S,
     "Gemma": {**LLAMA_S, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
 }
-NORMS = 5  # per model: two in its only layer and one after it
+NORMS = 5  # Each model has five norms: two in each of its two layers, and one more.
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,10 @@ def kernels_in(function, *arguments):
 
 
 def check(transformers, name, dtype, context, of_kernels):
-    """Assert that outputs and gradients in `context` are as accurate as outside of it.
+    """Assert that outputs and gradients are as accurate inside `context` as outside of it.
 
-    In `context`, all of the model's norms must be jaxnorm's, and run kernels on CUDA.
+    `context` is a context manager that converts modules. Inside it, all of the model's norms must
+    be jaxnorm's, and run kernels on CUDA.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)
@@ -227,7 +228,10 @@ def test_a_transformer_of_equinox():
             return jax.vmap(self.last)(x)
 
     def gradient(model):
-        """Return a function that computes gradients of the model's arrays, and these arrays."""
+        """Return two things: a function that computes gradients, and the model's arrays.
+
+        The gradients are taken with respect to the model's arrays.
+        """
         arrays, others = eqx.partition(model, lambda leaf: hasattr(leaf, "dtype"))
 
         def loss(arrays, tokens):
@@ -248,7 +252,8 @@ def test_a_transformer_of_equinox():
         function, arrays = gradient(model)
         expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
     reference.assert_as_accurate(ours, theirs, expected)
-    # At this size, kernels are the default: for two norms in the scan's body, and the last norm.
+    # At this size, kernels are the default. The program has three norms: two in the body of the
+    # scan, and the last norm. Each has a forward and a backward.
     wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((8, 256), "int32")
     for model, calls in ((wide, 0), (jaxnorm.equinox.convert(wide), 6)):

@@ -146,7 +146,7 @@ def test_losses(name, kind, has_entropy):
     )
 
 
-# Enough rows that kernels are the default; XLA fuses smaller calls.
+# With this many rows, kernels are the default. For fewer rows, the default is XLA's code.
 PRODUCT = functools.partial(linear_operands, 8192 * GPUS, 512, 1024, "bfloat16")
 
 
@@ -197,8 +197,8 @@ def final_losses(tmp_path, *options):
     """Run the demo, and return the final losses of its three trainings, with 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
-    # Autotuning is off. It would time algorithms for matmuls in each process, which takes longer
-    # than a faster matmul saves here.
+    # Turn autotuning off. Otherwise, each process would time algorithms for matmuls. In this short
+    # run, the timing would take longer than the faster matmuls could gain.
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],

@@ -47,8 +47,8 @@ def test_options(options, implementation):
     checked("layer_norm", (70, 64), "bfloat16", **given, **options)
 
 
-# Shapes for each kind of kernel: rows in parts of a warp, in a warpgroup and in a cluster, and rows
-# with overlapping last fragments.
+# Shapes for each kind of kernel. A row is processed by a part of a warp, by a warpgroup or by a
+# cluster. In some shapes, the last fragments of a row overlap.
 @pytest.mark.parametrize(
     ("shape", "dtype", "name", "activation"),
     pairwise(
@@ -95,10 +95,11 @@ def test_norms_of_all_sizes(activation, implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero_beside_a_bias(dtype):
-    """If there is a bias, gradients of scales at or near 0 are as accurate as other gradients.
+    """With a bias and an activation, gradients of scales near 0 are as accurate as others.
 
-    With an activation, the norm saves its input, so the backward does not recover x_hat from y.
-    Therefore it divides by no scale, and the rounding of the bias has no effect.
+    A norm with an activation saves its input. So the backward does not recover x_hat from y. To
+    recover it, the backward would divide by the scale, and a small scale would magnify rounding
+    errors.
     """
     x = normal((70, 64), dtype, 0)
     scale = normal((64,), "float32", 1, 0.3, 1.0).at[6].set(0).at[9].set(1e-6)

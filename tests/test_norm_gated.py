@@ -158,8 +158,8 @@ def test_a_row_of_zeros(implementation):
         checked(x, gate, scale, before=before, activation="relu", implementation=implementation)
 
 
-# Shapes for each kind of kernel: rows in parts of a warp, in a warpgroup and in a cluster, and rows
-# with overlapping last fragments.
+# Shapes for each kind of kernel. A row is processed by a part of a warp, by a warpgroup or by a
+# cluster. In some shapes, the last fragments of a row overlap.
 @each_order
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ LAYERS, TOKENS, WIDTH = 6, 512, 128
 
 @pytest.mark.remat
 def test_memory_of_a_scan():
-    """A scan over layers saves no normalised array in the compiled program.
+    """In the compiled program, a scan over layers saves no normalised array.
 
-    For silu it saves only the activation's argument.
+    It saves the argument of silu, but no other array of silu's formula.
     """
 
     def stack(block, x, parameters):
@@ -108,7 +108,11 @@ def test_memory_of_a_scan():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_unrolled_layers(dtype):
-    """Unrolled layers, whose passes XLA compiles together, do not save the normalised x either."""
+    """Unrolled layers do not save the normalised x.
+
+    XLA compiles all passes of unrolled layers together. It must not save the normalised x of a
+    forward for the backward, which recomputes it.
+    """
 
     def stack(block, parameters, x):
         for scale, weight in parameters:
@@ -159,10 +163,10 @@ def test_what_is_not_used_is_not_made():
         found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
-    # In the forward, the block has one norm, one matmul and one activation. The backward of
-    # rms_norm_linear has two matmuls and the derivative of the activation. One of these matmuls
-    # needs the normalised array, so the norm is recomputed. `jax.checkpoint` also runs the forward
-    # a second time; this adds the remaining operations.
+    # Each count is a sum of up to three numbers. The first is for the forward: one norm, one matmul
+    # and one activation. The second is for the backward of rms_norm_linear: two matmuls, the
+    # derivative of the activation, and one norm, which a matmul needs. The third is for the
+    # operations that `jax.checkpoint` recomputes.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
@@ -214,9 +218,9 @@ def test_a_program_for_cuda():
 
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 def test_the_product_rounds_its_sums_to_y(bias):
-    """The matmul rounds its sums to y's dtype itself.
+    """Without a bias, the result of the matmul has y's dtype.
 
-    If a bias is added, the matmul returns float32, and the sum with the bias is rounded.
+    With a bias, the result of the matmul is float32. It is rounded after the bias is added.
     """
     shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}

@@ -172,7 +172,10 @@ def test_float64_tables_are_rounded(x64):
 
 
 def test_tables_of_two_dtypes():
-    """Tables of different dtypes are promoted to one; each gradient has its own table's dtype."""
+    """cos and sin of different dtypes are promoted to a common dtype.
+
+    Each of their gradients has the dtype of its own table.
+    """
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
     cos = cos.astype("bfloat16")
@@ -184,7 +187,7 @@ def test_tables_of_two_dtypes():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_the_norm_and_its_rotation(interleaved):
-    """y equals plain JAX's formula.
+    """y equals the result of the same formula in plain JAX.
 
     For a single pair, y also equals the result of rms_norm, rotated by a complex number.
     """
@@ -199,16 +202,15 @@ def test_it_is_the_norm_and_its_rotation(interleaved):
     pair = (n[..., 4] + 1j * n[..., 5]) if interleaved else (n[..., 2] + 1j * n[..., 34])
     turned = pair * np.asarray(cos[..., 2] + 1j * sin[..., 2])
     at = [4, 5] if interleaved else [2, 34]
-    # The bound is doubled because both compared values are rounded: y, and the result of rms_norm,
-    # which this test then rotates itself.
+    # This test compares y with a rotation of rms_norm's result. Both y and this result are rounded,
+    # so the bound is doubled.
     error = 2 * analyse(ours, x, scale, cos, sin).error[..., at]
     assert_within(y[..., jnp.array(at)], np.stack([turned.real, turned.imag], -1), error)
     few = jaxnorm.rms_norm_rope(x, scale, cos[..., :8], sin[..., :8], interleaved=interleaved)
     np.testing.assert_array_equal(few[..., 16:], n[..., 16:])
 
 
-# ------------------------------------------------------------------ the accuracy of saving the
-# output
+# --------------------------------------------------------------- the accuracy of saving the output
 
 
 def gradients(x, scale, cos, sin, save, **options):
@@ -230,15 +232,16 @@ def test_a_pair_whose_tables_are_zero(dtype):
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # In the pair's columns, the cotangent of the norm's result is 0, so dscale is 0. The exact dx
-    # is not 0 there, because it has a second term, x_hat * c2. But y is 0, so x_hat cannot be
-    # recovered from it, and the backward computes a dx of 0.
+    # In the two columns of the pair, the exact dscale is 0, because the cotangent of the norm's
+    # result is 0. The exact dx is not 0: it contains the term x_hat * c2, where c2 is the mean of
+    # (cotangent * x_hat) over the row. But the backward can recover x_hat only from y, which is 0.
+    # So it computes a dx of 0.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    # The bound of dx contains c2, a sum over all columns. It is NaN, because x_hat is unknown in
-    # the two columns of `pair`.
+    # The bound of dx is not used, because it is NaN. It contains c2, a mean over all columns, and
+    # x_hat is unknown in the two columns of `pair`.
     del dx_bound
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
@@ -253,12 +256,17 @@ def test_a_pair_whose_tables_are_zero(dtype):
 def test_the_law(ratio, dtype, interleaved):
     """The relative error of a column of dscale depends on the ratio of two scales.
 
-    rms_norm_rope computes n = x_hat * scale and then y, which is n after the rotation. The rotation
-    mixes pairs of columns, i and j, whose scales are g_i and g_j. Rounding y causes a relative
-    error of u in each column, where u is 0.83 times half the unit roundoff. The backward rotates y
-    back to n. This mixes the errors of the two columns: the mean square error of n_i is
-    ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin of the angle. The mean of
-    this over all angles is ``u^2 * (3 * g_i^2 + g_j^2) / 4``.
+    rms_norm_rope computes ``n = x_hat * scale`` and rotates n to y. The rotation mixes pairs of
+    columns, i and j, whose scales are g_i and g_j. Rounding causes a relative error in each element
+    of y. The root mean square of these errors, u, is 0.83 times half the unit roundoff.
+
+    The backward rotates y back to n. This mixes the errors of both columns. The mean square error
+    of n_i is ``u^2 * (c^2 * y_i^2 + s^2 * y_j^2)``, where c and s are cos and sin of the angle.
+
+    x_hat has a mean square of 1. So the mean of y_i^2 is ``c^2 * g_i^2 + s^2 * g_j^2``, and the
+    mean of y_j^2 is ``s^2 * g_i^2 + c^2 * g_j^2``. With these values, the mean square error over
+    all angles is ``u^2 * (3 * g_i^2 + g_j^2) / 4``. Relative to g_i, the error is
+    ``u * sqrt((3 + (g_j / g_i)^2) / 4)``.
     """
     columns = np.arange(64).reshape((32, 2) if interleaved else (2, 32))
     small, large = columns.T if interleaved else columns
@@ -269,9 +277,9 @@ def test_the_law(ratio, dtype, interleaved):
     for of, partner in ((small, ratio), (large, 1 / ratio)):
         predicted = 0.83 * unit_roundoff(dtype) / 2 * np.sqrt((3 + partner**2) / 4)
         error = relative_error(dscale[of], ref.dscale[of])
-        # In float32, the arithmetic has the same precision as y. So there are about ten equally
-        # large rounding errors instead of one. Sums over rows add more errors. For the column with
-        # the large scale, these are larger than all others.
+        # If y is float32, the arithmetic has the same precision as y. Then there are about ten
+        # rounding errors of equal size instead of one. The sums over rows add more errors. In the
+        # column with the large scale, the errors of the sums are the largest.
         most = np.sqrt(10) if dtype == "float32" else 1.5
         assert error < most * predicted + SAFETY * 2.0**-24
         assert of is large or error > predicted / 1.5
@@ -284,11 +292,12 @@ def test_the_law(ratio, dtype, interleaved):
 def test_check_params_predicts_the_error(rotated, dtype):
     """check_params predicts each column's error up to a factor of about sqrt(2).
 
-    It assumes that the column and its partner are rotated by 45 degrees. The squared error is then
-    proportional to g_i^2 / 2 + g_j^2 / 2, where g_i and g_j are the scales of the two columns. On
-    average over all angles, it is proportional to 3/4 g_i^2 + 1/4 g_j^2 (`test_the_law`). The two
-    differ by at most a factor of about 2, so the errors differ by at most about sqrt(2). The bounds
-    of this test also allow the sampling error of some 1000 rows.
+    check_params assumes that the two columns of a pair are rotated by 45 degrees. Then the squared
+    error is proportional to ``(g_i^2 + g_j^2) / 2``, where g_i and g_j are the scales of the
+    columns. The true mean over all angles is proportional to ``(3 * g_i^2 + g_j^2) / 4``, as
+    `test_the_law` explains. The ratio of the true mean to the assumed value is between 1/2 and 3/2.
+    So the predicted error is wrong by at most a factor of about sqrt(2). The bounds of this test
+    also allow the sampling error of some 1000 rows.
     """
     scale = jnp.asarray(2 ** np.random.default_rng(4).uniform(-3, 3, size=64), jnp.float32)
     cos, sin = tables((256, 1, rotated // 2))
@@ -302,7 +311,7 @@ def test_check_params_predicts_the_error(rotated, dtype):
             .norms[0]
             .dscale_error
             for j, p in enumerate(partners)
-            if scale[j] <= scale[p]  # check_params reports the larger error of each pair
+            if scale[j] <= scale[p]  # Of a pair's two errors, check_params reports the larger one.
         ]
     )
     worse = np.asarray(scale) <= np.asarray(scale)[partners]

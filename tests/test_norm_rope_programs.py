@@ -57,8 +57,8 @@ WRAPPED = {
 def test_what_is_kept(around, save):
     """The derivative saves y (or x), one number per row, and no other array of x's size.
 
-    Saved arguments are not counted. So x = 3 * u is computed inside the function. Tables expanded
-    to the axes of x are saved, too.
+    Saved arguments are not counted. So the test computes x = 3 * u inside the function. If tables
+    are expanded to the axes of x, the expanded tables are saved, too.
     """
     block = WRAPPED[around](lambda u, *others: jaxnorm.rms_norm_rope(3 * u, *others, save=save))
 

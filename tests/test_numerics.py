@@ -7,7 +7,8 @@ Two laws predict relative errors, where u is half the unit roundoff:
 - dx has an error of ``0.83 * u``, because it is rounded to x's dtype;
 - dscale_j has an error of ``0.83 * u * sqrt(1 + (bias_j / scale_j)^2)``, because y is rounded.
 
-The tests allow errors that are larger by a fifth (`ROOM`). x has 256 rows of 1024 columns.
+``0.83 * u`` is the root mean square of the relative error of one rounding. The tests allow errors
+of up to 1.2 times (`ROOM`) the predicted errors. x has 256 rows of 1024 columns.
 """
 
 import jax
@@ -19,7 +20,7 @@ from reference import Norm, exact, relative_error
 import jaxnorm
 
 ROWS, COLS = 256, 1024
-# Half the unit roundoff of each dtype; u in the laws.
+# Half the unit roundoff of each dtype. This is the u of the two laws in the module's docstring.
 U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 ROOM = 1.2
 # A bound on the relative error of float32 sums of 1024 terms. The measured error is 1e-7.
@@ -41,9 +42,9 @@ def five_percent_zeros():
 
 
 def gradients(dtype, scale, bias, *, save="output", p_dtype="float32", x=None, d=None):
-    """Return three things: dx, dscale, and the float64 reference.
+    """Return three things: dx, dscale, and the norm's float64 reference.
 
-    The function is layer_norm if there is a bias, and rms_norm otherwise.
+    The norm is layer_norm if a bias is given, and rms_norm otherwise.
     """
     x = rng(3).normal(size=(ROWS, COLS)) if x is None else x
     d = rng(4).normal(size=(ROWS, COLS)) if d is None else d
@@ -120,9 +121,10 @@ def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scale_all_zero(dtype):
-    """If all scales are 0, dscale is as accurate as otherwise, and dx is about 0.
+    """If all scales are 0, dx is about 0, and dscale is as accurate as for other scales.
 
-    y still contains x_hat, because the forward uses a floor instead of 0.
+    The forward replaces a scale of 0 by a tiny number, the floor. So y is not 0, and the backward
+    can recover x_hat from it.
     """
     dx, dscale, ref = gradients(dtype, np.zeros(COLS), None)
     assert np.abs(exact(dx)).max() < 2.0**-50
@@ -156,8 +158,9 @@ def test_the_law(dtype, case):
     }[case]
     scale, bias = (np.asarray(a, np.float32) for a in (scale, bias))
     _, dscale, ref = gradients(dtype, scale, bias)
-    # The rounding errors of a single column are random. So the test divides each column's error by
-    # the prediction and compares the root mean square over all columns with 1.
+    # check_params predicts the typical size of a column's error. The error of a single column is
+    # random. So the test divides each column's error by its prediction. The root mean square of
+    # these ratios over all columns must be near 1.
     predicted = np.array(
         [
             jaxnorm.check_params({"scale": s, "bias": b}, dtype).norms[0].dscale_error
@@ -213,7 +216,7 @@ def test_float32_parameters_with_bfloat16_output(subtract_mean):
 def test_mean_ten_thousand():
     """For a mean of 1e4, the variance is accurate, because it is computed in two passes.
 
-    E[x^2] - E[x]^2 would have an error of thousands.
+    The formula E[x^2] - E[x]^2 would have an error that is larger than the variance, 1.
     """
     x = 1e4 + rng(0).normal(size=(ROWS, COLS))
     y = jaxnorm.layer_norm(jnp.asarray(x, jnp.float32))
@@ -228,7 +231,8 @@ def test_mean_ten_thousand():
 def test_cotangent_parallel_to_x_hat():
     """If the cotangent is nearly parallel to x_hat, dx is a small difference of large terms.
 
-    Its relative error is then ``u * |c2| / |dx|``, where c2 is the mean of ``cotangent * x_hat``.
+    Its relative error is then about ``u * |c2| / |dx|``. Here, c2 is the mean of
+    ``cotangent * x_hat``, and u is half the unit roundoff of y's dtype.
     """
     x, noise = rng(0).normal(size=(ROWS, COLS)), rng(1).normal(size=(ROWS, COLS))
     d = 0.9 * x + np.sqrt(1 - 0.9**2) * noise

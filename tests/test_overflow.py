@@ -41,8 +41,8 @@ def call(name, x, *parameters, **options):
 def test_a_bounded_consumer(name, cols, axis, implementation):
     """If an element of y is infinite and its cotangent is 0, dx is bounded for this element.
 
-    The backward recovers the element's x_hat from float16's largest number. For all other elements,
-    dx is correct.
+    The backward replaces the infinity by float16's largest number, and recovers the element's x_hat
+    from this number. For all other elements, dx is correct.
     """
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)

@@ -115,9 +115,9 @@ with_own_rule.defvjp(
 
 checkpointed = jax.checkpoint(rms_norm)
 
-#: Maps a name to two functions. The first one passes slices of arrays to jaxnorm. The second one
-#: creates its arguments. jaxnorm must copy these slices: otherwise, most of the compiled functions
-#: would pass an unaligned address to a kernel.
+#: Maps a name to two functions. The first function passes slices of arrays to jaxnorm. The second
+#: function creates the arguments of the first. Most of the slices start at an address that is not
+#: aligned as kernels require. So the compiled program must copy them before it runs a kernel.
 PATTERNS = {
     "labels tokens[1:]": (
         lambda x, t: loss(x, t[1:]),

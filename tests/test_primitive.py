@@ -46,9 +46,9 @@ def test_lowered_for_cuda_a_call_is_a_kernel(function):
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_layers_have_the_passes_of_the_first(function):
-    """Equal calls in several layers share one object for each pass.
+    """Equal calls in several layers refer to the same two objects: one per pass.
 
-    So the types of their results are computed only once.
+    The result types of a pass are cached with its object, so they are computed only once.
     """
     program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
     passes = [*calls_in(program.jaxpr)]
@@ -105,7 +105,7 @@ def test_gradients_for_each_example_are_kernels():
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
 def test_an_axis_that_is_not_the_last_has_kernels(function):
-    """If the reduced axis must first be transposed to the end, kernels run only on request.
+    """If x must be transposed to make the reduced axis the last one, kernels run only on request.
 
     Layer norms over a single axis need no transpose.
     """

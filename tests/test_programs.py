@@ -58,7 +58,7 @@ def test_outside_jit(name):
     values = jax.tree.leaves(function(*operands))
     for run, given in ((jax.jit(function), operands), (function, map(np.asarray, operands))):
         found = jax.tree.leaves(run(*given))
-        if "linear" in name:  # `jax.jit` fuses their primitives.
+        if "linear" in name:  # `jax.jit` fuses several primitives, so results may differ slightly.
             assert_computes(found, function, *operands)
             continue
         for a, b in zip(found, values, strict=True):
@@ -94,9 +94,9 @@ def test_no_rows(name, rows):
     ],
 )
 def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
-    """A fixed implementation gives the same bits with and without a gradient.
+    """A requested implementation returns the same bits with and without a gradient.
 
-    The default may choose another implementation if no gradient is computed.
+    Without a request, the default implementation may be another one if no gradient is computed.
     """
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)

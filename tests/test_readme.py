@@ -11,7 +11,8 @@ import jaxnorm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# A block may be indented, inside a list. A comment before a block says why it does not run.
+# A block may be indented, because it may be inside a list. If a block cannot run, or needs an
+# optional package, a comment before it says so.
 BLOCK = re.compile(
     r"(?:<!-- (?P<why>needs|not run:) (?P<what>.*?) -->\n)?"
     r"(?P<indent> *)```python\n(?P<code>.*?)\n *```",

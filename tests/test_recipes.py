@@ -62,7 +62,10 @@ def assert_close(ours, theirs, magnified=1.0):
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_norms_with_a_gate(groups):
-    """Gated norms, per head (gated delta nets) or per group (Mamba 2), equal plain JAX's."""
+    """The recipes for gated norms have the results of plain JAX.
+
+    A norm is taken per head (as in gated delta nets) or per group of channels (as in Mamba 2).
+    """
     blocks, shape = page("blocks"), (2, 16, 4, WIDTH)
 
     def both(norm, *arrays, **options):
@@ -110,10 +113,10 @@ def test_what_to_take_where_a_norm_in_its_place_is_slower():
 
 
 def test_attention_with_qk_norms_and_rope():
-    """Attention with QK norms and RoPE equals plain JAX's.
+    """Attention with QK norms and RoPE has the same results as in plain JAX.
 
-    The recipe has two versions. One is in Flax. The other is ported from Hugging Face, whose tables
-    contain each angle twice.
+    The recipe has two versions. One is in Flax. The other is ported from Hugging Face's code, in
+    which the tables contain each angle twice.
     """
     rope = page("rope")
     attention, width, heads, d = rope["attention"], 128, 4, 32
@@ -194,7 +197,10 @@ def log_probs_of(params, tokens, answer):
 
 
 def test_grpo():
-    """The GRPO loss equals plain JAX's; ratios are below, between and above the clipping bounds."""
+    """The GRPO loss has the same values and gradients as in plain JAX.
+
+    The probability ratios are below, between and above the clipping bounds.
+    """
     tokens, answer, params, near = answers(3, 4)
     counts, rewards = answer[..., 1:], normal(20, 3, 4)
     old, _ = log_probs_of(near, tokens, answer)
@@ -281,7 +287,8 @@ def test_on_policy_distillation():
 
     loss = page("recipes")["distillation_loss"]
     ours = jax.value_and_grad(loss)(params, teacher, tokens, answer, temperature=2.0)
-    # A term is a difference of two log-probabilities. Each has an error relative to its own size.
+    # A term of the divergence contains a difference of two log-probabilities. The error of each
+    # log-probability is relative to its own size, which is larger than the difference.
     log_q, log_p = (exact(log_softmaxes(p, tokens, 2.0)) for p in (params, teacher))
     magnified = (np.abs(log_q) + np.abs(log_p)).max() / np.abs(log_q - log_p).max()
     assert_close(ours, jax.value_and_grad(plain)(params), magnified)

@@ -1,8 +1,9 @@
 """The float64 references are correct, and independent of the code that they check.
 
-`jaxnorm.tools.references` is a part of the package, for the self-check on a user's machine. The
-tests' references add options and tighter bounds. Here, each function is also written in jnp, and
-JAX differentiates it in float64. The references must have the same results and gradients.
+There are two sets of references. `jaxnorm.tools.references` belongs to the package, because the
+self-check uses it on a user's machine. The tests have their own references, with more options and
+tighter bounds. This file compares both sets with formulas in jnp, which JAX differentiates in
+float64. It also tests that the package's references do not import the code that they check.
 """
 
 import ast

@@ -78,12 +78,14 @@ AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
 
 def saved(rows, named, numbers):
-    """Return a dict from each policy to three numbers of saved arrays, as in `FUNCTIONS`.
+    """Return a dict from each policy to a triple of counts, in the format of `FUNCTIONS`.
 
     Args:
-      rows: how many arrays of shape (rows, cols) are saved without a policy.
-      named: how many of these arrays have a name.
-      numbers: how many arrays with one number per row are saved.
+      rows: the number of arrays of shape (rows, cols) that are saved without `jax.checkpoint`. In
+        the dict, this case is called "plain".
+      named: the number of these arrays that have a name. Of arrays of this shape, "save_policy" and
+        "names" save only the named ones, and "all but out" saves none.
+      numbers: the number of saved arrays that have one number per row.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
     return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}
@@ -333,9 +335,9 @@ def test_no_norm_runs_twice(stack, policy):
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_checkpoint_runs_a_norm_again(stack):
-    """With `jax.checkpoint` but no policy, a norm is recomputed, so there are twice as many norms.
+    """With `jax.checkpoint` but no policy, each norm runs twice: it is recomputed in the backward.
 
-    So the number of norms in the test above shows whether norms are recomputed.
+    This shows that the test above would count a norm that is recomputed.
     """
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
@@ -422,7 +424,7 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
     f = AROUND["names"](lambda x: jaxnorm.linear_softmax_cross_entropy(jnp.sin(x), w, LABELS))
     assert saved_shapes(f, x) == [FULL]
     text = jax.jit(jax.grad(f)).lower(x).as_text()
-    assert text.count("stablehlo.dot_general") == 2  # for the logits and for dx, not for dw
+    assert text.count("stablehlo.dot_general") == 2  # one for the logits, one for dx, none for dw
 
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])

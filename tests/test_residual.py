@@ -83,9 +83,9 @@ def test_addition_between_two_norms(
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
     """The gradient of a scale that all groups of rows share is rounded to bfloat16 only once.
 
-    The function has two scales, and the other one differs between groups. A kernel then computes
-    the gradient of the shared scale separately for each group. These gradients must be added in
-    float32, so that only their sum is rounded.
+    The function has two scales. One is shared by all groups, and the other differs between groups.
+    A kernel then computes the gradient of the shared scale separately for each group. These
+    gradients must be added in float32, so that only their sum is rounded.
     """
     groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))

@@ -77,9 +77,9 @@ def derivatives(function, operands, along):
 
 
 def of_given(function, *options):
-    """Return a function that computes `derivatives` with respect to the operands it is given.
+    """Return a function ``call(operands, along)`` that computes `derivatives` of `function`.
 
-    `function` has four operands. The last ones are None if they are not given.
+    `function` has four operands. If `operands` has fewer, the last ones are None.
     """
 
     def call(operands, along):

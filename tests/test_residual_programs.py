@@ -31,9 +31,9 @@ WRAPPED = {
 def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
     """A residual norm runs one kernel per pass, and no other operation on arrays of x's size.
 
-    The backward kernel stores only one gradient in two cases: if x and the residual have the same
-    dtype, or if x's dtype is wider. In the second case, the gradient of the residual is cast to
-    x's dtype.
+    The gradients of x and of the residual are equal up to rounding. If both have the same dtype,
+    the backward kernel stores only one array for both. If x's dtype is wider, the kernel stores
+    only the residual's gradient, and x's gradient is a cast of it.
     """
     shape = (8192, 4096)
     x, residual = jax.ShapeDtypeStruct(shape, x_dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -49,7 +49,7 @@ def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
     assert len(kernels) == 2
     results = [line.rpartition("->")[2].count("8192x4096") for line in kernels]
     assert results == [2, written]
-    # No operation but the cast of x's gradient works on arrays of this size.
+    # Apart from the kernels, the cast of x's gradient is the only operation on arrays of this size.
     others = re.findall(r"stablehlo\.(?:add|convert|multiply|transpose) .*8192x4096.*", text)
     assert len(others) == (x_dtype == "float32")
     assert all("8192x4096xbf16>) -> tensor<8192x4096xf32>" in line for line in others)
@@ -119,8 +119,9 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
     }
     norms = dict.fromkeys(programs, 0)
     if name == "rms_norm_add_rms_norm":
-        # h = r + norm(x), so the program needs one norm even if only h is used. The gradient of
-        # this norm needs saved statistics. Only the call that computes both norms returns them.
+        # h = r + norm(x), so norm(x) is computed even if only h is used. Its gradient needs
+        # statistics of x. Only the call that computes both norm(x) and norm(h) returns these, so
+        # the program with the gradient has two norms.
         norms = {**dict.fromkeys(programs, 1), "gradient": 2}
     for key, program in programs.items():
         text = jax.jit(program).lower(x, r, scale).as_text()

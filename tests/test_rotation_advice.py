@@ -95,7 +95,7 @@ def taken_twice(x, scale, *tables):
 
 
 def summed(x, scale, cos, sin):
-    """Return x with both halves of its columns swapped. This is not a rotation."""
+    """Return x with the two halves of its columns swapped. This is not a rotation."""
     a, b = jnp.split(plain(x, scale), 2, axis=-1)
     return jnp.concatenate([b, a], axis=-1)
 

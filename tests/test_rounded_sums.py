@@ -26,7 +26,7 @@ each_platform = pytest.mark.parametrize(
 
 
 def operands(name, dtype):
-    """Return x, the residual and the scale. The dtype cannot represent their sum h exactly.
+    """Return x, the residual and the scale. The dtype cannot represent the exact sum h.
 
     The squares of the rounded h have an exact sum, so y does not depend on the order of summation.
     """
@@ -34,13 +34,14 @@ def operands(name, dtype):
     unit = jnp.finfo(dtype).eps
     h = 1 + rng.integers(0, 16, SHAPE) / 16
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
-    # h + addend must be rounded to h. The addend is less than half the distance of neighbouring
-    # floats above 1. Below 1, this distance is smaller, so sums below 1 are avoided.
+    # The test needs an addend that is lost in rounding: h + addend is rounded to h. So the addend
+    # is less than half the spacing of floats between 1 and 2. Below 1, the spacing is smaller, and
+    # the addend might not be lost. So h is increased where h + addend would be below 1.
     h = h * (1 + (addend < 0) * (h == 1) / 16)
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
-    # x consists of ones, so its norm without the scale is 1. The scale is what is added to the
-    # residual.
+    # x consists of ones, so each row of its norm equals the scale. The function adds this norm to
+    # the residual.
     scale = np.abs(addend[0])
     return jnp.ones(SHAPE, dtype), jnp.asarray(h, dtype), jnp.asarray(scale, "float32")
 

@@ -96,7 +96,8 @@ def test_no_axis_is_named(name, mesh, place):
     devices = mesh_of(mesh)
     with as_default(Kernels()) as kernels, jax.set_mesh(devices):
         assert_analysed(jax.jit(run)(*placed(operands, devices, place)), expected)
-        # Each mesh with two axes has an Auto axis of several devices, so only XLA's code runs.
+        # In this test, a mesh with two axes has an Auto axis of several devices. Kernels cannot run
+        # on such a mesh, so XLA's code runs.
         assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1 and has_kernel(name))
 
 
@@ -249,7 +250,8 @@ def of_whole_arrays(function, batch):
     return analyse(transform(function), x, w)
 
 
-# For any two of function, batch and sharding of the weight, the cases cover every pair of values.
+# The cases contain every pair of a function and a batch, every pair of a function and a sharding of
+# the weight, and every pair of a batch and a sharding.
 WEIGHTS_OVER = [P("data"), P("data", None, "model"), P("data", "model")]
 IN_SHARDS = [
     pytest.param(function, batch, over, id=f"{function.__name__}-{batch}-{over}")

@@ -88,7 +88,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 @pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
 def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """If groups of rows have their own parameters, a device needs only those of its own groups.
+    """If groups of rows have their own parameters, a device needs only its own groups' parameters.
 
     If several devices have rows of the same group, they sum the gradient of its parameters.
     """
@@ -307,8 +307,9 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
 def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
     """Programs are found in the persistent compilation cache by another process.
 
-    The exception are kernels on Auto axes. Their programs contain the address of a Python function,
-    which differs between processes, unless a setting of JAX omits it from the cache's key.
+    Programs with kernels on Auto axes are an exception. They contain the address of a Python
+    function, and this address differs between processes. With a certain setting, JAX omits the
+    address from the cache's key.
     """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

@@ -68,7 +68,7 @@ def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
     """A large constant that is added to all cotangents of a row does not change the gradient.
 
-    This must also be so if y is rounded to 16 bits, so that a row's sum is not exactly 1.
+    This must hold even if y is rounded to 16 bits. The sum of a rounded row is not exactly 1.
     """
     x, d = data((64, 8, cols), dtype), data((64, 8, cols), dtype, seed=1, scale=1.0)
     check("softmax", x, d + 100, axis=axis, implementation=implementation)
@@ -173,7 +173,8 @@ def test_where(name, axis, kind, implementation):
     y_ref = expected(exact(x), axis, where)
     d_kept = np.where(kept, exact(d), 0)
     dx_ref = np.where(kept, GRADIENTS[name][0](y_ref, d_kept, axis), 0)
-    # The errors are those of the same program, analysed with 0 in place of masked elements.
+    # The error bounds come from an analysis of the same function for arrays whose masked elements
+    # are 0.
     y_like, dx_like = analyse(both, jnp.where(kept, x, 0), jnp.where(kept, d, 0))
     assert_within(y, y_ref, y_like.error)
     assert_within(dx, dx_ref, dx_like.error)

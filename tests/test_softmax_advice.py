@@ -145,7 +145,7 @@ def told_by(report):
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following the advice saves as many bytes as it says, within 10 %.
+    """Following the advice reduces the saved bytes by the number that it states, within 10 %.
 
     The report of the changed code must not have this advice any more.
     """

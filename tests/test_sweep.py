@@ -22,9 +22,9 @@ def test_every_wide_backward_has_several_schedules():
 
 
 def test_a_given_schedule_replaces_the_table():
-    """A given schedule replaces the table's, and its results are correct.
+    """If a schedule is given, it replaces the schedule of the table, and results are correct.
 
-    This schedule has no clusters, because the interpreter cannot run them.
+    The given schedule has no clusters, because the interpreter cannot run them.
     """
     workload = KernelWorkload("rms_norm", "bwd", 4, 2048, "float32", "float32")
     given = next(s for s in backward.schedules(workload) if s.cluster == 1)

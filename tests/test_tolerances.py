@@ -14,7 +14,7 @@ import jaxnorm
 TESTS = Path(__file__).parent
 TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
 
-#: Files whose tolerances do not bound rounding errors. Each value says what they bound instead.
+#: Files whose tolerances do not bound rounding errors. Each value says what the tolerances bound.
 EXCEPTIONS = {
     "test_activation_advice.py": "advice promises its bytes to within 10 %",
     "test_benchmarks_linear.py": "samples of random numbers; rows of three digits",

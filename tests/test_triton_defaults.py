@@ -63,7 +63,7 @@ def test_every_timing_is_of_a_function_and_every_block_has_a_call():
 
 
 def test_the_table_is_what_was_measured():
-    """The code's table and the docs page have the figures of the committed results."""
+    """The table in the code and the docs page have the numbers of the committed results."""
     measured = triton_defaults.times(triton_defaults.FOLDER)
     assert triton_defaults.ratios(measured, "triton_sm80") == TIMINGS
     assert triton_defaults.table() in (ROOT / "docs/platforms.md").read_text()

@@ -129,7 +129,7 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
 def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
     """If Mosaic does not support a backward, Triton's kernel is the default.
 
-    Here, rows of the norm are not a multiple of 16 bytes.
+    In this test, the length of the norm's rows is not a multiple of 16 bytes.
     """
     from jaxnorm_kernels.triton import support
 
@@ -181,7 +181,7 @@ def installed(monkeypatch):
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     """If Triton is missing or unsuitable, requesting it raises an error that names the fix.
 
-    If Triton is not requested, another implementation runs, and its plan gives this reason.
+    If Triton is not requested, another implementation runs. Its plan says why Triton does not run.
     """
     monkeypatch.setattr(backends, "_failures", {})
     installed(**versions)

@@ -1,8 +1,8 @@
 """Triton's kernels compile for Ampere, Ada and Hopper GPUs that need not be present.
 
-The schedules are those of the tables. Triton's own compiler generates the machine code, so the
-numbers of registers and bytes of shared memory are those on the GPU. JAX's part is tested if its
-CUDA plugin is installed, which needs no GPU either.
+The kernels have the schedules of the schedule tables. Triton's own compiler generates the machine
+code, so the numbers of registers and bytes of shared memory are those on the GPU. Further tests
+lower JAX programs with these kernels. They need JAX's CUDA plugin, but no GPU.
 """
 
 import functools

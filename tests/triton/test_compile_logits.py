@@ -25,7 +25,10 @@ WIDTHS = [64, 1000, 4095, 4096, 16384, 32768, 50257]
 
 
 def specs(kind, cols, dtype):
-    """Return the specs of forward and backward, alternating between softmax and log_softmax."""
+    """Return two specs, of the forward and of the backward.
+
+    They belong to softmax or log_softmax, depending on the width and the kind.
+    """
     op = ["softmax", "log_softmax"][(WIDTHS.index(cols) + list(KINDS).index(kind)) % 2]
     case = of_width(kind, cols, cols)
     return [call.as_seen_by("triton") for call in (case.call(op, dtype), case.backward(op, dtype))]
@@ -35,7 +38,8 @@ def specs(kind, cols, dtype):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_compile(kind, cols, dtype):
-    # The GPUs alternate, so that each width and each kind is compiled for all of them.
+    # Each case takes the next GPU. Over all cases, each width and each kind of mask or bias is
+    # compiled for every GPU.
     gpu = [*GPUS][(WIDTHS.index(cols) + list(KINDS).index(kind)) % len(GPUS)]
     for spec in specs(kind, cols, dtype):
         check(spec, GPUS[gpu])

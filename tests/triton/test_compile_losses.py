@@ -1,4 +1,4 @@
-"""Functions of logits compile for every GPU, with the schedules that a rule chooses."""
+"""Functions of logits compile for every GPU, with the schedules that the library chooses."""
 
 import re
 
@@ -23,8 +23,8 @@ from jaxnorm import kl_divergence
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.triton import support
 
-# At these widths, rows share a tile, or unaligned rows have no full block, or a row is as long as a
-# vocabulary.
+# Numbers of columns. At some of these, several rows share a tile. At others, an unaligned row
+# contains no complete block. The largest are sizes of vocabularies.
 WIDTHS = [10, 1000, 3001, 32768, 50257, 128256, 262144]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
@@ -41,7 +41,8 @@ def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_rule_compiles(gpu, direction, cols):
-    # The options alternate, so that each width and each GPU compiles with all of them.
+    # Each case has two of the four combinations of dtype and options. Over all cases, each width
+    # and each GPU is compiled with all four.
     turn = [*GPUS].index(gpu) + WIDTHS.index(cols)
     for dtype, options in [(BF16, {}), (F32, SMOOTHED), (BF16, SMOOTHED), (F32, {})][turn % 2 :: 2]:
         positions = {"has_positions": direction == "fwd" and bool(options)}
@@ -67,7 +68,7 @@ def test_capped_logits_compile(op, direction, cols):
 def test_entropies_compile(direction, cols):
     """Entropies compile. If several rows share a tile, some of a thread's values may spill.
 
-    A thread has 16 values, exp(v). For the entropy, it also needs a register for each exponent v.
+    A thread holds 16 exponentials exp(v). For the entropy, it must also hold their 16 arguments v.
     """
     gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
     for dtype in (BF16, F32):
@@ -131,8 +132,9 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
     for access in ("ld", "st"):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
         assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
-        # The remaining loads read four 4-byte numbers per row. If rows are unaligned, the code for
-        # the ends of a row loads these numbers again, and loads and stores 16 single elements.
+        # Besides these vectors, the kernel loads four 4-byte numbers per row. If rows are
+        # unaligned, separate code for the ends of a row loads these four numbers again. It also
+        # loads and stores 16 elements one by one.
         ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
         of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
         assert ones == of_rows + (0 if is_aligned else 16)
@@ -141,7 +143,7 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [32768, 50257])
 def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
-    """A thread has 8 values of each row."""
+    """The logits are loaded and stored 16 bytes at a time. A thread has 8 values of each row."""
     options = {"op": "kl_divergence", "teacher_dtype": dtype}
     forward, backward = (
         compile_call(make_spec(direction, 8192, cols, dtype, **options), GPUS["sm_80"])[0]
@@ -158,8 +160,9 @@ def test_both_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
 def test_parts_of_a_row_exchange_nothing_but_at_the_end():
     """Threads exchange values only at the end of a row.
 
-    Therefore the number of exchanges hardly depends on the length of a row: 128256 columns take at
-    most twice as many as 512 columns, which one warp processes in one step.
+    Therefore the number of exchanges hardly depends on the length of a row: a row of 128256 columns
+    needs at most twice as many exchanges as a row of 512 columns, which one warp processes in one
+    step.
     """
     wide, narrow = (
         compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)
@@ -170,7 +173,8 @@ def test_parts_of_a_row_exchange_nothing_but_at_the_end():
 def test_the_logarithm_is_accurate_near_1():
     """Kernels do not use the hardware's logarithm, whose error near 1 is 2^-22.
 
-    A small loss would be lost in this error. The interpreter cannot show it.
+    A small loss would be lost in this error. The interpreter has a different logarithm, so only the
+    compiled code shows which one a kernel uses.
     """
     for dtype in (BF16, F32):
         (kernel,) = compile_call(make_spec("fwd", 8192, 4096, dtype), GPUS["sm_80"])

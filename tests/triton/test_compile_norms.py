@@ -1,7 +1,7 @@
 """Norms with fused operations compile for all GPUs: residuals, gates, rotations, groups of rows.
 
-Schedules are those of the tables. dh is the cotangent of the sum h, which the backward takes in
-addition to dy.
+The kernels have the schedules of the schedule tables. In the code, dh is the cotangent of the sum
+h. The backward takes dh in addition to dy.
 """
 
 import functools
@@ -45,12 +45,14 @@ class Family(NamedTuple):
     """The calls with which one operation is tested.
 
     Attributes:
-      options: maps options to the values that are tested. For any two options, every combination of
-      their values is compiled for some GPU.
-      mixes: combinations of dtypes that are compiled for one GPU, each also with `changes`.
+      options: maps an option to the values that are tested. Every pair of values of two options is
+      compiled for some GPU.
+      mixes: combinations of dtypes. Each is compiled for one GPU, with each entry of `changes`.
+      changes: dicts of options that replace the defaults.
       second: True if the operation has a second array of rows.
-      columns: the widest rows for which spills are limited: a thread may spill at most half of the
-      values that it can hold. If None, the limit applies to all rows that are held in registers.
+      columns: the largest row length for which register spills are limited, or None. Up to this
+      length, a thread may spill at most half of the values that it holds. If None, this limit
+      applies to all rows that are held in registers.
     """
 
     op: Any
@@ -136,8 +138,8 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 def in_turn():
     """Yield cases for all families of calls.
 
-    A case has a GPU, a width, a dtype, a direction and a value of each option. For any two of
-    these, every combination of their values occurs in some case.
+    A case has a GPU, a width, a dtype, a direction and a value of each option. Every pair of values
+    of two of these (such as a GPU and a width) occurs in some case.
     """
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
@@ -214,7 +216,10 @@ def test_gates_are_read_and_written_16_bytes_at_a_time(before, direction, dtype)
 
 @pytest.mark.parametrize(("family", "kind"), OF_GROUPS[:4])
 def test_every_line_of_the_table_is_used(family, kind):
-    """The first line prefetches rows, which only norms of a single array do."""
+    """All rules of the table but the first are used.
+
+    The first rule is for kernels that prefetch rows. Only norms of a single array do this.
+    """
     specs = [
         make_spec(family, "fwd", cols, dtype, kind=kind)
         for cols in (*OF_SUMS, 3584, 5120, 8192)
@@ -278,8 +283,7 @@ def test_calls_lower_for_cuda(name):
     assert kernels_in(jax.vmap(step, axes), *batch) == 2
 
 
-# ----------------------------------------------------------------------- norms with rotary
-# embedding
+# ---------------------------------------------------------------------- norms with rotary embedding
 
 # Pairs: the number of columns of a head, and the number of rotated columns.
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
@@ -311,7 +315,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 @pytest.mark.parametrize(("cols", "rotated"), HEADS)
 @pytest.mark.parametrize("direction", BOTH_WAYS)
 def test_heads_compile(direction, cols, rotated, interleaved, dtype):
-    # The GPUs alternate, so that each size is compiled for several of them.
+    # Each case takes the next GPU. Over all cases, each head size is compiled for several GPUs.
     gpu = [*GPUS][(HEADS.index((cols, rotated)) + interleaved) % len(GPUS)]
     heads = 3 if interleaved else 32
     spec = of_heads(direction, cols, rotated, dtype, dtype, heads, interleaved=interleaved)
@@ -340,7 +344,8 @@ def test_mixes_of_heads_compile(direction, x, y, change):
 def test_heads_are_read_and_written_8_or_16_bytes_at_a_time(direction, interleaved, dtype):
     spec = of_heads(direction, 128, 128, dtype, dtype, interleaved=interleaved)
     kernel = check_heads(spec, GPUS["sm_80"])
-    # In the backward pass, a thread has 4 columns of each half of a head, in 16 bits 8 bytes.
+    # In the backward pass, a thread has 4 columns of each half of a head. In a 16-bit dtype, these
+    # are 8 bytes.
     size = 8 if direction == "bwd" and dtype == BF16 and not interleaved else 16
     written = re.findall(r"st\.global[\w.:]*", kernel.ptx)
     # Arrays of rows are stored `size` bytes at a time. Statistics (one number per row) and partial

@@ -1,4 +1,4 @@
-"""kl_divergence in every kind of schedule, as in `test_schedules`."""
+"""Tests of kl_divergence with every kind of schedule, like those in `test_schedules`."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ def with_gradient(x, teacher, d, **options):
     return y, *vjp(d)
 
 
-# More rows than there are places where one may begin: between multiples of 16 bytes, or at them.
+# A row may start at up to 8 offsets within a 16-byte word. Together, the nine rows of a test start
+# at all of these offsets.
 @each_direction
 @pytest.mark.parametrize(
     ("dtype", "teacher_dtype", "cols"),
@@ -56,7 +57,7 @@ def test_values(dtype, teacher_dtype, cols, reverse, scheduled):  # noqa: F811
     "options", [{"logits_scale": 0.7}, CAPPED, CAPPED | {"teacher_logit_softcap": None}], ids=str
 )
 def test_scaled_and_capped(options, reverse, scheduled):  # noqa: F811
-    """XLA's results, also where positions are masked or weighted."""
+    """Results equal those of XLA's code, also with masked and weighted positions."""
     x, teacher = operands((9, 101), "float32")
     x = x.at[4].set(jnp.nan)
     weights = jnp.arange(9) % 4 * 0.5
@@ -84,7 +85,7 @@ def test_equal_logits(dtype, options, reverse, scheduled):  # noqa: F811
     np.testing.assert_array_equal(dx, 0)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # raised by the interpreter's `max`
 @each_direction
 def test_rows_of_all_kinds(reverse, scheduled):  # noqa: F811
     x, teacher = special_rows(101, start=30)
@@ -95,9 +96,9 @@ def test_rows_of_all_kinds(reverse, scheduled):  # noqa: F811
 
 @each_direction
 def test_small_divergences(reverse, scheduled):  # noqa: F811
-    """The error of a small divergence is at most some roundoffs times the gap between the logits.
+    """The error of a small divergence is at most some unit roundoffs, multiplied by 0.01.
 
-    The gap here is about 0.01.
+    0.01 is about the difference between the logits of student and teacher.
     """
     x, noise = operands((5, 1001), "float32")
     teacher = x + 1e-2 * noise
@@ -111,7 +112,10 @@ def test_small_divergences(reverse, scheduled):  # noqa: F811
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_dx_where_x_lies(dtype, padding, reverse, scheduled):  # noqa: F811
-    """Every logit is read before its gradient is written, and padding is not a class."""
+    """The gradient may overwrite the logits, because each logit is read before it is overwritten.
+
+    Columns with which rows are padded are not classes, and have no effect.
+    """
     from jaxnorm_kernels import triton
 
     del scheduled

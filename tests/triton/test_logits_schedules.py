@@ -1,4 +1,4 @@
-"""Softmaxes with a mask, a bias or `causal` in every kind of schedule, as in `test_schedules`."""
+"""Softmaxes with a mask, a bias or `causal`, with every kind of schedule in `test_schedules`."""
 
 import functools
 
@@ -14,8 +14,8 @@ from test_softmax import FUNCTIONS, data
 
 pytestmark = pytest.mark.triton
 
-# Masks and biases that are broadcast over the rows of x, each along other axes. Some of the biases
-# are broadcast over many rows.
+# Masks and biases that are broadcast to the shape of x, each along different axes. Some of the
+# biases are broadcast over many rows.
 CASES = [
     Case((2, 3, 5, 100), mask=(2, 1, 1, 100), bias=(3, 5, 100), causal=True),
     Case((2, 3, 5, 100), mask=(5, 1), bias=(2, 1, 1, 100)),
@@ -56,8 +56,8 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F
         y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x_, bias)
         return y, *vjp(d_)
 
-    # The kernel's arrays have NaN or infinity in masked entries, which it must not use. In XLA's
-    # arrays they are 0.
+    # The kernel must not use masked entries, so they are NaN or infinite in its operands. In the
+    # operands of XLA's code, they are 0.
     expected = analyse(lambda: run("xla", 0, 0))
     assert_analysed(run(scheduled, jnp.nan, jnp.inf), expected)
 

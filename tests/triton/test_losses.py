@@ -1,4 +1,4 @@
-"""Functions of logits in every kind of schedule, as in `test_schedules`."""
+"""Tests of losses and log-probabilities with every kind of schedule in `test_schedules`."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,10 @@ def test_positions(scheduled):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # from the interpreter
 def test_rows_of_all_kinds(scheduled):  # noqa: F811
-    """Rows with bad labels or non-finite logits have XLA's results and do not affect others."""
+    """Rows with bad labels or non-finite logits have the same results as in XLA's code.
+
+    They do not affect other rows.
+    """
     x, labels, d = operands((9, 101), "float32")
     options = {"label_smoothing": 0.1, "z_loss": 1e-3}
     labels = labels.at[0].set(-1).at[1].set(101)
@@ -68,7 +71,8 @@ def test_rows_of_all_kinds(scheduled):  # noqa: F811
 def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
     options = test_log_prob.OPTIONS[CASES.index((dtype, cols)) % 4]
     x, labels, d = operands((9, cols), dtype)
-    # Rows that are certain of the label or of another class, uniform rows, and classes at -inf.
+    # In some rows, the label or another class has a probability of nearly 1. Other rows have equal
+    # logits, or logits of -inf.
     x = x.at[1].set(0).at[1, labels[1]].set(90).at[2].set(0).at[2, (labels[2] + 1) % cols].set(90)
     x = x.at[3].set(-7).at[4, : cols // 2].set(-jnp.inf).at[4, labels[4]].set(1)
     x = x.at[5, : cols - 3].set(jnp.finfo(dtype).min).at[5, labels[5]].set(1)
@@ -103,9 +107,9 @@ def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(("dtype", "cols"), CASES[:2])
 def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
-    """The gradient dx may overwrite the logits x, because each logit is read before it is written.
+    """The gradient may overwrite the logits, because each logit is read before it is overwritten.
 
-    This also holds if padding, which is no class, follows the classes.
+    Columns with which rows are padded are not classes, and have no effect.
     """
     from jaxnorm_kernels import triton
 

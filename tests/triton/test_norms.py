@@ -42,10 +42,10 @@ class Family(NamedTuple):
     """The calls with which one operation is tested.
 
     Attributes:
-      options: the values of each option. For any two options, or an option and the schedule, every
-        pair of values is tested.
-      changes: further tests. Each dict has the options with which a test differs from the default
-      call. These may be options that are not in `options`.
+      options: maps an option to its tested values. Every pair of values of two options is tested,
+        and so is every value of an option with every schedule.
+      changes: options of further tests. Each dict has the options with which a test differs from
+        the default call. These may be options that are not in `options`.
       backward: True if its backward kernels differ from those of a norm without fused operations.
     """
 
@@ -288,7 +288,8 @@ AS_USED = {
 def test_as_users_call_it(name, batched):
     """Gradients under `jax.vmap` are correct.
 
-    There, scales belong to groups of rows, and rotary tables have a batch axis.
+    In a batch, each entry may have its own scale, so scales belong to groups of rows. Rotary tables
+    may have a batch axis, too.
     """
     function, operands, _ = AS_USED[name]
     axes = [0 if n in batched.split() else None for n in operands]
@@ -307,7 +308,7 @@ def test_as_users_call_it(name, batched):
 # ----------------------------------------------------------------------- norms with rotary
 # embedding
 
-# warps, rows of a tile, programs, stages
+# The fields of a schedule: warps, rows of a tile, programs, stages.
 OF_HEADS = {
     "a row in a tile": (1, 1, 3, 1),
     "rows share a tile": (2, 4, 2, 1),
@@ -443,7 +444,10 @@ def gradients_of(rotate, spec, arrays):
 
 @each_order
 def test_tables_of_zero_tell_nothing(interleaved, rotate):
-    """If cos and sin of a pair are 0, the pair's x_hat is 0. Other pairs equal plain JAX's."""
+    """If cos and sin of a pair of columns are 0, y, dx and dscale are 0 in these columns.
+
+    In all columns, the results equal those of plain JAX.
+    """
     spec = spec_of("rows with tables of their own", interleaved=interleaved)
     arrays = norms.make_operands(spec)
     arrays |= {name: arrays[name].at[:, 1::4].set(0) for name in ("cos", "sin")}

@@ -38,9 +38,10 @@ def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def options_read(kernel: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield (parameter, attribute) for each attribute that the kernel reads from a parameter.
+    """Yield a pair for each attribute of a compile-time parameter that the kernel reads.
 
-    Only compile-time parameters count.
+    The pair has the names of the parameter and of the attribute. A parameter is an argument of the
+    kernel's Python function.
     """
     parameters = {
         a.arg

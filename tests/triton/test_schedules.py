@@ -1,4 +1,4 @@
-"""Values and gradients of every kind of schedule, in Triton's interpreter or on a GPU.
+"""Values and gradients with every kind of schedule, in Triton's interpreter or on a GPU.
 
 The other tests run the schedules that the tables choose. Here tiles are small, so that small arrays
 have every kind of edge: rows that share a tile, rows of several tiles, tiles beyond the last row or
@@ -140,7 +140,10 @@ SPECIAL = {
     ],
 )
 def test_special_values_stay_in_their_row(name, special, scheduled):
-    """Rows with NaN or infinities have the results of XLA's code, and others are unaffected."""
+    """Rows with NaN or infinities have the same results as in XLA's code.
+
+    They do not affect other rows.
+    """
     columns, value = SPECIAL[special]
     x = normal((3, 100), "float32", 0).at[1, columns].set(value)
     d = normal((3, 100), "float32", 1)
