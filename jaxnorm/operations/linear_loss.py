@@ -46,7 +46,9 @@ def linear_softmax_cross_entropy(
     float32 weight therefore makes three float32 matmuls, unless ``dtype=jnp.bfloat16`` rounds it. A
     chunk's logits are rounded to that dtype, as those of ``x @ weight`` are, and bias is added in
     it. Sums and statistics are float32 (float64 for float64), and so is the array in which weight's
-    gradient is accumulated over all chunks. Gradients are divided by the number of rows in float32.
+    gradient is accumulated over several chunks. The gradient of a chunk's logits, with all its
+    factors, is rounded to the matmuls' dtype. float16 gradients are divided by the number of rows
+    in float32.
 
     Args:
       x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
@@ -62,9 +64,10 @@ def linear_softmax_cross_entropy(
         the denominator is 0; ``"sum"``; or ``"none"`` for each position's loss times its weight.
       chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses 2048
         or d, whichever is more, but fewer, down to 512, if their logits take more than 1 GiB.
-        Besides weight's gradient, the function needs memory for the float32 array of its sum, and
-        for a chunk's logits, which their gradient overwrites. With larger chunks, the float32 array
-        is loaded and stored less often.
+        Besides weight's gradient, the function needs memory for the float32 array of its sum over
+        chunks, and for a chunk's logits, which their gradient overwrites. With larger chunks, the
+        float32 array is loaded and stored less often. A single chunk needs none: if the logits of
+        all rows are no larger than that array, None chooses it.
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes.
       z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of

@@ -370,8 +370,7 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 # Rows of a chunk. With smaller chunks, dW is loaded and stored more often than its matmul can hide:
 # chunks of 4096, 2048 and 1024 rows take 1.05, 1.14 and 1.49 times the matmul's own time (H100,
 # bfloat16). A chunk's logits are freed before dW is cast to its own dtype, so a chunk of d rows
-# does not raise the peak. For 8192 x 4096 x 128256, chunks of 4096 and 2048 rows take 39.9 and
-# 41.1 ms, 2100 and 2068 MiB (H200).
+# does not raise the peak.
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # A tile of a matmul has 128 rows.
@@ -385,8 +384,21 @@ def chunk_rows(
     logits: np.dtype,
     factors: np.dtype,
     shards: int = 1,
+    *,
+    accumulator: int = 0,
 ) -> int:
     """Return the number of rows of each chunk; the first chunk may overlap the second.
+
+    =================================  ============================================================
+    rows                               reason
+    =================================  ============================================================
+    `chunk`                            the user's choice
+    all, if their logits (and dlogits  One chunk needs no accumulator. Of 8192 x 4096 x 128256, it
+    of another dtype) are no larger    takes 36.6 ms and 2.14 GB, two chunks take 40.8 ms and
+    than the accumulator               2.20 GB (H100).
+    most of 2048 and d                 The time to load and store dW, see above
+    those of 1 GiB, at least 512       The logits' memory
+    =================================  ============================================================
 
     Args:
       weight: shape (d, classes) of weight.
@@ -394,10 +406,15 @@ def chunk_rows(
       shards: number of shards of the classes, one of which is `weight`. Devices exchange statistics
         in each chunk. With `shards` times the rows, a device's logits of a chunk are no larger, and
         there are fewer exchanges.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient; 0 if
+        they need none.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))
     d, classes = weight
+    of_logit = logits.itemsize + (factors.itemsize if factors != logits else 0)
+    if rows * classes * of_logit <= accumulator:
+        return rows
     fitting = _BYTES // (max(classes, 1) * logits.itemsize) // _TILE * _TILE
     as_weight = d * factors.itemsize // logits.itemsize
     most = min(max(fitting, _LEAST), shards * max(_MOST, as_weight))

@@ -10,12 +10,16 @@ Each pass is one loop over chunks of rows. XLA computes its three matmuls:
                               2^-9 |z|
     dx     = dlogits W^T      written into the rows of one array
     dW    += x^T dlogits      accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
-                              beta = 1), since the loop's carry has no other use
+                              beta = 1), since the loop's carry has no other use. The first chunk
+                              precedes the loop and writes the array, which needs no zeros. A
+                              single chunk writes dW in its own dtype
 
-dlogits have the matmuls' dtype and are as large as probabilities. Small factors would make them
-underflow (below 6e-8 in float16, below 1e-45 in float32), so all other factors are applied
-elsewhere, in float32. 1 / n and `logits_scale` multiply the matmuls' results. A row's weight or
-cotangent multiplies its row of dx and, in the gradient of weight, its row of x.
+dlogits include all factors: 1 / n, a row's weight or cotangent, and `logits_scale`. The matmuls
+therefore write dx and dW in their own dtypes, without another pass over them.
+
+float16 dlogits would underflow below 6e-8. There, each row is divided by its cotangent's magnitude,
+a power of two, which multiplies its row of dx in float32 and, in the gradient of weight, its row of
+x.
 """
 
 import functools
@@ -196,11 +200,9 @@ class _Chunks:
         shards = lax.axis_size(over.classes) if over.classes else 1
         # For each row, a chunk of a divergence has logits of both the student and the teacher.
         shape = self.weight.shape[0], self.classes * (1 if self.teacher is None else 2)
-        self.chunk = chunk_rows(head.chunk, self.rows, shape, *dtypes, shards)
-        # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. In float16,
-        # small ones would underflow, because no loss scale is applied yet in a forward pass.
-        is_narrow = self.dtype.name == "bfloat16"
-        self.summed_dtype = self.dtype if is_narrow else self.wide
+        self.chunk = chunk_rows(
+            head.chunk, self.rows, shape, *dtypes, shards, accumulator=self.accumulator
+        )
 
     # --------------------------------------------------------------------------------- passes
 
@@ -209,32 +211,50 @@ class _Chunks:
         if head.reduction == "none" or not head.wrt:
             y, *rest = self.of_rows()
             return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
-        cotangents, sizes = jnp.ones(self.rows, self.wide), None
-        is_weighted = self.where is not None and self.where.dtype != bool
-        if is_weighted or self.row_scales is not None:
-            cotangents = self.weighted(cotangents)
-            sizes = self.sizes([cotangents])
-        losses, *gradients = self.gradients([cotangents], self.scale(), sizes)
+        cotangents = self.scale() * self.weighted(jnp.ones(self.rows, self.wide))
+        losses, *gradients = self.gradients([cotangents])
         return [self.total(losses), *gradients]
 
     def backward(self) -> list[jax.Array]:
         dy, *others = self.linear
-        cotangents = [self.weighted(dy), *others]
-        return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
+        return self.gradients([self.weighted(dy), *others])
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of the array in which several chunks accumulate weight's gradient.
+
+        One chunk needs no such array, since its matmul writes the result. It is 0 if the result
+        itself has the sum's dtype, and in float16, where the result of one chunk is scaled.
+        """
+        has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
+        dtype = self.gradient_dtype("weight", self.weight)
+        if not has_sum or self.dtype.name == "float16" or dtype == self.wide:
+            return 0
+        return math.prod(self.weight.shape) * self.wide.itemsize
+
+    def gradient_dtype(self, name: str, operand: jax.Array) -> np.dtype:
+        """Return the dtype of a device's part of the gradient of an operand.
+
+        As in plain JAX, bfloat16 gradients are rounded before the sum over devices. In float16,
+        small ones would underflow, because no loss scale is applied yet in a forward pass.
+        """
+        if self.over.classes if name == "x" else self.over.rows:
+            return self.dtype if self.dtype.name == "bfloat16" else self.wide
+        return self.head.gradient_dtype(operand.dtype)
 
     def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """Return the magnitude of each row's largest cotangent, rounded down to a power of two.
+        """Return the magnitude of each row's gradient of logits, rounded down to a power of two.
 
-        Dividing by a power of two rounds nothing. If the logits have a scale per row, it is a
-        factor of the magnitude. Rows that do not count, or whose magnitude is 0 or not finite, get
-        1.
+        The magnitude is that of the row's largest cotangent, times the scale of the logits.
+        Dividing by a power of two rounds nothing. Rows that do not count, or whose magnitude is not
+        finite, get 1.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
-        size = functools.reduce(jnp.maximum, sizes)
+        size = functools.reduce(jnp.maximum, sizes) * self.head.logits_scale
         if self.row_scales is not None:
             size = size * self.row_scales
-        counts = jnp.isfinite(size) & (size > 0)
+        counts = jnp.isfinite(size)
         if self.counted is not None:
             counts &= self.counted
         info = jnp.finfo(self.wide)
@@ -261,29 +281,28 @@ class _Chunks:
             shapes["y"] = self.labels.shape
         return {name: jnp.zeros(shape, self.wide) for name, shape in shapes.items()}
 
-    def gradients(
-        self, cotangents: Sequence[jax.Array], scale: jax.Array, sizes: jax.Array | None
-    ) -> list[jax.Array]:
-        """Return `scale` times the gradients of sum(cotangents * results).
+    def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the gradients of sum(cotangents * results).
 
-        A forward pass (``fwd``) returns the losses before the gradients. `sizes` is the result of
-        the method of that name; None means that all are 1.
+        A forward pass (``fwd``) returns the losses before the gradients.
         """
-        head = self.head
-        weight, makes_losses = self.factor, head.direction == "fwd"
-        factor = _power_of_two(head.logits_scale)
-        if factor != 1:
-            cotangents, scale = [ct / factor for ct in cotangents], scale * factor
-        of_x = of_weight = scale
-        shares = None  # each row's factor in the gradients of weight and bias
-        if sizes is not None:
-            cotangents = [ct / _like(sizes, ct) for ct in cotangents]
+        head, makes_losses = self.head, self.head.direction == "fwd"
+        given = {"x": self.x, "weight": self.weight, "bias": self.bias}
+        operands = {name: a for name, a in given.items() if a is not None}
+        dtypes = {name: self.gradient_dtype(name, a) for name, a in operands.items()}
+        sizes = shares = None
+        largest = jnp.ones((), self.wide)
+        if self.dtype.name == "float16":
+            sizes = self.sizes(cotangents)
             largest = self.largest(sizes)
-            of_weight, shares = scale * largest, sizes / largest
+            shares = sizes / largest  # each row's factor in the gradients of weight and bias
+            cotangents = [ct / _like(sizes, ct) for ct in cotangents]
+        is_sum = sizes is not None or self.chunk < self.rows
+        weight_dtype = self.wide if is_sum else dtypes["weight"]
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
-            logits = self.product(x, weight, self.bias)
+            logits = self.product(x, self.factor, self.bias)
             call = self.call(logits.shape, rows).with_stats()
             residuals, results = self.residuals(call, rows, logits), {}
             if makes_losses:
@@ -292,29 +311,42 @@ class _Chunks:
                 call, residuals, [*map(rows.of, cotangents)], self.dtype
             )
             if "x" in head.wrt:
-                dx = self.dot(dlogits, weight, (1, 1), self.wide)
-                dx = of_x * (dx if sizes is None else rows.of(sizes)[:, None] * dx)
-                results["x"] = rows.put(carry["x"], dx.astype(carry["x"].dtype))
-            share = None if shares is None else rows.of(shares)[:, None]
+                dx = self.dot(
+                    dlogits, self.factor, (1, 1), dtypes["x"] if sizes is None else self.wide
+                )
+                if sizes is not None:
+                    dx = (rows.of(sizes)[:, None] * dx).astype(dtypes["x"])
+                results["x"] = rows.put(carry["x"], dx)
+            of_bias = dlogits
+            if shares is not None:
+                share = rows.of(shares)[:, None]
+                x, of_bias = share * x.astype(self.wide), share * dlogits.astype(self.wide)
+            sums = {}
             if "weight" in head.wrt:
-                x = x if share is None else share * x.astype(self.wide)
-                product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
-                results["weight"] = carry["weight"] + product
+                sums["weight"] = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
             if "bias" in head.wrt:
-                of_rows = dlogits if share is None else share * dlogits.astype(self.wide)
-                results["bias"] = carry["bias"] + jnp.sum(of_rows, 0, dtype=self.wide)
+                sums["bias"] = jnp.sum(of_bias, 0, dtype=self.wide)
+            for name, part in sums.items():
+                results[name] = carry[name] + part if name in carry else part
             return results
 
-        dx_dtype = self.summed_dtype if self.over.classes else head.gradient_dtype(self.x.dtype)
-        empty = {
-            "y": jnp.zeros(self.rows, self.wide),
-            "x": jnp.zeros(self.x.shape, dx_dtype),
-            "weight": jnp.zeros(self.factor.shape, self.wide),
-            "bias": jnp.zeros(self.classes + self.padding, self.wide),
-        }
-        names = (*["y"] * makes_losses, *head.wrt)
-        results = self.loop(step, {name: empty[name] for name in names})
-        return [self.finished(name, results[name], of_weight) for name in names]
+        carry = {}
+        if makes_losses:
+            carry["y"] = jnp.zeros(self.rows, self.wide)
+        if "x" in head.wrt:
+            carry["x"] = jnp.zeros(self.x.shape, dtypes["x"])
+        results = self.loop(step, carry, starts_sums=head.wrt != ("x",))
+
+        def finished(name: str) -> jax.Array:
+            if name in carry:
+                return results[name]
+            a = results.get(name)
+            if a is None:  # There are no rows.
+                return jnp.zeros(operands[name].shape, dtypes[name])
+            a = lax.slice_in_dim(a, 0, self.classes, axis=-1)
+            return (a if sizes is None else largest * a).astype(dtypes[name])
+
+        return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
 
     def largest(self, sizes: jax.Array) -> jax.Array:
         """Return the maximum of `sizes` over all devices' rows that count; 1 if no row counts."""
@@ -323,16 +355,6 @@ class _Chunks:
         if self.over.rows:
             largest = lax.pmax(largest, self.over.rows)
         return jnp.where(largest > 0, largest, 1)
-
-    def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """Scale a device's gradient of weight or bias and cast it for the sum over devices.
-
-        Other results are returned unchanged.
-        """
-        if name not in ("weight", "bias"):
-            return gradient
-        gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
-        return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
         """Return the tangents of the rows' results, given the tangents of the operands in `wrt`."""
@@ -397,9 +419,11 @@ class _Chunks:
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
         """Contract one axis of each operand. The sums are float32 (float64), rounded once."""
         axes = ((over[:1], over[1:]), ((), ()))
-        return lax.dot_general(
-            a, b, axes, precision=self.head.precision, preferred_element_type=dtype
+        wide = max(dtype, a.dtype, key=lambda dtype: dtype.itemsize)  # as `lax` requires
+        result = lax.dot_general(
+            a, b, axes, precision=self.head.precision, preferred_element_type=wide
         )
+        return result.astype(dtype)
 
     def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
         """Return the call of the cross-entropy of a chunk's logits and labels."""
@@ -431,21 +455,35 @@ class _Chunks:
     def overlaps(self) -> bool:
         return self.rows % self.chunk > 0
 
-    def loop(self, step: Callable[["_Rows", Carry], Carry], carry: Carry) -> Carry:
-        """Return the carry after `step` has processed all chunks in order."""
+    def loop(
+        self,
+        step: Callable[["_Rows", Carry], Carry],
+        carry: Carry,
+        *,
+        starts_sums: bool = False,
+    ) -> Carry:
+        """Return the carry after `step` has processed all chunks in order.
+
+        If `starts_sums`, `step` adds arrays to the carry of the first chunk, which therefore
+        precedes the loop.
+        """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
             return carry
         count = math.ceil(self.rows / self.chunk)
 
-        def body(i: jax.Array, carry: Carry) -> Carry:
-            return step(_Rows(self, i), carry)
+        def body(i: jax.Array, carry: Carry, *, in_loop: bool = True) -> Carry:
+            def run(i: jax.Array, carry: Carry) -> Carry:
+                return step(_Rows(self, i), carry)
 
-        if self.recompute:
-            body = jax.checkpoint(body, prevent_cse=count == 1)
-        if count == 1:
-            return body(jnp.int32(0), carry)
-        return lax.fori_loop(0, count, body, carry)
+            return (jax.checkpoint(run, prevent_cse=not in_loop) if self.recompute else run)(
+                i, carry
+            )
+
+        first = int(starts_sums or count == 1)
+        if first:
+            carry = body(jnp.int32(0), carry, in_loop=False)
+        return lax.fori_loop(first, count, body, carry) if first < count else carry
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast the loop's initial carry to the type that `step` returns.
@@ -552,15 +590,6 @@ def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
     """Return `rows` with axes of size 1 appended, so that it broadcasts against another array."""
     return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
-
-
-def _power_of_two(scale: float) -> float:
-    """Return the largest power of two up to `scale`, by which multiplication is exact.
-
-    The exponent is limited, so that numbers near 1 stay finite if multiplied or divided by it.
-    """
-    _, exponent = math.frexp(scale)
-    return 2.0 ** max(-100, min(exponent - 1, 100))
 
 
 def _inverse(total: jax.Array) -> jax.Array:
