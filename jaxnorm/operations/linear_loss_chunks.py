@@ -242,24 +242,29 @@ class _Chunks:
             return self.dtype if self.dtype.name == "bfloat16" else self.wide
         return self.head.gradient_dtype(operand.dtype)
 
-    def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """Return the magnitude of each row's gradient of logits, rounded down to a power of two.
+    def sizes(self, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return each row's magnitude of the gradient of logits, and the largest one.
 
-        The magnitude is that of the row's largest cotangent, times the scale of the logits.
-        Dividing by a power of two rounds nothing. Rows that do not count, or whose magnitude is not
-        finite, get 1.
+        The magnitude is that of the row's largest cotangent, times the scale of the logits, rounded
+        down to a power of two, by which a division rounds nothing. Rows that do not count, or whose
+        magnitude is 0 or not finite, get the largest one of all devices' other rows, or 1.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
         size = functools.reduce(jnp.maximum, sizes) * self.head.logits_scale
         if self.row_scales is not None:
             size = size * self.row_scales
-        counts = jnp.isfinite(size)
+        counts = jnp.isfinite(size) & (size > 0)
         if self.counted is not None:
             counts &= self.counted
         info = jnp.finfo(self.wide)
         size = jnp.clip(jnp.where(counts, size, 1), info.smallest_normal, info.max / 2)
-        return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
+        size = lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
+        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
+        if self.over.rows:
+            largest = lax.pmax(largest, self.over.rows)
+        largest = jnp.where(largest > 0, largest, 1)
+        return jnp.where(counts, size, largest), largest
 
     def of_rows(self) -> list[jax.Array]:
         """Return the results of all rows, and the statistics if the call returns them."""
@@ -293,8 +298,7 @@ class _Chunks:
         sizes = shares = None
         largest = jnp.ones((), self.wide)
         if self.dtype.name == "float16":
-            sizes = self.sizes(cotangents)
-            largest = self.largest(sizes)
+            sizes, largest = self.sizes(cotangents)
             shares = sizes / largest  # each row's factor in the gradients of weight and bias
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
         is_sum = sizes is not None or self.chunk < self.rows
@@ -347,14 +351,6 @@ class _Chunks:
             return (a if sizes is None else largest * a).astype(dtypes[name])
 
         return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
-
-    def largest(self, sizes: jax.Array) -> jax.Array:
-        """Return the maximum of `sizes` over all devices' rows that count; 1 if no row counts."""
-        counts = jnp.ones_like(sizes) if self.counted is None else self.counted
-        largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
-        if self.over.rows:
-            largest = lax.pmax(largest, self.over.rows)
-        return jnp.where(largest > 0, largest, 1)
 
     def tangent(self) -> list[jax.Array]:
         """Return the tangents of the rows' results, given the tangents of the operands in `wrt`."""
