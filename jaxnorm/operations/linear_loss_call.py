@@ -317,14 +317,14 @@ def call_of(
 
 def forward(call: Call, operands: Arrays) -> Arrays:
     """Return the results of a chunk, and the statistics if the call returns them."""
-    results = _bind(call, [operands.get(name) for name in call.primals])
+    results = _bind(call, *[operands.get(name) for name in call.primals])
     return dict(zip(call.returns, results))
 
 
 def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
     """Return the tangents of a chunk's results, given the tangent of its logits."""
     call = call.tangent(("x",))
-    return _bind(call, [*(residuals[name] for name in call.residual_names), along])
+    return _bind(call, *[residuals[name] for name in call.residual_names], along)
 
 
 def dlogits(
@@ -337,10 +337,29 @@ def dlogits(
     """
     outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(("x",), outputs, gradient_dtype=dtype)
-    return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
+    return _bind(call, *[residuals[name] for name in call.residual_names], *cotangents)[0]
 
 
-def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
+def forward_and_dlogits(
+    call: Call,
+    operands: Arrays,
+    cotangents: Sequence[jax.Array],
+    dtype: np.dtype,
+    *,
+    differentiable: bool,
+) -> list[jax.Array]:
+    """Return the results of a chunk, followed by the result of `dlogits`.
+
+    A kernel may compute both, unless the result must be `differentiable`.
+    """
+    call = call.with_gradient(dtype)
+    arrays = [*(operands[name] for name in call.primals), *cotangents]
+    if differentiable or call.spec.cols_over:
+        return call.in_two_passes(_bind, *arrays)
+    return row_operations.bind(call, *arrays)
+
+
+def _bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Bind the primitive of the pass, unless a mesh splits the classes."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)

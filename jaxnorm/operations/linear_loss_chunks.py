@@ -307,13 +307,21 @@ class _Chunks:
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
             logits = self.product(x, self.factor, self.bias)
-            call = self.call(logits.shape, rows).with_stats()
-            residuals, results = self.residuals(call, rows, logits), {}
-            if makes_losses:
-                results["y"] = rows.put(carry["y"], residuals["y"])
-            dlogits = linear_loss_call.dlogits(
-                call, residuals, [*map(rows.of, cotangents)], self.dtype
-            )
+            call, results = self.call(logits.shape, rows), {}
+            of_rows = [*map(rows.of, cotangents)]
+            if self.kept:
+                residuals = self.residuals(call.with_stats(), rows, logits)
+                dlogits = linear_loss_call.dlogits(call, residuals, of_rows, self.dtype)
+            else:
+                y, dlogits = linear_loss_call.forward_and_dlogits(
+                    call,
+                    rows.operands(logits),
+                    of_rows,
+                    self.dtype,
+                    differentiable=self.recompute,
+                )
+                if makes_losses:
+                    results["y"] = rows.put(carry["y"], y)
             if "x" in head.wrt:
                 dx = self.dot(
                     dlogits, self.factor, (1, 1), dtypes["x"] if sizes is None else self.wide

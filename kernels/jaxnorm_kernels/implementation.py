@@ -144,6 +144,8 @@ class Implementation(NamedTuple):
       caveat: returns what is unknown about its kernels for a call on the local GPU, or None.
       tangent: returns the tangents of the results, where a tangent of None is 0. For a plain norm,
         h's tangent is x's. Only the xla implementation has this function.
+      both: returns a loss, and the gradient of x given the loss's cotangent, in one kernel. Only
+        the mosaic implementation has this function.
     """
 
     forward: Callable[[Operands, Spec], Results]
@@ -154,3 +156,4 @@ class Implementation(NamedTuple):
     platforms: Callable[[], tuple[str, ...] | None] = _none
     caveat: Callable[[Spec], str | None] = _none
     tangent: Callable[[Residuals, Operands, Spec], Results] | None = None
+    both: Callable[[Operands, Results, Spec], tuple[Results, Operands]] | None = None

@@ -223,7 +223,8 @@ class Spec:
         backward pass adds this cotangent to dx, and h's tangent is x's.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
-        may also return gradients of other operands.
+        may also return gradients of other operands. A ``"fwd"`` of a loss with ``("x",)`` also
+        takes the loss's cotangent, and returns the gradient of x.
       axes: the normalised axes of the arrays. Only the xla implementation gets other axes than the
         last one.
       moved_axis: True if the two-dimensional view needs a transpose of operands and results.
@@ -407,6 +408,11 @@ class Spec:
     def has_stats(self) -> bool:
         """True if the pass returns the statistics, or takes their cotangents."""
         return not set(self.statistics).isdisjoint(self.outputs)
+
+    @functools.cached_property
+    def returns_both(self) -> bool:
+        """True if the pass returns a loss and its gradient, given the loss's cotangent."""
+        return self.direction == "fwd" and bool(self.wrt)
 
     @functools.cached_property
     def returns_tables(self) -> bool:

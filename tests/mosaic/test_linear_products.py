@@ -98,6 +98,8 @@ def test_one_chunk_takes_the_memory_of_the_sum(compiler: Compiler):
     assert ours <= most
     text = default.as_text()
     assert text.count('custom_call_target="__cublas') == 3
+    kernels = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    assert ["jaxnorm_cross_entropy_both" in kernel for kernel in kernels] == [True]
     assert "while(" not in text
     assert f"f32[{D},{V}]" not in text
 

@@ -1,7 +1,9 @@
 """Calls that the kernels cannot run, or that the default leaves to XLA: tables of sentences."""
 
 from jaxnorm_kernels.launching import local_capability
+from jaxnorm_kernels.mosaic.cross_entropy import both
 from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
+from jaxnorm_kernels.mosaic.cross_entropy.forward import units_of
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -37,6 +39,19 @@ _CANNOT: Table = (
             and s.is_loss
             and s.rows * LossBackwardSchedule().parts(s) > _MAX_ROWS
         ),
+    ),
+    (
+        "only cross-entropy has one kernel for a loss and its gradient",
+        lambda s: s.returns_both and s.op != "cross_entropy",
+    ),
+    (
+        "its kernel for a loss and its gradient takes rows in multiples of 16 bytes",
+        lambda s: s.returns_both and units_of(s).has_edges,
+    ),
+    (
+        "its kernel for a loss and its gradient reads rows again from the L2 cache, up to "
+        f"{both.MOST_BYTES} bytes",
+        lambda s: s.returns_both and s.cols * s.x_dtype.itemsize > both.MOST_BYTES,
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (

@@ -19,6 +19,7 @@ dx are NaN.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -79,16 +80,7 @@ def cross_entropy_bwd(
             raw = load_units(of_block, x, row)
             label = read_label(labels, row)
             numbers = [load(ref.at[row], None) for ref in of_row]
-            has_entry = numbers[1] != -jnp.inf
-
-            shape, layout = of_block[0].shape, of_block[0].layout
-            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # of a unit's elements, from its start on
-            have_label = [unit.has(label) for unit in of_block]
-            for unit, value, has_label in zip(of_block, raw, have_label):
-                of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
-                gradient = functools.partial(_gradient, *of_unit)
-                unit.store(dx, row, lax.cond(has_entry, gradient, lambda: zero))
+            store_gradient(of_block, raw, dx, row, label, numbers, spec)
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:
@@ -103,6 +95,34 @@ def cross_entropy_bwd(
         blocks=spec.rows * parts,
     )
     return Operands(dx)
+
+
+def store_gradient(
+    units: Sequence[Unit],
+    raw: Sequence[jax.Array],
+    dx: Ref,
+    row: Any,
+    label: jax.Array,
+    numbers: Sequence[jax.Array],
+    spec: Spec,
+    *,
+    has_entry: bool | None = None,
+) -> None:
+    """Store dx of units of a row, given their logits `raw`.
+
+    Args:
+      numbers: the row's statistics, its cotangent and, for an entropy, that and its cotangent.
+      has_entry: True if the row has entries. None looks at its statistics; dx is 0 without entries.
+    """
+    has = numbers[1] != -jnp.inf if has_entry is None else has_entry
+    shape, layout = units[0].shape, units[0].layout
+    zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    columns = flat_index(shape, layout)  # of a unit's elements, from its start on
+    have_label = [unit.has(label) for unit in units]
+    for unit, value, has_label in zip(units, raw, have_label):
+        of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
+        gradient = functools.partial(_gradient, *of_unit)
+        unit.store(dx, row, gradient() if has is True else lax.cond(has, gradient, lambda: zero))
 
 
 def _gradient(

@@ -93,16 +93,24 @@ _COLUMNS = 16
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """Return the schedule of a call."""
-    units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # With a third sum, or with tanh, a thread needs 80 registers: a block of 512 threads would then
-    # fill an SM.
-    takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
-    most = 2 if takes_80 else _MOST_WARPGROUPS
+    # A block of 512 threads would fill an SM.
+    most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
+    return LossForwardSchedule(units_at_a_time(spec, warpgroups), warpgroups)
+
+
+def takes_80_registers(spec: Spec) -> bool:
+    """Return True if a thread needs 80 registers: with a third sum, or with tanh."""
+    return sums_of(spec) > 2 or spec.loss.logit_softcap is not None
+
+
+def units_at_a_time(spec: Spec, warpgroups: int) -> int:
+    """Return the number of units that a thread adds up per step."""
+    units = units_of(spec)
     step = max(1, _COLUMNS // units.vector)
-    return LossForwardSchedule(min(step, max(1, units.count // warpgroups)), warpgroups)
+    return min(step, max(1, units.count // warpgroups))
 
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
@@ -122,13 +130,21 @@ def cross_entropy_fwd(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
-    gather = Gather(schedule.warpgroups, values=_sums(spec))
+    gather = Gather(schedule.warpgroups, values=sums_of(spec))
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 
     def body(*refs: Ref) -> None:
         operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
         result_refs, scratch = refs[:results], refs[results:]
-        _row(spec, schedule, gather, operand_refs, result_refs, scratch)
+
+        def counted(label: jax.Array, *values: jax.Array) -> None:
+            del label
+            store_results(result_refs, *values)
+
+        def excluded() -> None:
+            store_results(result_refs, *[0.0] * (1 + spec.returns_entropy), 0.0, -jnp.inf)
+
+        reduce_row(spec, schedule, gather, operand_refs, scratch, counted, excluded)
 
     y, *rest = launch(
         body,
@@ -145,33 +161,33 @@ def cross_entropy_fwd(
     return Results(y, entropy=entropy, stats=tuple(stats))
 
 
-def _sums(spec: Spec) -> int:
+def sums_of(spec: Spec) -> int:
     """Return the number of arrays in `Sums`."""
     return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
 
-def _row(
+def reduce_row(
     spec: Spec,
     schedule: LossForwardSchedule,
     gather: Gather,
     operands: Sequence[Ref],
-    results: Sequence[Ref],
     scratch: Sequence[Any],
+    counted: Callable[..., None],
+    excluded: Callable[[], None],
 ) -> None:
+    """Reduce the row of this block, and run ``counted(label, *results, m, log_s)``.
+
+    If the row does not count, run ``excluded()`` instead. `operands` are the refs of x, the labels
+    and, if the call has them, the positions.
+    """
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
-    share = _Share(spec, units_of(spec), schedule, row)
+    share = RowShare(spec, units_of(spec), schedule, row)
     # Start the slowest loads first: the label's logit waits for the label.
     label = read_label(labels, row)
     first = load_units(share.first(), x, row)
     # An invalid label is clipped to a column, so that nothing outside the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
-
-    def write(*values: Any) -> None:
-        @pl.when(lax.axis_index(WARPGROUP) == 0)
-        def _() -> None:
-            for ref, value in zip(results, values):
-                store(ref.at[row], jnp.float32(value))
 
     def reduce() -> None:
         r = None
@@ -181,16 +197,24 @@ def _row(
         parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
         # Without smoothing, the label's logit is needed only here, not before the row.
         sums = _merge(parts, spec)
-        write(*_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
+        counted(label, *_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
 
     if not positions:
         reduce()
         return
     counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
     pl.when(counts)(reduce)
-    pl.when(jnp.logical_not(counts))(
-        lambda: write(*[0.0] * (1 + spec.returns_entropy), 0.0, -jnp.inf)
-    )
+    pl.when(jnp.logical_not(counts))(excluded)
+
+
+def store_results(results: Sequence[Ref], *values: Any) -> None:
+    """Store the numbers of this block's row, from the first warpgroup."""
+    row = lax.axis_index(BLOCK)
+
+    @pl.when(lax.axis_index(WARPGROUP) == 0)
+    def _() -> None:
+        for ref, value in zip(results, values):
+            store(ref.at[row], jnp.float32(value))
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
@@ -204,7 +228,7 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Share:
+class RowShare:
     """The units of a row that belong to one warpgroup, grouped into steps.
 
     Warpgroups that share a row take turns: each reads every n-th unit.
@@ -231,11 +255,12 @@ class _Share:
         return self._of(self.whole_steps, -(-left // shares), whole=False)
 
     def first(self) -> list[Unit]:
+        """Return the units that the warpgroup reads first."""
         return self.step(0) if self.whole_steps else self.rest()
 
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
         """Return each thread's sums over its units. `raw` has the elements of the `first` units."""
-        sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
+        sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (sums_of(self.spec) - 1))
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
             raw, sums = carry
