@@ -22,7 +22,7 @@ from reference import assert_within, exact
 
 from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
-from jaxnorm.operations.linear_loss_call import chunk_rows
+from jaxnorm.operations.linear_loss_call import chunk_rows, rows_beside_dlogits
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -216,6 +216,14 @@ def test_chunks_by_default():
         accumulator = 4 * weight[0] * weight[1]
         assert chunk_rows(None, rows, weight, logits, bf16, accumulator=accumulator) == expected
         assert chunk_rows(64, rows, weight, logits, bf16, accumulator=accumulator) == 64
+    for rows, chunk, weight, expected in (
+        (8192, 2048, (4096, 128256), 2048),
+        (8192, 2048, (2048, 128256), 1024),
+        (16384, 2048, (2048, 50257), None),
+        (1024, 512, (2048, 50257), 512),
+    ):
+        accumulator = 4 * weight[0] * weight[1]
+        assert rows_beside_dlogits(chunk, rows, weight[1], f32, bf16, accumulator) == expected
     # Logits of float32, whose products are of 16 bits.
     assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
     check("mean", *operands(3000, 2, 3))
@@ -454,6 +462,18 @@ def test_memory():
         for shape in re.findall(r"\w+\[([\d,]*)\]", compiled.as_text())
     }
     assert max(sizes) == CHUNK * CLASSES
+
+
+@pytest.mark.parametrize("rows", [4096, 5000])
+def test_dlogits_of_all_rows(rows):
+    """The backward pass has one matmul for each gradient, and the loop computes only dlogits."""
+    x, weight, bias, labels = operands(rows, 2048, 9, "bfloat16")
+    where = labels != 3
+    x = x.at[jnp.argmin(where)].set(jnp.nan)
+    check("log_prob", x, weight, bias, labels, where)
+    text = step_of(labels).lower(x, weight).as_text()
+    assert text.count("stablehlo.dot_general") == 4
+    assert re.search(rf"dot_general.*\(tensor<{rows}x2048xbf16>, tensor<{rows}x16xbf16>\)", text)
 
 
 def test_three_numbers_for_each_row_are_kept():

@@ -12,7 +12,8 @@ Each pass is one loop over chunks of rows. XLA computes its three matmuls:
     dW    += x^T dlogits      accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
                               beta = 1), since the loop's carry has no other use. The first chunk
                               precedes the loop and writes the array, which needs no zeros. A
-                              single chunk writes dW in its own dtype
+                              single chunk writes dW in its own dtype. So does the backward pass
+                              of log-probabilities, if it can hold the 16-bit dlogits of all rows
 
 dlogits include all factors: 1 / n, a row's weight or cotangent, and `logits_scale`. The matmuls
 therefore write dx and dW in their own dtypes, without another pass over them.
@@ -42,6 +43,7 @@ from jaxnorm.operations.linear_loss_call import (
     Over,
     Reduction,
     chunk_rows,
+    rows_beside_dlogits,
 )
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
@@ -203,6 +205,13 @@ class _Chunks:
         self.chunk = chunk_rows(
             head.chunk, self.rows, shape, *dtypes, shards, accumulator=self.accumulator
         )
+        # One matmul for each gradient of log-probabilities, whose float32 logits are larger.
+        self.holds_dlogits = False
+        if self.kept and head.chunk is None and not recompute and self.chunk < self.rows:
+            size = rows_beside_dlogits(
+                self.chunk, self.rows, self.classes, *dtypes, self.accumulator
+            )
+            self.holds_dlogits, self.chunk = size is not None, size or self.chunk
 
     # --------------------------------------------------------------------------------- passes
 
@@ -301,27 +310,16 @@ class _Chunks:
             sizes, largest = self.sizes(cotangents)
             shares = sizes / largest  # each row's factor in the gradients of weight and bias
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
-        is_sum = sizes is not None or self.chunk < self.rows
-        weight_dtype = self.wide if is_sum else dtypes["weight"]
+        in_one = self.chunk == self.rows or self.holds_dlogits
+        weight_dtype = dtypes["weight"] if in_one and sizes is None else self.wide
 
         def step(rows: _Rows, carry: Carry) -> Carry:
-            x = rows.of_x(self.x)
-            logits = self.product(x, self.factor, self.bias)
-            call, results = self.call(logits.shape, rows), {}
-            of_rows = [*map(rows.of, cotangents)]
-            if self.kept:
-                residuals = self.residuals(call.with_stats(), rows, logits)
-                dlogits = linear_loss_call.dlogits(call, residuals, of_rows, self.dtype)
-            else:
-                y, dlogits = linear_loss_call.forward_and_dlogits(
-                    call,
-                    rows.operands(logits),
-                    of_rows,
-                    self.dtype,
-                    differentiable=self.recompute,
-                )
-                if makes_losses:
-                    results["y"] = rows.put(carry["y"], y)
+            *y, dlogits = self.dlogits(rows, cotangents)
+            results = products(rows, dlogits, carry)
+            return results | ({"y": rows.put(carry["y"], y[0])} if makes_losses else {})
+
+        def products(rows: _Rows, dlogits: jax.Array, carry: Carry) -> Carry:
+            x, results = rows.of_x(self.x), {}
             if "x" in head.wrt:
                 dx = self.dot(
                     dlogits, self.factor, (1, 1), dtypes["x"] if sizes is None else self.wide
@@ -347,7 +345,11 @@ class _Chunks:
             carry["y"] = jnp.zeros(self.rows, self.wide)
         if "x" in head.wrt:
             carry["x"] = jnp.zeros(self.x.shape, dtypes["x"])
-        results = self.loop(step, carry, starts_sums=head.wrt != ("x",))
+        if self.holds_dlogits:
+            dlogits = self.dlogits_of_all_rows(cotangents)
+            results = products(_Rows(self, jnp.int32(0), self.rows), dlogits, carry)
+        else:
+            results = self.loop(step, carry, starts_sums=head.wrt != ("x",))
 
         def finished(name: str) -> jax.Array:
             if name in carry:
@@ -359,6 +361,27 @@ class _Chunks:
             return (a if sizes is None else largest * a).astype(dtypes[name])
 
         return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
+
+    def dlogits(self, rows: "_Rows", cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the results of a chunk, unless the call has kept them, and its dlogits."""
+        logits = self.product(rows.of_x(self.x), self.factor, self.bias)
+        call = self.call(logits.shape, rows)
+        cotangents = [*map(rows.of, cotangents)]
+        if self.kept:
+            residuals = self.residuals(call.with_stats(), rows, logits)
+            return [linear_loss_call.dlogits(call, residuals, cotangents, self.dtype)]
+        return linear_loss_call.forward_and_dlogits(
+            call, rows.operands(logits), cotangents, self.dtype, differentiable=self.recompute
+        )
+
+    def dlogits_of_all_rows(self, cotangents: Sequence[jax.Array]) -> jax.Array:
+        """Return the dlogits of all rows, from a chunk's logits at a time."""
+
+        def step(rows: _Rows, carry: Carry) -> Carry:
+            return {"dlogits": rows.put(carry["dlogits"], self.dlogits(rows, cotangents)[-1])}
+
+        shape = self.rows, self.classes + self.padding
+        return self.loop(step, {"dlogits": lax.empty(shape, self.dtype)})["dlogits"]
 
     def tangent(self) -> list[jax.Array]:
         """Return the tangents of the rows' results, given the tangents of the operands in `wrt`."""
@@ -455,10 +478,6 @@ class _Chunks:
 
     # ------------------------------------------------------------------------------- the loop
 
-    @property
-    def overlaps(self) -> bool:
-        return self.rows % self.chunk > 0
-
     def loop(
         self,
         step: Callable[["_Rows", Carry], Carry],
@@ -529,12 +548,13 @@ class _Rows:
     kernels, which need aligned addresses.
     """
 
-    def __init__(self, chunks: _Chunks, index: jax.Array):
-        size, short = chunks.chunk, -chunks.rows % chunks.chunk
+    def __init__(self, chunks: _Chunks, index: jax.Array, size: int | None = None):
+        size = size or chunks.chunk
+        short = -chunks.rows % size
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
-        self.chunks = chunks
+        self.chunks, self.overlaps = chunks, short > 0
         own = self.of(chunks.counted) if chunks.counted is not None else None
-        if chunks.overlaps:
+        if self.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
         # Rows that the next chunk also has are masked here, like rows that do not count.
@@ -572,7 +592,7 @@ class _Rows:
 
     def of(self, a: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(a, self.start, self.size)
-        return launching.own_buffer(part) if self.chunks.overlaps else part
+        return launching.own_buffer(part) if self.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """Return this chunk's rows of x, with 0 in rows that do not count.
@@ -583,7 +603,7 @@ class _Rows:
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        part = launching.own_buffer(part) if self.chunks.overlaps else part
+        part = launching.own_buffer(part) if self.overlaps else part
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 
